@@ -1,0 +1,90 @@
+"""The contract between a model and the code that attends over blocks.
+
+A step's tokens are ragged: the sequences' new tokens lie one after the other.
+
+    tokens        [ s0 s0 s0 | s1 | s2 s2 ]            num_tokens = 6
+    query_start   [ 0          3    4       6 ]         int32 [num_seqs + 1]
+    context_lens  [ 3          40   18 ]                tokens in the cache after this step, new ones included
+
+The new tokens of sequence i are the last `query_start[i+1] - query_start[i]` of its `context_lens[i]` tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from octavo.storage.arena import LayerKV
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """Where one group's tokens of this step live.
+
+    Attributes:
+        block_tables: int32 [num_seqs, max_blocks]; entries past a sequence's last block, and those that slid out of
+            a window, are the null block 0.
+        slot_mapping: int64 [num_tokens]; where each new token's key and value are written.
+    """
+
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step's ragged queries, built by `runner/batch.py` and shared by all layers.
+
+    Attributes:
+        query_start: int32 [num_seqs + 1]
+        context_lens: int32 [num_seqs]
+        positions: int64 [num_tokens]
+        groups: one per group of the KV cache.
+        max_query_len, max_context_len: the largest of each, on the host.
+    """
+
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    positions: torch.Tensor
+    groups: tuple[GroupBatch, ...]
+    num_seqs: int
+    num_tokens: int
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(ABC):
+    """Writes new keys and values into blocks and attends over block tables."""
+
+    name: str
+
+    def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
+        """Store the step's keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim]."""
+        kv.write(key, value, batch.groups[kv.group].slot_mapping)
+
+    @abstractmethod
+    def attend(
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of every new token over its sequence's blocks, which already hold its own key and value.
+
+        Args:
+            query: [num_tokens, num_heads, key_dim]; query head h reads KV head h // (num_heads // kv_heads).
+            scale: multiplies the scores before the softmax.
+            softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
+            sinks: [num_heads] extra logits in each softmax's denominator (gpt-oss).
+
+        The window is `kv.sliding_window`: a query sees itself and window - 1 tokens before it.
+
+        Returns:
+            [num_tokens, num_heads, value_dim] in the query's dtype.
+        """

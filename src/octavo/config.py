@@ -1,0 +1,115 @@
+"""Every option of an engine, declared once: `LLM(...)` keywords and `octavo serve` flags are both made from this."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from octavo.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field that carries its own `--help` text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options of one engine. Validated at construction; raises `ConfigError` with the value in the message."""
+
+    model: str = option(
+        DEFAULT_MODEL, "a Hugging Face folder or hub id, a GGUF file, or 'smollm2' (SmolLM2-135M-Instruct, packaged)"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "weights and activations; auto: bfloat16")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: cuda where there is one")
+    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own limit")
+    max_num_seqs: int = option(256, "most sequences computed in one step")
+    max_num_batched_tokens: int = option(2048, "most tokens computed in one step; longer prompts go in chunks")
+    block_size: int | Literal["max"] = option(
+        16, "tokens per block; 'max': one block of max_model_len per sequence, as engines did before paging"
+    )
+    kv_cache_memory: int | str | None = option(
+        None, "bytes for the KV cache, as a number or '2GiB'; default: from --gpu-memory-utilization or free RAM"
+    )
+    num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
+    gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "auto: the model's dtype")
+    enable_prefix_caching: bool = option(True, "share computed blocks between requests with a common prefix")
+    prefix_cache: Literal["hashed"] = option("hashed", "how cached prefixes are found")
+    eviction_policy: Literal["lru"] = option("lru", "which cached block is given up first")
+    preemption_mode: Literal["recompute"] = option("recompute", "what happens to a sequence that must yield its blocks")
+    attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
+    deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")
+    num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
+    seed: int = option(0, "seeds the requests that bring no seed of their own")
+
+    def __post_init__(self) -> None:
+        for name, allowed in _literal_choices().items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value != "max" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name} must be an integer, got {value!r}")
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if isinstance(self.kv_cache_memory, str):
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:
+            raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """Build from keywords; an unknown one is named together with the known ones."""
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
+        return cls(**options)
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return replace(self, **changes)
+
+
+def _literal_choices() -> dict[str, tuple[Any, ...]]:
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name, hint in get_type_hints(EngineConfig).items():
+        literals = [a for a in (hint, *get_args(hint)) if get_origin(a) is Literal]
+        if literals:
+            choices[name] = tuple(value for a in literals for value in get_args(a))
+    return choices
+
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter + "B"] = 1000**_power
+    _UNITS[_letter + "IB"] = _UNITS[_letter] = 1024**_power
+
+
+def parse_bytes(text: str) -> int:
+    """'2GiB' -> 2147483648, '2GB' -> 2000000000, '2G' -> 2147483648, '123' -> 123.
+
+    Raises:
+        ConfigError: not a number with an optional unit of B, K, M, G, T, KB … TB, KiB … TiB.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = match and _UNITS.get(match[2].upper())
+    if not match or not unit:
+        raise ConfigError(f"cannot read {text!r} as a number of bytes: write 2147483648, 2GiB or 2GB")
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(count: float) -> str:
+    """2147483648 -> '2.00 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

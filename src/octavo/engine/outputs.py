@@ -1,0 +1,59 @@
+"""What a caller gets back; the field names of vLLM's `RequestOutput` and `CompletionOutput`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from octavo.request import FinishReason, RequestId, TokenLogprobs
+
+
+class OutputKind(Enum):
+    """What each `RequestOutput` of a request holds."""
+
+    DELTA = "delta"  # only what is new since the one before
+    FINAL = "final"  # one output, when all is done
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion, or what is new of it.
+
+    Attributes:
+        index: which of the request's `n` completions.
+        token_ids: generated ids; a stop or end-of-sequence token is included, as in vLLM.
+        text: without the stop string, never half a character.
+        cumulative_logprob: sum over all chosen tokens so far, where logprobs were asked for.
+        logprobs: one entry per token of `token_ids`, where asked for.
+        finish_reason: None while it goes on.
+        stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One request's completions, or what is new of them.
+
+    Attributes:
+        prompt: the text, where the prompt came as text.
+        prompt_logprobs: None for the first prompt token, then one entry per token; only where asked for.
+        outputs: all `n` completions (FINAL), or those that have something new (DELTA).
+        num_cached_tokens: prompt tokens that came from the prefix cache.
+        finished: nothing follows.
+    """
+
+    request_id: RequestId
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -1,0 +1,70 @@
+"""Every exception Octavo raises on purpose.
+
+OctavoError
+├── ConfigError            an option or a combination of options is invalid          (ValueError)
+├── RequestError           one request is invalid; the engine is unharmed            (ValueError)
+│   ├── ContextLengthError     prompt, or prompt + max_tokens, over max_model_len
+│   └── CapacityError          would need more blocks or sequence slots than exist
+├── ModelError             a model cannot be loaded
+│   ├── ModelNotFoundError     nothing usable at that path or hub id                 (FileNotFoundError)
+│   ├── UnsupportedModelError  an architecture or tensor type Octavo cannot run
+│   └── CorruptModelError      a file that does not hold what it declares
+├── CacheError             the block accounting was violated: a bug, never user input
+└── EngineDeadError        the step loop died; carries the cause
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Root of the tree drawn in this module's docstring."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An option, or a combination of options, is invalid."""
+
+
+class RequestError(OctavoError, ValueError):
+    """One request is invalid. `param` names the offending field, `code` is OpenAI's error code."""
+
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt + max_tokens, exceeds max_model_len."""
+
+    code = "context_length_exceeded"
+
+
+class CapacityError(RequestError):
+    """The request needs more KV blocks or sequence slots than the engine has in all."""
+
+    code = "capacity_exceeded"
+
+
+class ModelError(OctavoError):
+    """A model cannot be loaded."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """Nothing usable at that path or hub id."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture or tensor type that Octavo cannot run."""
+
+
+class CorruptModelError(ModelError):
+    """A file that does not hold what it declares."""
+
+
+class CacheError(OctavoError):
+    """The block accounting was violated. Always a bug in Octavo, never the result of user input."""
+
+
+class EngineDeadError(OctavoError):
+    """The step loop died; no further request can be served. `__cause__` holds the reason."""

@@ -1,0 +1,115 @@
+"""How many bytes a block has and which layers share one: the arithmetic under allocator and calculator alike.
+
+Layers that keep the same tokens (full attention, or one sliding window) form a group and share block tables.
+All groups have the same number of bytes per block, so that one pool serves them all: layers are dealt into groups
+as large as the smallest kind of layer allows.
+
+    26 layers, 22 sliding + 4 full      ->  group 0: 4 full | groups 1..6: 4, 4, 4, 4, 4, 2 sliding
+    32 layers, one kind                 ->  group 0: all 32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKVSpec:
+    """What one attention layer stores per token: `num_kv_heads * (key_dim + value_dim)` elements."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers (by index in the model) that share block tables."""
+
+    layer_indices: tuple[int, ...]
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The shape of a cache: pure numbers, from which arena, manager and calculator are built.
+
+    Attributes:
+        block_bytes: bytes of one block, all layers of one group, keys and values; a multiple of `ALIGNMENT`.
+    """
+
+    layers: tuple[LayerKVSpec, ...]
+    groups: tuple[GroupSpec, ...]
+    block_size: int
+    dtype: str
+    block_bytes: int
+
+    ALIGNMENT = 64
+
+    @classmethod
+    def build(cls, layers: Sequence[LayerKVSpec], block_size: int, dtype: str) -> KVCacheSpec:
+        """Group `layers` and size the blocks.
+
+        Raises:
+            ConfigError: no layers, a block size below 1, or an unknown dtype.
+        """
+        if not layers:
+            raise ConfigError("a KV cache needs at least one attention layer")
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}")
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV cache dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        groups = _group_layers(layers)
+        token_bytes = max(
+            sum(layers[i].elements_per_token for i in group.layer_indices) * DTYPE_BYTES[dtype] for group in groups
+        )
+        block_bytes = -(-token_bytes * block_size // cls.ALIGNMENT) * cls.ALIGNMENT
+        return cls(tuple(layers), groups, block_size, dtype, block_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers, without padding."""
+        return sum(layer.elements_per_token for layer in self.layers) * DTYPE_BYTES[self.dtype]
+
+    def blocks_for_tokens(self, num_tokens: int) -> int:
+        """Blocks of one full-attention table that holds `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def peak_blocks(self, num_tokens: int, max_tokens_per_step: int) -> int:
+        """Blocks, over all groups, that one sequence of `num_tokens` tokens holds at its fullest.
+
+        A group with a sliding window keeps the window and the tokens of the step in flight, never more.
+        """
+        total = 0
+        for group in self.groups:
+            blocks = self.blocks_for_tokens(num_tokens)
+            if group.sliding_window is not None:
+                # window - 1 tokens before the step's first, the step's tokens, and a block cut at either end
+                live = group.sliding_window - 1 + min(max_tokens_per_step, num_tokens)
+                blocks = min(blocks, self.blocks_for_tokens(live) + 1)
+            total += blocks
+        return total
+
+
+def _group_layers(layers: Sequence[LayerKVSpec]) -> tuple[GroupSpec, ...]:
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_window.setdefault(layer.sliding_window, []).append(index)
+    size = min(len(indices) for indices in by_window.values())
+    # Full attention first: its hits bound those of the windows.
+    windows = sorted(by_window, key=lambda window: (window is not None, window or 0))
+    return tuple(
+        GroupSpec(tuple(by_window[window][start : start + size]), window)
+        for window in windows
+        for start in range(0, len(by_window[window]), size)
+    )

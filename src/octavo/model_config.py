@@ -1,0 +1,86 @@
+"""What an architecture looks like, independent of any file format and of torch.
+
+The loader fills it from a Hugging Face `config.json` or from GGUF metadata; the decoder, the KV cache and the
+calculator read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and how it is stretched beyond the trained context.
+
+    Attributes:
+        theta: base of the frequencies.
+        rotary_dim: leading dimensions of each head that are rotated (all of them in the Llama family).
+        kind: "default", "linear" or "llama3" (Llama 3.1's piecewise scaling).
+        frequency_factors: per-frequency divisors, as Llama 3 GGUF files carry them (`rope_freqs`); overrides `kind`.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    frequency_factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("default", "linear", "llama3"):
+            raise UnsupportedModelError(f"RoPE scaling {self.kind!r} is not supported (default, linear, llama3)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only architecture.
+
+    Attributes:
+        architecture: the Hugging Face class name, such as "LlamaForCausalLM".
+        num_heads, num_kv_heads: query heads and key/value heads (GQA: num_kv_heads < num_heads; MQA: 1).
+        head_dim: dimensions of a query and key head; value_dim those of a value head.
+        layer_windows: for each layer the sliding window in tokens (a query sees itself and window - 1 tokens
+            before it), or None for full attention.
+        dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
+        eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    layer_windows: tuple[int | None, ...] = field(default=())
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+        if len(self.layer_windows) != self.num_layers:
+            raise UnsupportedModelError(
+                f"{self.architecture}: {len(self.layer_windows)} layer types for {self.num_layers} layers"
+            )
+        if self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.architecture}: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
+            )

@@ -1,0 +1,125 @@
+"""How one request's tokens are chosen: the field names and meanings of vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import RequestError
+
+MAX_N = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+GREEDY_EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Validated once, at construction; raises `RequestError` naming the field and the value.
+
+    Attributes:
+        n: number of completions of one prompt; they share the prompt's blocks.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: the usual filters; 1.0, 0 (or -1) and 0.0 switch them off.
+        repetition_penalty: > 1 discourages tokens of the prompt and the output (Keskar et al. 2019).
+        presence_penalty, frequency_penalty: OpenAI's, over output tokens only, in [-2, 2].
+        seed: makes sampling reproducible; None draws a seed at arrival.
+        stop: strings that end the output; they are not part of it.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence.
+        ignore_eos: go on past the model's end-of-sequence token.
+        max_tokens: output limit; None means up to `max_model_len`.
+        min_tokens: end-of-sequence and stops are ignored before that many output tokens.
+        logprobs: number of most likely tokens reported beside each output token; None is off.
+        prompt_logprobs: the same for the prompt's tokens.
+        logit_bias: added to the logits of the given token ids.
+        detokenize: False returns token ids only (text stays empty, `stop` is not allowed).
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        self._validate()
+
+    def _validate(self) -> None:
+        _require_int("n", self.n, 1, MAX_N)
+        _require_number("temperature", self.temperature, 0.0, math.inf)
+        _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _require_int("top_k", self.top_k, 0, None)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _require_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1, None)
+        _require_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _require_int(name, value, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+        for token_id in self.stop_token_ids:
+            _require_int("stop_token_ids", token_id, 0, None)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require_int("logit_bias", token_id, 0, None)
+            _require_number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a draw."""
+        return self.temperature < GREEDY_EPSILON
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """The same parameters under a definite output limit."""
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
+
+def _require_int(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {limits}, got {value}", param=name)
+
+
+def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if value < low or value > high or (open_low and value == low):
+        bound = "above" if open_low else "at least"
+        limits = f"{bound} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
+        raise RequestError(f"{name} must be {limits}, got {value:g}", param=name)

@@ -1,0 +1,63 @@
+"""What one step computes: data, decided by the scheduler, carried out by the runner.
+
+The order of effects is fixed: copies, then the new tokens' keys and values, then the samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.kvcache.block import BlockCopy
+from octavo.request import Sequence, TokenLogprobs
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: tokens `start .. start + num_tokens` of `seq.token_ids`.
+
+    Attributes:
+        block_tables: one list of block ids per group, as they are after allocation. Views: read, never written.
+        samples: the sequences that draw a next token from the last computed token's logits: none while a prompt
+            is unfinished, the sequence itself, or all of a request's parallel samples when its prompt ends.
+        prompt_logprobs: (first, last + 1) positions of the chunk whose logits score the prompt token after them.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    block_tables: list[list[int]]
+    samples: tuple[Sequence, ...] = ()
+    prompt_logprobs: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. `copies` happen first, in their order, before anything is computed."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """One drawn token; `logprobs` only where the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner gives back: for each scheduled sequence, in the plan's order.
+
+    Attributes:
+        samples: one result per entry of `ScheduledSequence.samples`.
+        prompt_logprobs: one entry per position of `ScheduledSequence.prompt_logprobs`, keyed by the index in the plan.
+    """
+
+    samples: list[list[SampleResult]]
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

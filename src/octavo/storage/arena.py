@@ -1,0 +1,120 @@
+"""The memory of the KV cache: one allocation, cut into blocks, and a view of it for each layer.
+
+    arena   [num_blocks][block_bytes]
+    block   | layer a: K | layer a: V | layer b: K | layer b: V | … | padding |
+
+With `pair` elements side by side (2 for 16-bit types, which is what `vdpbf16ps`, AMX and Arm `bfdot` eat; else 1):
+
+    K   [kv_heads][key_dim / pair][block_size][pair]        tokens adjacent: no horizontal sums in Q·K
+    V   [kv_heads][block_size / pair][value_dim][pair]      dimensions adjacent: none in P·V
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's part of every block, as strided views into the arena.
+
+    Attributes:
+        key: [num_blocks, kv_heads, key_dim // pair, block_size, pair]
+        value: [num_blocks, kv_heads, block_size // pair, value_dim, pair]
+        group: index of the layer's group, hence of its block tables.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    group: int
+    sliding_window: int | None
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[3]
+
+    @property
+    def pair(self) -> int:
+        return self.key.shape[4]
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] at int64 `slots` [tokens]."""
+        pair = self.pair
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        num_tokens, heads, key_dim = key.shape
+        # Advanced indices separated by slices put the token dimension first on the left-hand side.
+        self.key[blocks, :, :, offsets] = key.to(self.key.dtype).view(num_tokens, heads, key_dim // pair, pair)
+        self.value[blocks, :, offsets // pair, :, offsets % pair] = value.to(self.value.dtype)
+
+    def gather(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of one block table."""
+        key = self.key[block_table].permute(0, 3, 1, 2, 4)  # [blocks, block_size, heads, dim / pair, pair]
+        value = self.value[block_table].permute(0, 2, 4, 1, 3)  # [blocks, block_size / pair, pair, heads, dim]
+        key = key.reshape(-1, key.shape[2], key.shape[3] * key.shape[4])
+        value = value.reshape(-1, value.shape[3], value.shape[4])
+        return key[:num_tokens], value[:num_tokens]
+
+
+class KVArena:
+    """All blocks of one engine on one device. Allocates; never decides who holds what."""
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.dtype = getattr(torch, spec.dtype)
+        # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
+        if torch.device(device).type == "cpu":
+            # Anonymous pages are zero and are touched when first written: an idle pool costs no memory.
+            pages = mmap.mmap(-1, max(1, self.nbytes))
+            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes].view(num_blocks, spec.block_bytes)
+        else:
+            self._bytes = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
+        self.layers = self._layer_views()
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.spec.block_bytes
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination) pairs; sources are read before any destination is written."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            self._bytes[list(destinations)] = self._bytes[list(sources)]
+
+    def _layer_views(self) -> list[LayerKV]:
+        spec = self.spec
+        element = DTYPE_BYTES[spec.dtype]
+        typed = self._bytes.view(-1).view(self.dtype)
+        block_stride = spec.block_bytes // element
+        views: dict[int, LayerKV] = {}
+        for group_index, group in enumerate(spec.groups):
+            offset = 0
+            for index in group.layer_indices:
+                layer = spec.layers[index]
+                pair = pair_width(spec.block_size, layer.key_dim, element)
+                heads, size = layer.num_kv_heads, spec.block_size
+                key = typed.as_strided(
+                    (self.num_blocks, heads, layer.key_dim // pair, size, pair),
+                    (block_stride, layer.key_dim * size, size * pair, pair, 1),
+                    offset,
+                )
+                offset += heads * layer.key_dim * size
+                value = typed.as_strided(
+                    (self.num_blocks, heads, size // pair, layer.value_dim, pair),
+                    (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
+                    offset,
+                )
+                offset += heads * layer.value_dim * size
+                views[index] = LayerKV(key, value, group_index, group.sliding_window)
+        return [views[index] for index in range(len(spec.layers))]
+
+
+def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:
+    """Elements stored side by side: 2 for 16-bit types where tokens and dimensions pair up, else 1."""
+    return 2 if element_bytes == 2 and block_size % 2 == 0 and key_dim % 2 == 0 else 1
