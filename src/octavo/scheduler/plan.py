@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.kvcache.block import BlockCopy
+from octavo.kvcache.block import BlockCopy, BlockId
 from octavo.request import Sequence, TokenLogprobs
 
 
@@ -25,7 +25,7 @@ class ScheduledSequence:
     seq: Sequence
     start: int
     num_tokens: int
-    block_tables: list[list[int]]
+    block_tables: list[list[BlockId]]
     samples: tuple[Sequence, ...] = ()
     prompt_logprobs: tuple[int, int] | None = None
 

@@ -1,0 +1,88 @@
+"""The hash chain: a full block's key says everything its keys and values depend on.
+
+    root(model, dtype, codec, block size, salt) -> key 0 = H(root, tokens 0..15) -> key 1 = H(key 0, tokens 16..31) -> …
+
+H is blake2b with a digest of 128 bits. Nothing of a process or machine goes in, so memory, disk, remote store and
+router agree on the keys, across restarts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from octavo.kvcache.block import BlockHash
+
+DIGEST_BYTES = 16
+
+
+def root_hash(*parts: str) -> BlockHash:
+    """Key of the empty prefix; `parts` are length-prefixed, so that no two lists of parts look alike."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return BlockHash(digest.digest())
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as consecutive little-endian int32."""
+    packed = array("i", token_ids)
+    return packed.tobytes()
+
+
+def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
+    """Key of a full block after `parent`."""
+    return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
+
+
+class HashChain:
+    """The keys of one token sequence's full blocks, computed once each as the sequence grows.
+
+    Attributes:
+        hashes: key of full block i.
+        tokens: the token ids of full block i, as `token_bytes`; compared on a hit, so that a collision of keys
+            cannot hand out another prompt's block.
+    """
+
+    __slots__ = ("block_size", "hashes", "root", "tokens")
+
+    def __init__(self, root: BlockHash, block_size: int) -> None:
+        self.root = root
+        self.block_size = block_size
+        self.hashes: list[BlockHash] = []
+        self.tokens: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in the full blocks of `token_ids` that are not in the chain yet."""
+        size = self.block_size
+        for index in range(len(self.hashes), len(token_ids) // size):
+            packed = token_bytes(token_ids[index * size : (index + 1) * size])
+            self.hashes.append(child_hash(self.hashes[-1] if self.hashes else self.root, packed))
+            self.tokens.append(packed)
+
+    def copy(self) -> HashChain:
+        """For a fork: the common past is not hashed again."""
+        twin = HashChain(self.root, self.block_size)
+        twin.hashes = self.hashes.copy()
+        twin.tokens = self.tokens.copy()
+        return twin
+
+
+class NullHashChain(HashChain):
+    """Of a cache without prefix caching: no block ever has a key, and nothing is hashed."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(BlockHash(b""), 1)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        return
+
+    def copy(self) -> HashChain:
+        return self

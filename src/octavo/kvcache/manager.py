@@ -1,0 +1,275 @@
+"""The KV cache manager: the one place where sequences take and give back blocks.
+
+Every operation either does all of what it is asked or changes nothing. `audit()` proves that the pool's counts are
+the tables' references.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
+from octavo.kvcache.eviction import EvictionPolicy
+from octavo.kvcache.hashing import HashChain
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.request import Sequence, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks that hold the beginning of a sequence.
+
+    Attributes:
+        num_tokens: covered by the hit; a multiple of the block size, at most num_tokens - 1 of the sequence.
+        tables: per group the blocks, null where they lie outside the group's window.
+    """
+
+    num_tokens: int
+    tables: tuple[list[BlockId], ...]
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one sequence holds. `num_slid` counts leading table entries given up to a window, per group."""
+
+    tables: list[list[BlockId]]
+    chain: HashChain
+    num_slid: list[int]
+    num_published: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Blocks by state, as found."""
+
+    counts: dict[BlockState, int] = field(default_factory=dict)
+    num_sequences: int = 0
+
+
+_NO_COPIES: tuple[BlockCopy, ...] = ()
+
+
+class KVCacheManager:
+    """Block tables of all sequences over one pool.
+
+    Args:
+        spec: block size and groups.
+        num_blocks: size of the pool, the null block included.
+        prefix_cache: index of computed prefixes (`NullPrefixCache` for none).
+        eviction: order in which cached blocks are given up.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, prefix_cache: PrefixCache, eviction: EvictionPolicy) -> None:
+        self.spec = spec
+        self.pool = BlockPool(num_blocks, eviction, on_evict=prefix_cache.drop)
+        self.prefix_cache = prefix_cache
+        self._holdings: dict[SequenceId, _Holding] = {}
+        self._windows = [group.sliding_window for group in spec.groups]
+        self.no_hit = PrefixHit(0, tuple([] for _ in self._windows))
+        self._slides = any(window is not None for window in self._windows)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that sequences reference, 0 to 1."""
+        return self.pool.num_active / (self.pool.num_blocks - 1)
+
+    def tables(self, seq: Sequence) -> list[list[BlockId]]:
+        """The sequence's block tables, one per group: to read, not to change."""
+        return self._holdings[seq.seq_id].tables
+
+    def match(self, seq: Sequence) -> PrefixHit:
+        """The longest cached prefix of a sequence that holds no block; takes nothing.
+
+        A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full
+        attention, those inside the window otherwise.
+        """
+        holding = self._holding(seq)
+        holding.chain.extend(seq.token_ids)
+        chain, size = holding.chain, self.spec.block_size
+        hit = min(len(chain), (seq.num_tokens - 1) // size)
+        tables: list[list[BlockId]] = [[] for _ in self._windows]
+        for group, window in enumerate(self._windows):
+            if window is None:
+                hit = self._run_length(group, chain, hit, tables[group])
+        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
+        settled = False
+        while not settled:
+            settled = True
+            for group, window in enumerate(self._windows):
+                if window is None:
+                    continue
+                first = max(0, hit * size - window + 1) // size
+                found = [self.prefix_cache.get(group, chain, i) for i in range(first, hit)]
+                missing = max((i for i, block in enumerate(found, first) if block is None), default=None)
+                if missing is not None:
+                    hit, settled = missing, False
+                    break
+                tables[group] = [NULL_BLOCK] * first + [block for block in found if block is not None]
+        return PrefixHit(hit * size, tuple(table[:hit] for table in tables))
+
+    def admit(self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> bool:
+        """Give a sequence without blocks the hit's blocks and room for `num_new_tokens` after them.
+
+        Args:
+            reserve: blocks that must stay available afterwards.
+
+        Returns:
+            Whether it was possible; if not, nothing has changed.
+        """
+        holding = self._holding(seq)
+        if any(holding.tables):
+            raise CacheError(f"sequence {seq.seq_id} is admitted while it holds blocks")
+        pool = self.pool
+        total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
+        needed = sum(total - len(table) for table in hit.tables)
+        revived = {block for table in hit.tables for block in table if block and pool.ref_counts[block] == 0}
+        if needed + len(revived) + reserve > pool.num_available:
+            return False
+        for table in hit.tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    pool.acquire(block)
+        holding.tables = [table + pool.allocate(total - len(table)) for table in hit.tables]
+        holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
+        holding.num_published = hit.num_tokens // self.spec.block_size
+        return True
+
+    def extend(self, seq: Sequence, num_new_tokens: int) -> Seq[BlockCopy] | None:
+        """Make room for the tokens `num_computed .. num_computed + num_new_tokens`.
+
+        Where the first of them falls into a block that another sequence also holds, that block is replaced by a
+        copy: the copies returned must be done before anything is written.
+
+        Returns:
+            The copies, or None where the pool has too few blocks; then nothing has changed.
+        """
+        pool, size, start = self.pool, self.spec.block_size, seq.num_computed
+        tables = self._holdings[seq.seq_id].tables
+        first, total = start // size, -(-(start + num_new_tokens) // size)
+        shared = [table for table in tables if first < len(table) and pool.ref_counts[table[first]] > 1]
+        needed = len(shared) + sum(total - len(table) for table in tables if total > len(table))
+        if needed == 0:
+            return _NO_COPIES
+        if needed > pool.num_available:
+            return None
+        copies = []
+        for table in shared:
+            source, table[first] = table[first], pool.allocate(1)[0]
+            pool.release((source,))
+            copies.append(BlockCopy(source, table[first]))
+        for table in tables:
+            if total > len(table):
+                table.extend(pool.allocate(total - len(table)))
+        return copies
+
+    def commit(self, seq: Sequence) -> None:
+        """After a step: publish the blocks that `num_computed` now fills, give up those that slid out of a window."""
+        holding = self._holdings[seq.seq_id]
+        filled = seq.num_computed // self.spec.block_size
+        if filled > holding.num_published:
+            self._publish(seq, holding, filled)
+        if self._slides:
+            self._slide(seq.num_computed, holding)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` hold the very blocks of `parent`; whoever writes first gets a copy."""
+        source = self._holdings[parent.seq_id]
+        if child.seq_id in self._holdings:
+            raise CacheError(f"sequence {child.seq_id} is forked into while it holds blocks")
+        for table in source.tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    self.pool.acquire(block)
+        self._holdings[child.seq_id] = _Holding(
+            [table.copy() for table in source.tables],
+            source.chain.copy(),
+            source.num_slid.copy(),
+            source.num_published,
+        )
+
+    def release(self, seq: Sequence) -> None:
+        """Give back all blocks, the tail first, so that it is evicted before the head. The hash chain is kept."""
+        if (holding := self._holdings.get(seq.seq_id)) is not None:
+            for table in holding.tables:
+                self.pool.release(reversed(table))
+            holding.tables = [[] for _ in self._windows]
+            holding.num_slid = [0] * len(self._windows)
+            holding.num_published = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence is over: give back what it holds and remember nothing of it."""
+        self.release(seq)
+        self._holdings.pop(seq.seq_id, None)
+
+    def reset_prefix_cache(self) -> int:
+        """Give up every cached block; returns how many. Blocks in use stay published."""
+        return self.pool.evict_all_cached()
+
+    def audit(self) -> Audit:
+        """Prove that every block is in exactly one state and every count is the tables' references. O(blocks).
+
+        Raises:
+            CacheError: listing every violation.
+        """
+        pool = self.pool
+        problems = pool.problems()
+        references = Counter(
+            block for h in self._holdings.values() for table in h.tables for block in table if block != NULL_BLOCK
+        )
+        for i in range(1, pool.num_blocks):
+            if pool.ref_counts[i] != references[BlockId(i)]:
+                problems.append(
+                    f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[BlockId(i)]}"
+                )
+        published = set(self.prefix_cache)
+        for i in range(pool.num_blocks):
+            if pool.is_published(BlockId(i)) != (i in published):
+                problems.append(f"block {i}: the pool and the prefix cache disagree whether it is published")
+        if problems:
+            raise CacheError("audit failed: " + "; ".join(problems))
+        states = Counter(pool.state(BlockId(i)) for i in range(pool.num_blocks))
+        return Audit(dict(states), sum(any(h.tables) for h in self._holdings.values()))
+
+    def _holding(self, seq: Sequence) -> _Holding:
+        holding = self._holdings.get(seq.seq_id)
+        if holding is None:
+            empty: list[list[BlockId]] = [[] for _ in self._windows]
+            chain = self.prefix_cache.chain(seq.request.cache_salt)
+            holding = self._holdings[seq.seq_id] = _Holding(empty, chain, [0] * len(empty))
+        return holding
+
+    def _run_length(self, group: int, chain: HashChain, limit: int, table: list[BlockId]) -> int:
+        """Append the group's cached blocks from the start of the chain to `table`; returns how many there are."""
+        for index in range(limit):
+            block = self.prefix_cache.get(group, chain, index)
+            if block is None:
+                break
+            table.append(block)
+        return len(table)
+
+    def _publish(self, seq: Sequence, holding: _Holding, filled: int) -> None:
+        chain = holding.chain
+        chain.extend(seq.token_ids)
+        for index in range(holding.num_published, min(filled, len(chain))):
+            for group, table in enumerate(holding.tables):
+                block = table[index]
+                if block != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block):
+                    self.pool.mark_published(block)
+        holding.num_published = filled
+
+    def _slide(self, num_computed: int, holding: _Holding) -> None:
+        size = self.spec.block_size
+        for group, window in enumerate(self._windows):
+            if window is None:
+                continue
+            table, slid = holding.tables[group], holding.num_slid[group]
+            first = min(max(0, num_computed - window + 1) // size, len(table))
+            if first > slid:
+                self.pool.release(reversed(table[slid:first]))
+                table[slid:first] = [NULL_BLOCK] * (first - slid)
+                holding.num_slid[group] = first

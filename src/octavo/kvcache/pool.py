@@ -1,0 +1,138 @@
+"""The block pool: who is referenced how often, what is free, what may be evicted. O(1) an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.eviction import EvictionPolicy
+
+
+class BlockPool:
+    """Reference counts and the two ways to a block: the free stack, then the eviction policy.
+
+        allocate ──> active ──release──> free       (holds nothing)
+                       ^   └──release──> cached     (published: a prefix could)
+                       └────acquire────────┘ └──evict──> allocate
+
+    Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
+    """
+
+    def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
+        if num_blocks < 2:
+            raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._published = bytearray(num_blocks)
+        self._free = [BlockId(i) for i in range(num_blocks - 1, 0, -1)]
+        self._eviction = eviction
+        self._on_evict = on_evict
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only a prefix hit could use again."""
+        return len(self._eviction)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones, and cached ones by eviction."""
+        return len(self._free) + len(self._eviction)
+
+    @property
+    def num_active(self) -> int:
+        return self.num_blocks - 1 - self.num_available
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Take `count` blocks, each with one reference; all or nothing.
+
+        Raises:
+            CacheError: fewer are available. Callers ask `num_available` first.
+        """
+        if count > self.num_available:
+            raise CacheError(f"{count} blocks asked for, {self.num_available} available of {self.num_blocks - 1}")
+        taken = []
+        for _ in range(count):
+            block_id = self._free.pop() if self._free else self._evict()
+            self.ref_counts[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def acquire(self, block_id: BlockId) -> None:
+        """Add a reference to an active or cached block."""
+        count = self.ref_counts[block_id]
+        if count == 0:
+            if not self._published[block_id]:
+                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
+            self._eviction.remove(block_id)
+        self.ref_counts[block_id] = count + 1
+
+    def release(self, block_ids: Iterable[BlockId]) -> None:
+        """Drop one reference to each; null blocks are passed over.
+
+        Raises:
+            CacheError: a block has no reference left: it was freed twice.
+        """
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            count = self.ref_counts[block_id] - 1
+            if count < 0:
+                raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
+            self.ref_counts[block_id] = count
+            if count == 0:
+                if self._published[block_id]:
+                    self._eviction.add(block_id)
+                else:
+                    self._free.append(block_id)
+
+    def mark_published(self, block_id: BlockId) -> None:
+        """The prefix cache refers to this active block: once unreferenced it is cached, not free."""
+        if self.ref_counts[block_id] < 1:
+            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
+        self._published[block_id] = 1
+
+    def evict_all_cached(self) -> int:
+        """Turn every cached block into a free one; returns how many."""
+        count = len(self._eviction)
+        for _ in range(count):
+            self._free.append(self._evict())
+        return count
+
+    def state(self, block_id: BlockId) -> BlockState:
+        if block_id == NULL_BLOCK:
+            return BlockState.NULL
+        if self.ref_counts[block_id] > 0:
+            return BlockState.ACTIVE
+        return BlockState.CACHED if self._published[block_id] else BlockState.FREE
+
+    def is_published(self, block_id: BlockId) -> bool:
+        return bool(self._published[block_id])
+
+    def problems(self) -> list[str]:
+        """Every violation of the pool's own invariants, in words; empty when all is well. O(blocks)."""
+        found = []
+        free, cached = set(self._free), set(self._eviction)
+        if len(free) != len(self._free):
+            found.append("a block stands twice in the free stack")
+        if self.ref_counts[NULL_BLOCK] or NULL_BLOCK in free or NULL_BLOCK in cached:
+            found.append("the null block is referenced, free or cached")
+        for i in range(1, self.num_blocks):
+            state = self.state(BlockId(i))
+            if (i in free) != (state is BlockState.FREE) or (i in cached) != (state is BlockState.CACHED):
+                found.append(
+                    f"block {i} is {state.value} by its counts (references {self.ref_counts[i]}), "
+                    f"but free stack: {i in free}, eviction policy: {i in cached}"
+                )
+        return found
+
+    def _evict(self) -> BlockId:
+        block_id = self._eviction.evict()
+        self._published[block_id] = 0
+        self._on_evict(block_id)
+        return block_id

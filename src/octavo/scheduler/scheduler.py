@@ -1,0 +1,271 @@
+"""Continuous batching over the KV cache: decides what each step computes. Pure bookkeeping, no tensors.
+
+One rule: each sequence's `num_computed` chases its `num_tokens`. A new prompt, a chunk of one, a decode step and a
+resumption after preemption differ only in how far behind they are.
+
+    add ──> waiting ──admit──> running ──finish──> finished
+               ^                  │
+               └────preempt───────┘    blocks given back, num_computed = 0
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from octavo.errors import CapacityError, ContextLengthError
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus, TokenLogprobs
+from octavo.scheduler.plan import ScheduledSequence, StepPlan, StepResult
+from octavo.scheduler.preemption import LatestArrival, VictimPolicy
+from octavo.scheduler.queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of a step.
+
+    Attributes:
+        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
+            preemption in the very next steps. Not applied while nothing runs.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    watermark: float = 0.01
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start. Prefix cache figures are in tokens, once per request, at first admission."""
+
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """One token that a sequence has just gained."""
+
+    seq: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Scheduler:
+    """Decides the next step; told its result, moves the sequences on."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, victims: VictimPolicy | None = None) -> None:
+        self.config = config
+        self.kv = kv
+        self.counters = SchedulerCounters()
+        self._victims = victims or LatestArrival()
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in order of service
+        self._requests: dict[RequestId, Request] = {}
+        self._reserved_slots = 0  # of parallel samples whose prompt is still being computed
+        self._watermark_blocks = int(config.watermark * kv.pool.num_blocks)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1) -> None:
+        """Refuse what can never be served, with the numbers.
+
+        Raises:
+            ContextLengthError: prompt + max_tokens is over max_model_len.
+            CapacityError: one sequence needs more blocks than the pool has, or n is over max_num_seqs.
+        """
+        limit = self.config.max_model_len
+        total = num_prompt_tokens + max_tokens
+        if total > limit:
+            raise ContextLengthError(
+                f"this model's maximum context length is {limit} tokens, but {total} were requested: "
+                f"{num_prompt_tokens} in the prompt and {max_tokens} for the completion (max_tokens)",
+                param="max_tokens" if num_prompt_tokens < limit else "prompt",
+            )
+        if n > self.config.max_num_seqs:
+            raise CapacityError(f"n is {n}, but at most {self.config.max_num_seqs} sequences run at once", param="n")
+        # The last token's key and value are never needed.
+        blocks = self.kv.spec.peak_blocks(total - 1, self.config.max_num_batched_tokens)
+        if blocks > (available := self.kv.pool.num_blocks - 1):
+            raise CapacityError(
+                f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "
+                f"{self.kv.spec.block_size} tokens, but the cache has {available} in all",
+                param="max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises as `check` does, before anything changes."""
+        self.check(len(request.prompt_token_ids), request.params.max_tokens or 1, request.params.n)
+        self._requests[request.request_id] = request
+        self._waiting.push(request.sequences[0])
+
+    def abort(self, request_id: RequestId) -> Request | None:
+        """End every sequence of a request and free its blocks; None where it is not (any more) known."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            for seq in request.sequences:
+                self.finish(seq, FinishReason.ABORT)
+        return request
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence and free its blocks; nothing happens if it has ended."""
+        if seq.finished:
+            return
+        was, seq.status = seq.status, SequenceStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if was is SequenceStatus.RUNNING:
+            self._leave_running(seq)
+        elif was is SequenceStatus.WAITING:
+            self._waiting.discard(seq)
+        self.kv.forget(seq)
+        if seq.request.finished:
+            self._requests.pop(seq.request.request_id, None)
+
+    def schedule(self) -> StepPlan:
+        """The next step: first those that run, in order of service, then newcomers into what is left."""
+        plan = StepPlan()
+        preempted = self._schedule_running(plan)
+        if not preempted:
+            self._admit(plan)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Take in what the runner computed: publish blocks, fork parallel samples, append tokens, end what ends."""
+        updates: list[SequenceUpdate] = []
+        for index, (item, samples) in enumerate(zip(plan.scheduled, result.samples, strict=True)):
+            seq = item.seq
+            if item.prompt_logprobs is not None:
+                seq.request.prompt_logprobs.extend(result.prompt_logprobs[index])
+            seq.num_computed = item.start + item.num_tokens
+            self.kv.commit(seq)
+            for sibling in item.samples[1:]:
+                self._fork(seq, sibling)
+            for sampled, sample in zip(item.samples, samples, strict=True):
+                sampled.token_ids.append(sample.token_id)
+                updates.append(SequenceUpdate(sampled, sample.token_id, sample.logprobs))
+                self._check_end(sampled, sample.token_id)
+        return updates
+
+    def _schedule_running(self, plan: StepPlan) -> bool:
+        """Returns whether a sequence had to be preempted."""
+        budget = self.config.max_num_batched_tokens
+        preempted = False
+        position = 0
+        while position < len(self._running) and plan.num_tokens < budget:
+            seq = self._running[position]
+            num_new = min(len(seq.token_ids) - seq.num_computed, budget - plan.num_tokens)
+            while (copies := self.kv.extend(seq, num_new)) is None:
+                victim = self._victims.choose(self._running[position:])
+                self._preempt(victim)
+                preempted = True
+                if victim is seq:
+                    break
+            if copies is None:
+                continue  # seq itself yielded; its place in the list is the next one's
+            plan.copies.extend(copies)
+            self._plan_sequence(plan, seq, num_new)
+            position += 1
+        return preempted
+
+    def _admit(self, plan: StepPlan) -> None:
+        budget = self.config.max_num_batched_tokens
+        while plan.num_tokens < budget and (seq := self._waiting.peek()) is not None:
+            pending = _pending_siblings(seq)
+            if len(self._running) + self._reserved_slots + 1 + pending > self.config.max_num_seqs:
+                break
+            if self.kv.pool.num_available <= self._watermark_blocks and self._running:
+                break
+            hit = self.kv.match(seq) if _may_skip(seq) else self.kv.no_hit
+            hit_tokens = hit.num_tokens
+            num_new = min(seq.num_tokens - hit_tokens, budget - plan.num_tokens)
+            if not self.kv.admit(seq, hit, num_new, self._watermark_blocks if self._running else 0):
+                break
+            self._waiting.pop()
+            self._note_admission(seq, hit_tokens)
+            seq.num_computed = hit_tokens
+            seq.status = SequenceStatus.RUNNING
+            self._reserved_slots += pending
+            self._enter_running(seq)
+            self._plan_sequence(plan, seq, num_new)
+
+    def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int) -> None:
+        start, end = seq.num_computed, seq.num_computed + num_new
+        samples: tuple[Sequence, ...] = ()
+        if end == len(seq.token_ids):
+            samples = (seq,)
+            if len(seq.request.sequences) > 1:
+                samples += tuple(s for s in seq.request.sequences if s.status is SequenceStatus.FORK_PENDING)
+        item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), samples)
+        if seq.request.params.prompt_logprobs is not None:
+            first = max(start, len(seq.request.prompt_logprobs))
+            last = min(end, seq.num_prompt_tokens - 1)
+            item.prompt_logprobs = (first, last) if first < last else None
+        plan.scheduled.append(item)
+        plan.num_tokens += num_new
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        self.kv.fork(parent, child)
+        child.num_computed = parent.num_computed
+        child.status = SequenceStatus.RUNNING
+        self._reserved_slots -= 1
+        self._enter_running(child)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._leave_running(seq)
+        self.kv.release(seq)
+        self.counters.num_preemptions += 1
+        self.counters.recomputed_tokens += seq.num_computed
+        seq.num_preemptions += 1
+        seq.num_computed = 0
+        self._waiting.push(seq)
+
+    def _check_end(self, seq: Sequence, token_id: int) -> None:
+        params = seq.request.params
+        num_output = seq.num_output_tokens
+        if num_output >= params.min_tokens:
+            if token_id in seq.request.eos_token_ids and not params.ignore_eos:
+                return self.finish(seq, FinishReason.STOP)
+            if token_id in params.stop_token_ids:
+                return self.finish(seq, FinishReason.STOP, token_id)
+        if num_output >= (params.max_tokens or 1) or seq.num_tokens >= self.config.max_model_len:
+            self.finish(seq, FinishReason.LENGTH)
+
+    def _note_admission(self, seq: Sequence, hit_tokens: int) -> None:
+        if seq.request.num_cached_tokens is None:
+            seq.request.num_cached_tokens = hit_tokens
+            self.counters.prefix_cache_queries += seq.num_prompt_tokens
+            self.counters.prefix_cache_hits += hit_tokens
+
+    def _enter_running(self, seq: Sequence) -> None:
+        bisect.insort(self._running, seq, key=lambda s: s.order)
+
+    def _leave_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._reserved_slots -= _pending_siblings(seq)
+
+
+def _may_skip(seq: Sequence) -> bool:
+    """Whether cached tokens may go uncomputed: prompt logprobs still missing need every token's logits."""
+    request = seq.request
+    return request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= seq.num_prompt_tokens - 1
+
+
+def _pending_siblings(seq: Sequence) -> int:
+    """Parallel samples that wait for this sequence to compute their common prompt, and hold a slot with it."""
+    if seq.index or len(seq.request.sequences) == 1:
+        return 0
+    return sum(s.status is SequenceStatus.FORK_PENDING for s in seq.request.sequences)
