@@ -11,12 +11,14 @@ With `pair` elements side by side (2 for 16-bit types, which is what `vdpbf16ps`
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
 
 
@@ -62,17 +64,24 @@ class LayerKV:
 
 
 class KVArena:
-    """All blocks of one engine on one device. Allocates; never decides who holds what."""
+    """All blocks of one engine on one device. Allocates; never decides who holds what.
+
+    Attributes:
+        layers: one view for each of `spec.layers`, in their order.
+
+    Raises:
+        ConfigError: fewer than 2 blocks; block 0 is the null block, which no sequence owns.
+    """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 2:
+            raise ConfigError(f"a KV cache needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.spec = spec
         self.num_blocks = num_blocks
         self.dtype = getattr(torch, spec.dtype)
         # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
         if torch.device(device).type == "cpu":
-            # Anonymous pages are zero and are touched when first written: an idle pool costs no memory.
-            pages = mmap.mmap(-1, max(1, self.nbytes))
-            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)[: self.nbytes].view(num_blocks, spec.block_bytes)
+            self._bytes = torch.frombuffer(_zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
         else:
             self._bytes = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
         self.layers = self._layer_views()
@@ -113,6 +122,19 @@ class KVArena:
                 offset += heads * layer.value_dim * size
                 views[index] = LayerKV(key, value, group_index, group.sliding_window)
         return [views[index] for index in range(len(spec.layers))]
+
+
+def _zero_pages(nbytes: int) -> mmap.mmap:
+    """Private anonymous pages: zero, and touched only when first written, so that an idle pool costs no memory."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A block table walks all over the pool: 2 MiB pages spare most of its misses in the TLB.
+        # A kernel without them refuses the advice, and small pages do as well.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:

@@ -1,0 +1,107 @@
+"""Attention over block tables in plain torch, on any device: the answer other backends are held to."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.storage.arena import LayerKV
+
+
+class ReferenceAttention(AttentionBackend):
+    """Gathers each sequence's blocks and attends to them in float32, one sequence after the other.
+
+    A sequence's result depends on nothing but its own tokens.
+    """
+
+    name = "reference"
+
+    # Scores held at once: 16 MiB of float32, so that a long prompt's cost in memory stays flat.
+    _MAX_SCORES = 1 << 22
+
+    def attend(
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        output = query.new_empty(query.shape[0], query.shape[1], kv.value.shape[3])
+        tables = batch.groups[kv.group].block_tables
+        bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
+        for i in range(batch.num_seqs):
+            start, stop = bounds[i], bounds[i + 1]
+            first_query = context_lens[i] - (stop - start)
+            first_block = _window_start(first_query, kv.sliding_window) // kv.block_size
+            last_block = -(-context_lens[i] // kv.block_size)
+            # Only the blocks inside the window: those before it are the null block.
+            first_key = first_block * kv.block_size
+            key, value = kv.gather(tables[i, first_block:last_block], context_lens[i] - first_key)
+            key, value = key.float(), value.float()
+            rows = max(1, self._MAX_SCORES // (query.shape[1] * len(key)))
+            for low in range(start, stop, rows):
+                high = min(low + rows, stop)
+                seen_from = _window_start(first_query + low - start, kv.sliding_window) - first_key
+                seen_to = first_query + high - start - first_key
+                output[low:high] = attend_dense(
+                    query[low:high],
+                    key[seen_from:seen_to],
+                    value[seen_from:seen_to],
+                    scale=scale,
+                    window=kv.sliding_window,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+        return output
+
+
+def _window_start(position: int, window: int | None) -> int:
+    """The first position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def attend_dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention of the last `queries` of `keys` tokens of one sequence.
+
+    Args:
+        query: [queries, num_heads, key_dim]
+        key: float32 [keys, kv_heads, key_dim]
+        value: float32 [keys, kv_heads, value_dim]
+
+    Returns:
+        float32 [queries, num_heads, value_dim]
+    """
+    num_queries, num_heads, key_dim = query.shape
+    num_keys, kv_heads, _ = key.shape
+    share = num_heads // kv_heads
+    # [kv_heads, queries * share, key_dim]: the query heads of one KV head are rows of one matrix product.
+    rows = query.float().view(num_queries, kv_heads, share, key_dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, key_dim)
+    scores = (rows * scale) @ key.permute(1, 2, 0)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(kv_heads, num_queries, share, num_keys)
+    if num_queries > 1 or (window is not None and num_keys > window):
+        positions = torch.arange(num_keys, device=query.device)
+        distance = positions[num_keys - num_queries :, None] - positions
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        scores = scores.masked_fill(hidden[:, None], float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(kv_heads, 1, share, 1).expand(-1, num_queries, -1, 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    mixed = weights.reshape(kv_heads, num_queries * share, num_keys) @ value.transpose(0, 1)
+    return mixed.view(kv_heads, num_queries, share, -1).permute(1, 0, 2, 3).reshape(num_queries, num_heads, -1)

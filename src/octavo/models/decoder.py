@@ -1,0 +1,221 @@
+"""The Llama family as one decoder: Llama, Mistral, SmolLM2, Qwen2, Qwen3 and what shares their shape.
+
+The way of a token:
+
+    tokens -> embedding -> [ norm -> | q | k | v | -> rotate -> blocks, attention -> output -> + -> norm
+                             -> | gate | up | -> gated -> down -> + ] x num_layers -> norm -> head -> logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.layers import ACTIVATIONS, LayerOps, Linear, LinearFactory, RotaryTable, make_linear
+from octavo.storage.arena import LayerKV
+
+
+class Weights(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    def has(self, name: str) -> bool: ...
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: Linear
+    post_attention_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder(CausalLM):
+    """A Llama-family model whose projections are fused (q, k, v into one product, gate and up into one).
+
+    Args:
+        weights: tensors under Hugging Face's names, such as "model.layers.0.self_attn.q_proj.weight".
+        dtype: of weights and activations.
+        ops: the row-wise steps; plain torch unless a native library brings its own.
+        linear: how a weight matrix is kept.
+
+    Raises:
+        CorruptModelError: a tensor is missing or has another shape than the configuration declares.
+        UnsupportedModelError: an activation function without an implementation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        ops: LayerOps | None = None,
+        linear: LinearFactory = make_linear,
+    ) -> None:
+        if config.hidden_act not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{config.architecture}: activation {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
+            )
+        self.config = config
+        self.architecture = config.architecture
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_ids
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.kv_layers = tuple(
+            LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window)
+            for window in config.layer_windows
+        )
+        self._ops = ops or LayerOps()
+        self._scale = config.head_dim**-0.5
+        self._rotary = RotaryTable(config.rope, self.device)
+        reader = _WeightReader(config, weights, dtype, self.device, linear)
+        self._embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = [reader.layer(index) for index in range(config.num_layers)]
+        self._final_norm = reader.tensor("model.norm.weight", config.hidden_size)
+        # A tied head is a second, packed copy on a CPU: packed rows cannot be looked up, plain ones multiply slowly.
+        self._head = (
+            reader.keep(self._embedding, None)
+            if config.tie_word_embeddings
+            else reader.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
+        )
+        self.weight_bytes = reader.nbytes
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `CausalLM.forward`."""
+        ops, eps = self._ops, self.config.norm_eps
+        rotary = self._rotary.lookup(batch.positions, batch.max_context_len)
+        residual = functional.embedding(token_ids, self._embedding)
+        hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(layer, hidden, rotary, batch, kv[index], attention)
+            if index + 1 == len(self._layers):
+                # Every key and value is stored by now: only the rows that become logits need the rest.
+                attended, residual = attended[logits_indices], residual[logits_indices]
+                next_norm = self._final_norm
+            else:
+                next_norm = self._layers[index + 1].input_norm
+            hidden, residual = ops.add_rms_norm(layer.output(attended), residual, layer.post_attention_norm, eps)
+            hidden = layer.down(ops.gate(layer.gate_up(hidden), self.config.hidden_act))
+            hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
+        return self._head(hidden).float()
+
+    def _attend(
+        self,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        kv: LayerKV,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """hidden [num_tokens, hidden_size] -> [num_tokens, num_heads * value_dim]."""
+        config, ops = self.config, self._ops
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        query, key, value = torch.split(
+            layer.qkv(hidden), [heads * head_dim, kv_heads * head_dim, kv_heads * config.value_dim], dim=-1
+        )
+        query, key = query.view(-1, heads, head_dim), key.view(-1, kv_heads, head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = ops.rms_norm(query, layer.q_norm, config.norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.norm_eps)
+        query, key = ops.rotate(query, *rotary), ops.rotate(key, *rotary)
+        attention.write(kv, key, value.view(-1, kv_heads, config.value_dim), batch)
+        return attention.attend(kv, query, batch, scale=self._scale).flatten(1)
+
+
+class _WeightReader:
+    """Reads, checks and fuses weights one layer at a time, so that loading needs one layer more than running."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, linear: LinearFactory
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._make_linear = linear
+        self.nbytes = 0
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """A checked tensor that is kept as it is."""
+        tensor = self._get(name, *shape)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def keep(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Hand a matrix to the factory; a layer that merely refers to `weight` costs nothing more."""
+        linear = self._make_linear(weight, bias)
+        shared = getattr(linear, "weight", None) is weight
+        self.nbytes += 0 if shared else linear.nbytes
+        return linear
+
+    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+        """One product for the projections `names`, whose outputs come side by side."""
+        parts = list(zip(names, out_features, strict=True))
+        weights = [self._get(f"{name}.weight", rows, in_features) for name, rows in parts]
+        biases = [self._get(f"{name}.bias", rows) for name, rows in parts] if bias else []
+        weight = weights[0] if len(parts) == 1 else torch.cat(weights)
+        linear = self._make_linear(weight, torch.cat(biases) if bias else None)
+        self.nbytes += linear.nbytes
+        return linear
+
+    def layer(self, index: int) -> _Layer:
+        config, prefix = self._config, f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        hidden, inner = config.hidden_size, config.intermediate_size
+        key_width, value_width = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim
+        return _Layer(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=self.linear(
+                [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"],
+                [config.num_heads * config.head_dim, key_width, value_width],
+                hidden,
+                bias=config.qkv_bias,
+            ),
+            q_norm=self.tensor(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=self.tensor(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            output=self.linear(
+                [f"{attention}.o_proj"], [hidden], config.num_heads * config.value_dim, bias=config.output_bias
+            ),
+            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=self.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, bias=config.mlp_bias),
+            down=self.linear([f"{mlp}.down_proj"], [hidden], inner, bias=config.mlp_bias),
+        )
+
+    def _get(self, name: str, *shape: int) -> torch.Tensor:
+        if not self._weights.has(name):
+            raise CorruptModelError(
+                f"{self._config.architecture}: tensor {name!r} of shape {list(shape)} is missing from the checkpoint"
+            )
+        tensor = self._weights.get(name, self._dtype)
+        if tuple(tensor.shape) != shape:
+            raise CorruptModelError(
+                f"{self._config.architecture}: tensor {name!r} has shape {list(tensor.shape)}, "
+                f"the configuration declares {list(shape)}"
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)

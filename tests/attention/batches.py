@@ -1,0 +1,90 @@
+"""Sequences over a shuffled pool of blocks, and the `AttentionBatch` of each step: a runner in miniature."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import torch
+
+from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena
+
+
+class PagedSequences:
+    """`num_seqs` sequences that share one arena, whose blocks are dealt in random order.
+
+    Every block is NaN until it is written, the null block included, and turns NaN again once it slid out of a window:
+    what a backend should not have read shows in the result.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerKVSpec],
+        block_size: int,
+        num_seqs: int,
+        max_tokens: int,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.spec = KVCacheSpec.build(layers, block_size, dtype)
+        num_groups = len(self.spec.groups)
+        self.arena = KVArena(
+            self.spec, 1 + num_seqs * num_groups * self.spec.blocks_for_tokens(max_tokens), device=device
+        )
+        self.device = device
+        self.lengths = [0] * num_seqs
+        self.tables: list[list[list[int]]] = [[[] for _ in range(num_seqs)] for _ in range(num_groups)]
+        self._free = list(range(1, self.arena.num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._poison(range(self.arena.num_blocks))
+
+    @property
+    def kv(self) -> list:
+        return self.arena.layers
+
+    def step(self, new_tokens: dict[int, int]) -> AttentionBatch:
+        """Extend sequence i by `new_tokens[i]` tokens; the batch holds these sequences in the dict's order."""
+        starts = {seq: self.lengths[seq] for seq in new_tokens}
+        for seq, count in new_tokens.items():
+            self.lengths[seq] += count
+        positions = [p for seq, start in starts.items() for p in range(start, self.lengths[seq])]
+        context_lens = [self.lengths[seq] for seq in new_tokens]
+        return AttentionBatch(
+            query_start=self._tensor(list(itertools.accumulate(new_tokens.values(), initial=0)), torch.int32),
+            context_lens=self._tensor(context_lens, torch.int32),
+            positions=self._tensor(positions, torch.int64),
+            groups=tuple(self._group_batch(group, starts) for group in range(len(self.spec.groups))),
+            num_seqs=len(new_tokens),
+            num_tokens=len(positions),
+            max_query_len=max(new_tokens.values()),
+            max_context_len=max(context_lens),
+        )
+
+    def _group_batch(self, group: int, starts: dict[int, int]) -> GroupBatch:
+        size, window = self.spec.block_size, self.spec.groups[group].sliding_window
+        slots = []
+        for seq, start in starts.items():
+            table = self.tables[group][seq]
+            while len(table) * size < self.lengths[seq]:
+                table.append(self._free.pop())
+            if window is not None:
+                slid_out = max(0, start - window + 1) // size
+                self._poison(block for block in table[:slid_out] if block)
+                table[:slid_out] = [0] * slid_out
+            slots += [table[p // size] * size + p % size for p in range(start, self.lengths[seq])]
+        width = max(len(self.tables[group][seq]) for seq in starts)
+        rows = [self.tables[group][seq] + [0] * (width - len(self.tables[group][seq])) for seq in starts]
+        return GroupBatch(self._tensor(rows, torch.int32), self._tensor(slots, torch.int64))
+
+    def _poison(self, blocks) -> None:
+        for layer in self.arena.layers:
+            for tensor in (layer.key, layer.value):
+                tensor[list(blocks) if not isinstance(blocks, range) else slice(None)] = float("nan")
+
+    def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
