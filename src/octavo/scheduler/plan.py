@@ -16,6 +16,7 @@ class ScheduledSequence:
     """One sequence's share of a step: tokens `start .. start + num_tokens` of `seq.token_ids`.
 
     Attributes:
+        fresh: the first step since admission: what is remembered of its tables from an earlier step is void.
         block_tables: one list of block ids per group, as they are after allocation. Views: read, never written.
         samples: the sequences that draw a next token from the last computed token's logits: none while a prompt
             is unfinished, the sequence itself, or all of a request's parallel samples when its prompt ends.
@@ -26,6 +27,7 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     block_tables: list[list[BlockId]]
+    fresh: bool = False
     samples: tuple[Sequence, ...] = ()
     prompt_logprobs: tuple[int, int] | None = None
 

@@ -38,12 +38,10 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start. Prefix cache figures are in tokens, once per request, at first admission."""
+    """Totals since the start."""
 
     num_preemptions: int = 0
     recomputed_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -76,6 +74,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def request_ids(self) -> list[RequestId]:
+        """Every request that has not ended."""
+        return list(self._requests)
 
     @property
     def has_work(self) -> bool:
@@ -177,7 +180,7 @@ class Scheduler:
             if copies is None:
                 continue  # seq itself yielded; its place in the list is the next one's
             plan.copies.extend(copies)
-            self._plan_sequence(plan, seq, num_new)
+            self._plan_sequence(plan, seq, num_new, fresh=False)
             position += 1
         return preempted
 
@@ -195,21 +198,22 @@ class Scheduler:
             if not self.kv.admit(seq, hit, num_new, self._watermark_blocks if self._running else 0):
                 break
             self._waiting.pop()
-            self._note_admission(seq, hit_tokens)
+            if seq.request.num_cached_tokens is None:
+                seq.request.num_cached_tokens = hit_tokens
             seq.num_computed = hit_tokens
             seq.status = SequenceStatus.RUNNING
             self._reserved_slots += pending
             self._enter_running(seq)
-            self._plan_sequence(plan, seq, num_new)
+            self._plan_sequence(plan, seq, num_new, fresh=True)
 
-    def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int) -> None:
+    def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int, *, fresh: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
         samples: tuple[Sequence, ...] = ()
         if end == len(seq.token_ids):
             samples = (seq,)
             if len(seq.request.sequences) > 1:
                 samples += tuple(s for s in seq.request.sequences if s.status is SequenceStatus.FORK_PENDING)
-        item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), samples)
+        item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), fresh, samples)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
             last = min(end, seq.num_prompt_tokens - 1)
@@ -243,12 +247,6 @@ class Scheduler:
                 return self.finish(seq, FinishReason.STOP, token_id)
         if num_output >= (params.max_tokens or 1) or seq.num_tokens >= self.config.max_model_len:
             self.finish(seq, FinishReason.LENGTH)
-
-    def _note_admission(self, seq: Sequence, hit_tokens: int) -> None:
-        if seq.request.num_cached_tokens is None:
-            seq.request.num_cached_tokens = hit_tokens
-            self.counters.prefix_cache_queries += seq.num_prompt_tokens
-            self.counters.prefix_cache_hits += hit_tokens
 
     def _enter_running(self, seq: Sequence) -> None:
         bisect.insort(self._running, seq, key=lambda s: s.order)

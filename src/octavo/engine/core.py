@@ -1,0 +1,155 @@
+"""The engine: requests in, one step at a time, outputs out. Single-threaded; who drives it owns it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence as Seq
+
+from octavo.config import EngineConfig
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.engine.processor import OutputProcessor
+from octavo.errors import ContextLengthError, RequestError
+from octavo.models.tokenizer import Tokenizer
+from octavo.engine.recorder import StatsRecorder
+from octavo.observe.stats import EngineStats
+from octavo.request import FinishReason, Request, RequestId, Sequence
+from octavo.runner.runner import ModelRunner
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.scheduler import Scheduler
+
+Prompt = str | Seq[int]
+
+
+class EngineCore:
+    """One model, its cache, its scheduler.
+
+    Args:
+        eos_token_ids: ids that end every request which does not ignore them.
+        max_model_len: longest prompt + output, in tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = scheduler.config.max_model_len
+        self.stats = EngineStats(max_model_len=self.max_model_len)
+        self._recorder = StatsRecorder(self.stats, scheduler)
+        self._eos_token_ids = eos_token_ids
+        self._processor = OutputProcessor(tokenizer, self._finish_sequence)
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Tokenise and validate; touches no engine state but the seed, so any thread may call it.
+
+        Raises:
+            RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
+            ContextLengthError, CapacityError: it could never be served; the message has the numbers.
+        """
+        token_ids = self._tokenize(prompt, add_special_tokens)
+        self._check_vocabulary(token_ids, params)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self.max_model_len - len(token_ids)
+            if max_tokens < 1:
+                raise ContextLengthError(
+                    f"this model's maximum context length is {self.max_model_len} tokens, "
+                    f"but the prompt alone has {len(token_ids)}",
+                    param="prompt",
+                )
+            params = params.with_max_tokens(max_tokens)
+        self.scheduler.check(len(token_ids), max_tokens, params.n)
+        return Request(
+            request_id=RequestId(request_id or f"req-{next(self._ids)}"),
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=time.monotonic(),
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+        )
+
+    def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
+        """Queue a request that `make_request` made."""
+        self.scheduler.add(request)
+        self._processor.add(request, prompt, kind)
+
+    def abort(self, request_id: RequestId) -> RequestOutput | None:
+        """End a request and free its blocks at once; returns its last output, None where it is over already."""
+        request = self.scheduler.abort(request_id)
+        if request is None:
+            return None
+        self._recorder.on_abort(request)
+        return self._processor.end(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns what is new, one output per request concerned."""
+        plan = self.scheduler.schedule()
+        if not plan:
+            return []
+        result = self.runner.execute(plan)
+        updates = self.scheduler.update(plan, result)
+        outputs = self._processor.process(updates)
+        self._recorder.on_step(plan, updates)
+        return outputs
+
+    def close(self) -> None:
+        """Abort all that is queued or running."""
+        for request_id in self.scheduler.request_ids:
+            self.abort(request_id)
+
+    def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.scheduler.finish(seq, reason, stop_reason)
+
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            token_ids = list(prompt)
+        elif self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        else:
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
+        return token_ids
+
+    def _check_vocabulary(self, token_ids: list[int], params: SamplingParams) -> None:
+        named = {"prompt": token_ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        for param, ids in named.items():
+            for token_id in ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise RequestError(f"{param} must hold token ids, got {token_id!r}", param=param)
+                if not 0 <= token_id < self.vocab_size:
+                    raise RequestError(
+                        f"token id {token_id} in {param} is outside the vocabulary of {self.vocab_size} tokens",
+                        param=param,
+                    )

@@ -1,0 +1,138 @@
+"""From tokens to what callers see: detokenised text, stop strings, deltas or whole outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from octavo.engine.detokenizer import IncrementalDetokenizer
+from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.models.tokenizer import Tokenizer
+from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
+from octavo.scheduler.scheduler import SequenceUpdate
+
+FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One sequence's output: what is pending since the last delta (everything so far, for FINAL)."""
+
+    seq: Sequence
+    detokenizer: IncrementalDetokenizer | None
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    delivered_end: bool = False
+
+    def take(self) -> CompletionOutput:
+        """Hand out what is pending and start anew."""
+        seq, wants_logprobs = self.seq, self.seq.request.params.logprobs is not None
+        output = CompletionOutput(
+            index=seq.index,
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            logprobs=self.logprobs if wants_logprobs else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+        )
+        self.text, self.token_ids, self.logprobs = [], [], []
+        self.delivered_end = seq.finished
+        return output
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request on its way out."""
+
+    request: Request
+    prompt: str | None
+    kind: OutputKind
+    completions: list[_Completion]
+    sent_first: bool = False
+
+
+class OutputProcessor:
+    """Turns each step's tokens into `RequestOutput`s; finds stop strings and ends their sequences."""
+
+    def __init__(self, tokenizer: Tokenizer | None, finish: FinishSequence) -> None:
+        self._tokenizer = tokenizer
+        self._finish = finish
+        self._tracked: dict[RequestId, _Tracked] = {}
+
+    def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
+        completions = [_Completion(seq, self._make_detokenizer(request)) for seq in request.sequences]
+        self._tracked[request.request_id] = _Tracked(request, prompt, kind, completions)
+
+    def process(self, updates: Iterable[SequenceUpdate]) -> list[RequestOutput]:
+        """Take in one step's tokens; returns one output per request that has something to say."""
+        touched: dict[RequestId, _Tracked] = {}
+        for update in updates:
+            request_id = update.seq.request.request_id
+            tracked = touched.get(request_id)
+            if tracked is None:
+                tracked = touched[request_id] = self._tracked[request_id]
+            self._take_in(tracked.completions[update.seq.index], update)
+        outputs = []
+        for tracked in touched.values():
+            if (output := self._output(tracked)) is not None:
+                outputs.append(output)
+        return outputs
+
+    def end(self, request: Request) -> RequestOutput | None:
+        """The last output of a request that was aborted; None where it is over already."""
+        tracked = self._tracked.get(request.request_id)
+        return self._output(tracked) if tracked is not None else None
+
+    def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None or not request.params.detokenize:
+            return None
+        return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
+
+    def _take_in(self, completion: _Completion, update: SequenceUpdate) -> None:
+        seq = completion.seq
+        completion.token_ids.append(update.token_id)
+        if update.logprobs is not None:
+            completion.logprobs.append(update.logprobs)
+            completion.cumulative_logprob += update.logprobs.logprob
+        detokenizer = completion.detokenizer
+        if detokenizer is None:
+            return
+        # The token that ended the sequence is not part of its text.
+        if seq.finish_reason is not FinishReason.STOP:
+            completion.text.append(detokenizer.append((update.token_id,)))
+            if detokenizer.stop_string is not None:
+                if seq.finished:
+                    # It ran into its length limit with the very token that completed the stop string.
+                    seq.finish_reason, seq.stop_reason = FinishReason.STOP, detokenizer.stop_string
+                else:
+                    self._finish(seq, FinishReason.STOP, detokenizer.stop_string)
+                return
+        if seq.finished:
+            completion.text.append(detokenizer.flush())
+
+    def _output(self, tracked: _Tracked) -> RequestOutput | None:
+        request, finished = tracked.request, tracked.request.finished
+        if finished:
+            self._tracked.pop(request.request_id, None)
+        elif tracked.kind is OutputKind.FINAL:
+            return None
+        news = [
+            completion.take()
+            for completion in tracked.completions
+            if finished or completion.token_ids or (completion.seq.finished and not completion.delivered_end)
+        ]
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=tracked.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=news,
+            finished=finished,
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+        if request.params.prompt_logprobs is not None and not tracked.sent_first:
+            output.prompt_logprobs = [None, *request.prompt_logprobs]
+        tracked.sent_first = True
+        return output

@@ -1,0 +1,82 @@
+"""What a step means for the statistics: who was admitted, whose token came when, who finished."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from octavo.observe.stats import EngineStats
+from octavo.request import FinishReason, Request, SequenceId
+from octavo.scheduler.plan import StepPlan
+from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
+
+
+class StatsRecorder:
+    """Feeds `EngineStats` from the step loop."""
+
+    def __init__(self, stats: EngineStats, scheduler: Scheduler) -> None:
+        self._stats = stats
+        self._scheduler = scheduler
+        self._last_token: dict[SequenceId, float] = {}
+        self._preemptions = 0
+
+    def on_step(self, plan: StepPlan, updates: Iterable[SequenceUpdate]) -> None:
+        """After a step, once stop strings have ended what they end."""
+        now = time.monotonic()
+        for item in plan.scheduled:
+            if item.fresh and item.seq.index == 0 and item.seq.num_preemptions == 0:
+                request = item.seq.request
+                self._stats.on_admitted(
+                    queue_time=now - request.arrival_time,
+                    queried_tokens=len(request.prompt_token_ids),
+                    hit_tokens=request.num_cached_tokens or 0,
+                )
+        prompt_tokens = generation_tokens = 0
+        # Most sequences had their last token in the same step: one observation serves them all.
+        last_tokens: Counter[float] = Counter()
+        for update in updates:
+            seq, request = update.seq, update.seq.request
+            generation_tokens += 1
+            last = self._last_token.get(seq.seq_id)
+            if last is not None:
+                last_tokens[last] += 1
+            elif seq.index == 0:
+                prompt_tokens += len(request.prompt_token_ids)
+                self._stats.on_first_token(now - request.arrival_time)
+            if not seq.finished:
+                self._last_token[seq.seq_id] = now
+            elif request.finished:
+                self._on_finished(request, seq.finish_reason or FinishReason.STOP, now)
+            else:
+                self._last_token.pop(seq.seq_id, None)
+        for last, times in last_tokens.items():
+            self._stats.on_tokens(now - last, times)
+        self._note_queues(prompt_tokens, generation_tokens)
+
+    def on_abort(self, request: Request) -> None:
+        self._on_finished(request, FinishReason.ABORT, time.monotonic())
+        self._note_queues()
+
+    def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        for seq in request.sequences:
+            self._last_token.pop(seq.seq_id, None)
+        self._stats.on_finished(
+            reason,
+            e2e_latency=now - request.arrival_time,
+            prompt_tokens=len(request.prompt_token_ids),
+            generation_tokens=sum(seq.num_output_tokens for seq in request.sequences),
+        )
+
+    def _note_queues(self, prompt_tokens: int = 0, generation_tokens: int = 0) -> None:
+        scheduler = self._scheduler
+        preemptions = scheduler.counters.num_preemptions - self._preemptions
+        self._preemptions += preemptions
+        self._stats.on_step(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv.usage,
+            prompt_tokens=prompt_tokens,
+            generation_tokens=generation_tokens,
+            preemptions=preemptions,
+        )

@@ -1,0 +1,173 @@
+"""Offline inference, with vLLM's names: `LLM(...).generate(prompts, sampling_params)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from octavo.config import DEFAULT_MODEL, EngineConfig
+from octavo.engine.builder import build_engine
+from octavo.engine.core import Prompt
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.errors import RequestError
+from octavo.models.tokenizer import Tokenizer
+from octavo.request import Request, RequestId
+from octavo.sampling_params import SamplingParams
+
+PromptLike = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model with its engine, in this process.
+
+    Takes every option of `EngineConfig` by name:
+
+        llm = LLM("smollm2", max_num_seqs=64, kv_cache_memory="2GiB")
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
+        outputs[0].outputs[0].text
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self.core = build_engine(EngineConfig.from_options({"model": model, **options}))
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError where the model came without one."""
+        if self.core.tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        return self.core.tokenizer
+
+    def generate(
+        self,
+        prompts: PromptLike | Seq[PromptLike],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs come in the prompts' order.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list; a dictionary may carry
+                `priority` and `cache_salt` too.
+            sampling_params: one for all, or one each.
+            use_tqdm: show a progress bar on standard error.
+
+        Raises:
+            RequestError: before anything is computed; the message begins with the prompt's index where there are several.
+        """
+        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        requests = self._make_requests([_read_prompt(p) for p in prompts], sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of them, through the model's chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self._render(c, template_variables) for c in conversations]
+        return self._run(self._make_requests(prompts, sampling_params, add_special_tokens=False), use_tqdm)
+
+    def stream_chat(
+        self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as a stream of deltas; closing the iterator aborts it."""
+        prompts = [self._render(messages, template_variables)]
+        (request, prompt), *_ = self._make_requests(prompts, sampling_params, add_special_tokens=False)
+        self.core.add(request, prompt=prompt, kind=OutputKind.DELTA)
+        try:
+            while not request.finished:
+                yield from self.core.step()
+        finally:
+            self.core.abort(request.request_id)
+
+    def close(self) -> None:
+        """Abort what is left. The object must not be used afterwards."""
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _render(self, messages: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt": self.tokenizer.apply_chat_template([dict(m) for m in messages], **variables)}
+
+    def _make_requests(
+        self,
+        prompts: Seq[Mapping[str, Any]],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[tuple[Request, str | None]]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling_params", param="sampling_params")
+        requests = []
+        for index, (fields, each) in enumerate(zip(prompts, params, strict=True)):
+            prompt: Prompt = fields["prompt"]
+            options = {key: value for key, value in fields.items() if key != "prompt"}
+            try:
+                request = self.core.make_request(prompt, each, add_special_tokens=add_special_tokens, **options)
+            except RequestError as error:
+                if len(prompts) > 1:
+                    error.args = (f"prompt {index}: {error}",)
+                raise
+            requests.append((request, prompt if isinstance(prompt, str) else None))
+        return requests
+
+    def _run(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
+        for request, prompt in requests:
+            self.core.add(request, prompt=prompt)
+        outputs: dict[RequestId, RequestOutput] = {}
+        generated = self.core.stats.generation_tokens
+        with tqdm(total=len(requests), desc="Completions", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            try:
+                while len(outputs) < len(requests):
+                    for output in self.core.step():
+                        outputs[output.request_id] = output
+                        bar.update()
+                        tokens = self.core.stats.generation_tokens - generated
+                        bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+            except BaseException:
+                # Ctrl-C, or a failure in a step: nothing of this call may go on holding blocks.
+                for request, _ in requests:
+                    self.core.abort(request.request_id)
+                raise
+        return [outputs[request.request_id] for request, _ in requests]
+
+
+def _read_prompt(prompt: PromptLike) -> dict[str, Any]:
+    """Normalise to {"prompt": text or ids, …options}."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    fields = dict(prompt)
+    token_ids = fields.pop("prompt_token_ids", None)
+    if (token_ids is None) == ("prompt" not in fields):
+        raise RequestError("a prompt dictionary needs either 'prompt' or 'prompt_token_ids'", param="prompt")
+    if token_ids is not None:
+        fields["prompt"] = token_ids
+    if unknown := sorted(set(fields) - {"prompt", "priority", "cache_salt"}):
+        raise RequestError(f"unknown key {unknown[0]!r} in a prompt dictionary", param="prompt")
+    return fields

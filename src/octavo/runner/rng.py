@@ -1,0 +1,31 @@
+"""Random numbers as a pure function of (seed, position): nothing to store, nothing to lose at a preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: Iterable[int], positions: Iterable[int]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): float64 [rows], a multiple of 2^-53.
+
+    Output number `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators"), started from the mixed seed: sequences are seeded with consecutive integers, whose raw streams
+    would be the same one shifted by a step. Seeds are taken modulo 2^64.
+    """
+    seed = np.array([s & 0xFFFF_FFFF_FFFF_FFFF for s in seeds], dtype=np.uint64)
+    position = np.array(list(positions), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        start = _mix(seed + _GOLDEN)
+        drawn = _mix(start + (position + np.uint64(1)) * _GOLDEN)
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

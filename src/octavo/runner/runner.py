@@ -1,0 +1,60 @@
+"""Carries out step plans: the one owner of the device's tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.models.base import CausalLM
+from octavo.runner.batch import BatchBuilder
+from octavo.runner.sampler import Sampler
+from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.storage.arena import KVArena
+
+
+class ModelRunner:
+    """A model, the arena its keys and values live in, and the sampler.
+
+    Args:
+        max_num_seqs: most sequences in one step.
+        max_model_len: longest sequence in tokens, hence the longest block table.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        arena: KVArena,
+        attention: AttentionBackend,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.arena = arena
+        self.attention = attention
+        spec = arena.spec
+        self._batches = BatchBuilder(
+            num_groups=len(spec.groups),
+            block_size=spec.block_size,
+            max_rows=max_num_seqs,
+            max_blocks=spec.blocks_for_tokens(max_model_len),
+            device=model.device,
+        )
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Copies first, then the model over the plan's tokens, then the samples."""
+        self.arena.copy_blocks(plan.copies)
+        batch = self._batches.build(plan)
+        logits = self.model.forward(
+            batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices
+        )
+        drawn = iter(self._sampler.sample(logits, batch.sampled, batch.sample_rows))
+        result = StepResult([[next(drawn) for _ in item.samples] for item in plan.scheduled])
+        for index, first_row, targets in batch.scored:
+            num_top = plan.scheduled[index].seq.request.params.prompt_logprobs or 0
+            result.prompt_logprobs[index] = self._sampler.score(
+                logits[first_row : first_row + len(targets)], targets, num_top
+            )
+        return result

@@ -1,0 +1,60 @@
+"""Small caches and sequences for tests: numbers only, no model."""
+
+from __future__ import annotations
+
+from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix.base import NullPrefixCache
+from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.request import Request, RequestId, Sequence
+from octavo.sampling_params import SamplingParams
+
+FULL = LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)
+
+
+def sliding(window: int) -> LayerKVSpec:
+    return LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8, sliding_window=window)
+
+
+def make_manager(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    layers: tuple[LayerKVSpec, ...] = (FULL,),
+    prefix_caching: bool = True,
+) -> KVCacheManager:
+    spec = KVCacheSpec.build(layers, block_size, "float32")
+    prefix = HashedPrefixCache(("model",), block_size) if prefix_caching else NullPrefixCache()
+    return KVCacheManager(spec, num_blocks, prefix, make_eviction_policy("lru"))
+
+
+def make_sequence(token_ids: list[int], salt: str = "", n: int = 1) -> Sequence:
+    return make_request(token_ids, salt, n).sequences[0]
+
+
+_counter = iter(range(10**9))
+
+
+def make_request(token_ids: list[int], salt: str = "", n: int = 1, **params: object) -> Request:
+    return Request(
+        request_id=RequestId(f"r{next(_counter)}"),
+        prompt_token_ids=token_ids,
+        params=SamplingParams(n=n, **params),  # type: ignore[arg-type]
+        cache_salt=salt,
+    )
+
+
+def compute(manager: KVCacheManager, seq: Sequence, num_tokens: int | None = None) -> None:
+    """Pretend that a step computed the sequence's next tokens (all that are left by default)."""
+    seq.num_computed += num_tokens or seq.num_tokens - seq.num_computed
+    manager.commit(seq)
+
+
+def admit_and_compute(manager: KVCacheManager, seq: Sequence) -> int:
+    """Admit a sequence whole and compute it; returns the tokens that came from the cache."""
+    hit = manager.match(seq)
+    if not manager.admit(seq, hit, seq.num_tokens - hit.num_tokens):
+        raise AssertionError("the pool is too small for this test")
+    seq.num_computed = hit.num_tokens
+    compute(manager, seq)
+    return hit.num_tokens

@@ -1,0 +1,139 @@
+"""A state machine drives the scheduler with random arrivals, aborts, lengths and tiny pools.
+
+The runner is played by a rule that "computes" any plan; what a block holds is checked against what was planned.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from octavo.errors import RequestError
+from octavo.kvcache.block import BlockState
+from octavo.request import FinishReason, Request, SequenceStatus
+from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import FULL, make_manager, make_request, sliding
+
+LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 20),
+        block_size=st.sampled_from([1, 2, 4]),
+        layers=st.sampled_from(LAYERS),
+        caching=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 24),
+    )
+    def build(
+        self, num_blocks: int, block_size: int, layers: tuple, caching: bool, max_num_seqs: int, budget: int
+    ) -> None:
+        kv = make_manager(num_blocks, block_size, layers, caching)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, max_model_len=40), kv)
+        self.requests: list[Request] = []
+        self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.num_steps = 0
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        priority=st.integers(0, 1),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        salt=st.sampled_from(["", "", "s"]),
+    )
+    def arrive(
+        self, tokens: list[int], max_tokens: int, n: int, priority: int, prompt_logprobs: int | None, salt: str
+    ) -> None:
+        request = make_request(
+            tokens, salt, n, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs
+        )
+        request.priority = priority
+        try:
+            self.scheduler.add(request)
+        except RequestError:
+            return
+        self.requests.append(request)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if live := [r for r in self.requests if not r.finished]:
+            request = data.draw(st.sampled_from(live))
+            self.scheduler.abort(request.request_id)
+            assert request.finished
+
+    @rule(data=st.data())
+    def stop_one_sequence(self, data: st.DataObject) -> None:
+        """What a stop string does, between two steps."""
+        live = [s for r in self.requests for s in r.sequences if s.status is SequenceStatus.RUNNING and s.num_output_tokens]
+        if live:
+            self.scheduler.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
+
+    @rule()
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.check_limits(plan)
+        self.play_runner(plan)
+        samples = [[SampleResult(self.num_steps % 2) for _ in item.samples] for item in plan.scheduled]
+        scored = {
+            i: [None] * (item.prompt_logprobs[1] - item.prompt_logprobs[0])
+            for i, item in enumerate(plan.scheduled)
+            if item.prompt_logprobs
+        }
+        self.scheduler.update(plan, StepResult(samples, scored))  # type: ignore[arg-type]
+        self.num_steps += 1
+
+    def check_limits(self, plan: StepPlan) -> None:
+        config = self.scheduler.config
+        assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled) <= config.max_num_batched_tokens
+        assert len(plan.scheduled) <= self.scheduler.num_running <= config.max_num_seqs
+        assert bool(plan) == self.scheduler.has_work, "whoever has work makes progress"
+
+    def play_runner(self, plan: StepPlan) -> None:
+        size = self.scheduler.kv.spec.block_size
+        for copy in plan.copies:
+            for offset in range(size):
+                self.computed[copy.destination, offset] = self.computed.get((copy.source, offset), ())
+        for item in plan.scheduled:
+            for position in range(item.start, item.start + item.num_tokens):
+                for table in item.block_tables:
+                    self.computed[table[position // size], position % size] = tuple(item.seq.token_ids[: position + 1])
+        for item in plan.scheduled:
+            self.check_what_it_reads(item.seq.token_ids, item.start + item.num_tokens, item.block_tables)
+
+    def check_what_it_reads(self, token_ids: list[int], context: int, tables: list) -> None:
+        size = self.scheduler.kv.spec.block_size
+        for group, table in zip(self.scheduler.kv.spec.groups, tables, strict=True):
+            first = 0 if group.sliding_window is None else max(0, context - group.sliding_window)
+            for position in range(first, context):
+                assert self.computed[table[position // size], position % size] == tuple(token_ids[: position + 1])
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.kv.audit()
+
+    def teardown(self) -> None:
+        """Everything finishes within a bounded number of steps, and nothing leaks."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert all(r.finished for r in self.requests)
+        for request in self.requests:
+            if all(s.finish_reason is FinishReason.LENGTH for s in request.sequences):
+                assert [s.num_output_tokens for s in request.sequences] == [request.params.max_tokens] * request.params.n
+                wanted = request.params.prompt_logprobs is not None
+                assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
+        counts = self.scheduler.kv.audit().counts
+        assert BlockState.ACTIVE not in counts
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._reserved_slots) == (0, 0, 0)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
