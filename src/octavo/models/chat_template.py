@@ -1,0 +1,132 @@
+"""Chat templates: messages in, one prompt string out, rendered as transformers renders them.
+
+Templates come with models, so they run in jinja2's sandbox. What a template may use beyond jinja itself is what
+transformers offers (utils/chat_template_utils.py): `raise_exception`, `strftime_now`, a `tojson` that escapes
+nothing, `break` and `continue`, and `{% generation %}` blocks, which mark what a model said when it is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from octavo.errors import RequestError
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# What a template may raise on messages it did not foresee, besides its own errors.
+_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """The prompt for `messages`. It carries its own special tokens: encode it with add_special_tokens=False.
+
+    Content given as parts, `[{"type": "text", "text": …}, …]`, becomes one string, its parts on lines of their own.
+
+    Args:
+        variables: further names the template may use, such as `bos_token` or `enable_thinking`.
+
+    Raises:
+        RequestError: no template, no message, a content that is not text, or the template refused; with its words.
+    """
+    if template is None:
+        raise RequestError(
+            "this model has no chat template: send a plain prompt to /v1/completions instead", param="messages"
+        )
+    if not messages:
+        raise RequestError("messages must hold at least one message", param="messages")
+    conversation = [_normalize(message, index) for index, message in enumerate(messages)]
+    try:
+        return _compile(template).render(
+            messages=conversation,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except _RENDERING_ERRORS as error:
+        raise RequestError(f"the model's chat template refused these messages: {error}", param="messages") from error
+
+
+def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """One message as templates expect it: keys without a value left out, text parts joined, reasoning under the
+    names templates read it by."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"messages[{index}] must be an object, got {type(message).__name__}", param="messages")
+    present = {key: value for key, value in message.items() if value is not None}
+    if "content" in present:
+        present["content"] = _text(present["content"], index)
+    reasoning = next((present[key] for key in _REASONING_FIELDS if key in present), None)
+    if reasoning is not None:
+        present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+    return present
+
+
+def _text(content: Any, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    where = f"messages[{index}].content"
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} must be a string or a list of parts, got {content!r}", param="messages")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"{where} may hold parts of type 'text' only, got {kind!r}", param="messages")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """Lets `{% generation %}…{% endgeneration %}` through as if the tags were not there."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
+    return environment.from_string(template)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

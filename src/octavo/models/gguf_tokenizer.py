@@ -1,0 +1,204 @@
+"""A GGUF file's vocabulary as a `tokenizers.Tokenizer`.
+
+GGUF names a vocabulary's pre-tokenizer instead of describing it; what each name means is defined by llama.cpp
+(src/llama-vocab.cpp), which is followed here. transformers reads some names otherwise: it takes "smollm" for plain
+GPT-2, though SmolLM was trained with every digit split off first, so that "a  1" becomes other tokens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.gguf_file import GGUFFile
+
+
+class TokenType(IntEnum):
+    """What llama.cpp's `tokenizer.ggml.token_type` says of a token."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _PreTokenizer:
+    """How text is cut before merging.
+
+    Attributes:
+        pattern: what one piece is; None: GPT-2's pattern, which `tokenizers` has built in.
+        single_digits: every digit is split off before anything else.
+        ignore_merges: a piece that is a token as a whole is taken as that, whatever its merges say.
+        add_bos: what a file that does not say means.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
+        if self.pattern is not None:
+            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(self.pattern), "isolated"), bytes_only])
+        if self.single_digits:
+            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_only])
+        return bytes_only
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+_GPT2 = _PreTokenizer()
+_DIGITS_THEN_GPT2 = _PreTokenizer(single_digits=True)
+_LLAMA3 = _PreTokenizer(
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
+    ignore_merges=True,
+    add_bos=True,
+)
+_QWEN2 = _PreTokenizer(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}")
+_TEKKEN = _PreTokenizer(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
+    ignore_merges=True,
+    add_bos=True,
+)
+
+_PRE_TOKENIZERS = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mellum", "gigachat"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r", "exaone"), _DIGITS_THEN_GPT2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+
+_SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The 256 printable characters byte-level vocabularies are written in, and the byte each stands for
+    (GPT-2, encoder.py: `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    characters = [*map(chr, printable), *(chr(256 + rank) for rank in range(len(others)))]
+    return dict(zip(characters, [*printable, *others], strict=True))
+
+
+def special_tokens(file: GGUFFile) -> dict[str, str]:
+    """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
+    tokens = file.get("tokenizer.ggml.tokens")
+    named = {name: file.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in _SPECIAL_TOKEN_KEYS.items()}
+    for name, token_id in named.items():
+        if token_id is not None and token_id >= len(tokens):
+            raise CorruptModelError(f"{file.path}: {name} has id {token_id} in a vocabulary of {len(tokens)}")
+    return {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
+
+
+def build_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer a GGUF file describes.
+
+    Raises:
+        UnsupportedModelError: a kind of vocabulary or a pre-tokenizer Octavo does not know, named.
+        CorruptModelError: the file holds no vocabulary, or its parts do not match.
+    """
+    kind = file.get("tokenizer.ggml.model")
+    tokens: list[str] = file.get("tokenizer.ggml.tokens")
+    types: list[int] = file.get("tokenizer.ggml.token_type", None) or [TokenType.NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CorruptModelError(f"{file.path}: {len(types)} token types for {len(tokens)} tokens")
+    named = special_tokens(file)
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level(file, tokens, types)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(file, tokens, named), True
+    else:
+        raise UnsupportedModelError(f"{file.path}: a vocabulary of kind {kind!r} is not supported (gpt2, llama)")
+    control = [token for token, token_type in zip(tokens, types, strict=True) if token_type == TokenType.CONTROL]
+    control += [token for token in named.values() if token not in set(control)]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    whole = [token for token, token_type in zip(tokens, types, strict=True) if token_type == TokenType.USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in whole])
+    tokenizer.post_processor = bos_eos_template(
+        tokenizer,
+        bos=named.get("bos_token") if file.get("tokenizer.ggml.add_bos_token", add_bos) else None,
+        eos=named.get("eos_token") if file.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    return tokenizer
+
+
+def bos_eos_template(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> processors.PostProcessor:
+    """Puts `bos` before and `eos` after a text, where they are not None."""
+    parts = [f"{bos}:0"] if bos is not None else []
+    parts.append("$A:0")
+    parts += [f"{eos}:0"] if eos is not None else []
+    added = {token: tokenizer.token_to_id(token) for token in (bos, eos) if token is not None}
+    return processors.TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=list(added.items()))
+
+
+def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
+    name = file.get("tokenizer.ggml.pre", "default")
+    pre_tokenizer = _PRE_TOKENIZERS.get(name)
+    if pre_tokenizer is None:
+        raise UnsupportedModelError(
+            f"{file.path}: pre-tokenizer {name!r} is not supported ({', '.join(sorted(_PRE_TOKENIZERS))})"
+        )
+    alphabet = byte_alphabet()
+    spelling = {byte: character for character, byte in alphabet.items()}
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    for index, token in enumerate(tokens):
+        # Tokens that were added to a vocabulary are stored as plain text; merging only ever produces spelled bytes.
+        if types[index] == TokenType.NORMAL and not token.isascii() and not alphabet.keys() >= set(token):
+            del vocab[token]
+            vocab["".join(spelling[byte] for byte in token.encode())] = index
+    merges = _merges(file)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizer.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre_tokenizer.add_bos
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], named: dict[str, str]) -> Tokenizer:
+    """SentencePiece BPE: spaces written ▁, unknown characters as bytes <0x00> … <0xFF>."""
+    merges = _merges(file) if "tokenizer.ggml.merges" in file else _merges_by_score(file, tokens)
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token=named.get("unk_token"), fuse_unk=True, byte_fallback=True)
+    )
+    add_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first" if add_space else "never", split=False
+    )
+    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if add_space:
+        steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+    pairs = [merge.partition(" ") for merge in file.get("tokenizer.ggml.merges")]
+    return [(left, right) for left, _, right in pairs]
+
+
+def _merges_by_score(file: GGUFFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """SentencePiece has no list of merges: any two pieces that form a piece merge, the best-scored result first."""
+    scores: list[float] = file.get("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CorruptModelError(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens")
+    rank = {token: index for index, token in enumerate(tokens)}
+    merges: list[tuple[float, int, int, int, int, str, str]] = []
+    for order, (token, score) in enumerate(zip(tokens, scores, strict=True)):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in rank and right in rank:
+                merges.append((-score, -len(left), -len(right), order, rank[left], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]

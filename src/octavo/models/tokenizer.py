@@ -1,0 +1,252 @@
+"""Text to token ids and back, from a Hugging Face folder or a GGUF file, without importing transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.gguf_config import gguf_eos_token_ids
+from octavo.gguf_file import GGUFFile
+from octavo.hf_config import read_hf_config, read_json
+from octavo.model_source import ModelFormat, ModelSource
+from octavo.models.chat_template import render_chat
+from octavo.models.gguf_tokenizer import bos_eos_template, build_tokenizer, byte_alphabet, special_tokens
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_OF = byte_alphabet()
+
+
+class Tokenizer:
+    """One model's tokenizer. Encoding and decoding take no lock and may run in several threads.
+
+    Attributes:
+        vocab_size: ids in all, added tokens included; a model may have more rows than that.
+        bos_token_id: what begins a text, if anything does.
+        eos_token_ids: every id that ends a generation.
+        special_ids: ids that `decode` leaves out by default.
+        chat_template: the template in use without tools, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            named_tokens: bos_token, eos_token and their like, which chat templates may use by these names.
+            chat_templates: "default", and "tool_use" where a model has one of its own for tools.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._named_tokens = dict(named_tokens or {})
+        self._chat_templates = dict(chat_templates or {})
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._named_id("bos_token")
+        eos = self._named_id("eos_token")
+        self.eos_token_ids = eos_token_ids | (frozenset() if eos is None else {eos})
+        self._decoder_kinds = _decoder_kinds(backend)
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> Tokenizer:
+        """Read the tokenizer that comes with a model.
+
+        Raises:
+            ModelNotFoundError: the folder holds no tokenizer.
+            CorruptModelError: a tokenizer file is damaged.
+            UnsupportedModelError: a kind of vocabulary that neither Octavo nor transformers can read here.
+        """
+        if source.format is ModelFormat.GGUF:
+            return cls._from_gguf(GGUFFile(source.path))
+        return cls._from_folder(source.path)
+
+    @classmethod
+    def _from_gguf(cls, file: GGUFFile) -> Tokenizer:
+        template = file.get("tokenizer.chat_template", None)
+        return cls(
+            build_tokenizer(file),
+            named_tokens=special_tokens(file),
+            eos_token_ids=gguf_eos_token_ids(file),
+            chat_templates={} if template is None else {"default": template},
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
+        config = {**(read_json(folder / "special_tokens_map.json") or {})}
+        config |= read_json(folder / "tokenizer_config.json") or {}
+        named = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None}
+        path = folder / "tokenizer.json"
+        if path.is_file():
+            try:
+                backend = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # tokenizers raises Exception itself
+                raise CorruptModelError(f"{path} cannot be read: {error}") from error
+            _complete(backend, config, named)
+        else:
+            backend, named = _through_transformers(folder, named)
+        has_config = (folder / "config.json").is_file()
+        return cls(
+            backend,
+            named_tokens=named,
+            eos_token_ids=read_hf_config(folder).eos_token_ids if has_config else frozenset(),
+            chat_templates=_chat_templates(folder, config),
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written out in it become those tokens either way;
+        `add_special_tokens` adds what the model puts around a text, such as a leading BOS.
+
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no UTF-8 text can.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds the lone surrogate {error.object[error.start]!a} at character {error.start}, "
+                "which is not valid Unicode",
+                param="prompt",
+            ) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """How the vocabulary spells a token ("Ġthe", "▁the"), or None: no such id."""
+        token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes one token stands for, which may be part of a character; b"" for no such id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoder_kinds:
+            return bytes(_BYTE_OF[character] for character in token if character in _BYTE_OF)
+        if "ByteFallback" in self._decoder_kinds and len(token) == 6 and token.startswith("<0x"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation; encode it with add_special_tokens=False, for it brings its own.
+
+        Raises:
+            RequestError: see `render_chat`.
+        """
+        template = self._chat_templates.get("tool_use") if tools else None
+        return render_chat(
+            template or self.chat_template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **{**self._named_tokens, **variables},
+        )
+
+    def _named_id(self, name: str) -> int | None:
+        text = self._named_tokens.get(name)
+        token_id: int | None = None if text is None else self._backend.token_to_id(text)
+        return token_id
+
+
+def _content(token: Any) -> str | None:
+    """A token as configurations write it: a string, or an object with its text under "content"."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """What tokenizer_config.json says beyond tokenizer.json: further added tokens, and whether BOS and EOS are added.
+
+    As transformers' TokenizersBackend does it.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    additions = []
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if (text := _content(token)) is not None and text not in known:
+            flags = {key: bool(token.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            additions.append(AddedToken(text, **flags))
+            known.add(text)
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    texts = further.values() if isinstance(further, Mapping) else further
+    for text in [*named.values(), *map(_content, texts)]:
+        if text is not None and text not in known:
+            additions.append(AddedToken(text, normalized=False, special=True))
+            known.add(text)
+    if additions:
+        backend.add_tokens(additions)
+    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+        backend.post_processor = bos_eos_template(
+            backend,
+            bos=named.get("bos_token") if config.get("add_bos_token") else None,
+            eos=named.get("eos_token") if config.get("add_eos_token") else None,
+        )
+
+
+def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """For vocabularies in older files (tokenizer.model, vocab.json with merges.txt), which transformers converts."""
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
+        raise ModelNotFoundError(f"{folder} holds no tokenizer.json and no other vocabulary")
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    except Exception as error:  # whatever a conversion raises, an ImportError of sentencepiece among it
+        raise UnsupportedModelError(
+            f"{folder} has no tokenizer.json, and transformers cannot convert its vocabulary ({error}); "
+            "save it once with AutoTokenizer.from_pretrained(folder).save_pretrained(folder) where sentencepiece is"
+        ) from error
+    return backend, {**{name: str(text) for name, text in converted.special_tokens_map.items()}, **named}
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Template files go before the key in tokenizer_config.json, as in transformers."""
+    templates: dict[str, str] = {}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if templates:
+        return templates
+    stated = config.get("chat_template") or (read_json(folder / "chat_template.json") or {}).get("chat_template")
+    if isinstance(stated, str):
+        return {"default": stated}
+    named = stated if isinstance(stated, list) else []
+    return {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= entry.keys()}
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
+    """The steps that turn tokens back into text, by their names in tokenizer.json."""
+    if backend.decoder is None:
+        return frozenset()
+    state = json.loads(backend.decoder.__getstate__())
+    return frozenset(step["type"] for step in [state, *state.get("decoders", [])])

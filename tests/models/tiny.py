@@ -1,0 +1,203 @@
+"""Tiny models with random weights, written as Hugging Face folders and as GGUF files, to load and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+GGUF_NAMES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TEXT = """The scheduler takes what fits and leaves the rest; the rest is not lost, it waits for its turn in the queue.
+for block in table: print(block, block.hash, "and the tokens in the block", 1234567890) # ünïcödé, 日本語, 😀
+It's what they've said: we'll see, I'm sure, you'd know, isn't it? THE END.\n\n\t    indented   text
+"""
+
+
+def make_model(family: str, **overrides: Any) -> Any:
+    """A random float32 model of transformers' own class, such as LlamaForCausalLM; every tensor is random, norms too.
+
+    Args:
+        overrides: fields of the family's configuration class.
+    """
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                tensor.normal_()
+    return model
+
+
+def write_hf_model(
+    folder: Path, family: str, *, tokenizer: bool = False, shards: bool = False, **overrides: Any
+) -> Any:
+    """Write `folder` as transformers saves a model, and return that model."""
+    model = make_model(family, **overrides)
+    model.save_pretrained(folder, **({"max_shard_size": "100KB"} if shards else {}))
+    if tokenizer:
+        write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path, **config: Any) -> Any:
+    """Write a byte-level tokenizer of 320 ids with a ChatML template, and return transformers' own object."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        **config,
+    )
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@cache
+def _trained(vocab_size: int) -> str:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([_TEXT], trainer)
+    return backend.to_str()
+
+
+def byte_level_backend(vocab_size: int = _SIZES["vocab_size"]) -> Backend:
+    return Backend.from_str(_trained(vocab_size))
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    quantization: str = "F32",
+    architecture: str | None = None,
+    pre: str = "gpt-2",
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    leave_out: tuple[str, ...] = (),
+) -> None:
+    """Write `model` as llama.cpp's converter does: renamed, and with q and k rows reordered for "llama".
+
+    Args:
+        quantization: of every matrix; vectors stay float32. K-quants are filled with random blocks, because the gguf
+            package cannot quantise to them.
+        keys: further metadata, ints, floats, bools or strings by their full names.
+        tensors: further float32 tensors by their GGUF names.
+        leave_out: GGUF names of tensors that shall be missing.
+    """
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    config = model.config
+    stated = architecture or GGUF_NAMES[family]
+    writer = gguf.GGUFWriter(path, stated)
+    writer.add_name(f"tiny {family.lower()}")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if family == "Qwen3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    add_byte_level_vocabulary(writer, pre=pre)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in (keys or {}).items():
+        add[type(value)](key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA if stated == "llama" else gguf.MODEL_ARCH.QWEN3, 2)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, kind = name.rsplit(".", 1)
+        gguf_name = f"{names.get_name(stem)}.{kind}"
+        values = tensor.numpy()
+        if stated == "llama" and "q_proj" in name:
+            values = _interleave(values, config.num_attention_heads)
+        elif stated == "llama" and "k_proj" in name:
+            values = _interleave(values, config.num_key_value_heads)
+        if gguf_name not in leave_out:
+            _add_tensor(writer, gguf_name, values, quantization if values.ndim > 1 else "F32")
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_byte_level_vocabulary(writer: Any, *, pre: str, backend: Backend | None = None) -> None:
+    backend = backend or byte_level_backend()
+    vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
+    merges = [" ".join(pair) for pair in _merges(backend)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token, _ in vocab])
+    writer.add_token_merges(merges)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+
+
+def _merges(backend: Backend) -> list[list[str]]:
+    import json
+
+    return json.loads(backend.to_str())["model"]["merges"]
+
+
+def _interleave(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """llama.cpp's LlamaModel.permute."""
+    halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _add_tensor(writer: Any, name: str, values: np.ndarray[Any, Any], quantization: str) -> None:
+    kind = gguf.GGMLQuantizationType[quantization]
+    try:
+        stored = gguf.quantize(np.ascontiguousarray(values), kind)
+    except NotImplementedError:
+        shape = gguf.quant_shape_to_byte_shape(values.shape, kind)
+        # Small bytes keep the fp16 scales among them finite.
+        stored = np.random.default_rng(0).integers(0, 0x40, shape, dtype=np.uint8)
+    writer.add_tensor(name, stored, raw_dtype=kind)
