@@ -1,0 +1,93 @@
+"""`EngineStats` in Prometheus' exposition format, under vLLM's metric names where the meaning is the same.
+
+Everything is made at scrape time by a collector, so the step loop never touches prometheus_client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from octavo.observe.stats import EngineStats, Histogram
+
+_GAUGES = (
+    ("num_requests_running", "num_running", "Requests that hold blocks and are computed."),
+    ("num_requests_waiting", "num_waiting", "Requests waiting to be scheduled."),
+    ("kv_cache_usage_perc", "kv_usage", "Share of KV cache blocks in use; 1 means all."),
+)
+_COUNTERS = (
+    ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("num_preemptions", "num_preemptions", "Sequences that had to give up their blocks."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
+    ("generation_tokens", "generation_tokens", "Tokens generated."),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "time_to_first_token", "From arrival to the first token."),
+    ("inter_token_latency_seconds", "inter_token_latency", "Between two tokens of one sequence."),
+    ("e2e_request_latency_seconds", "e2e_latency", "From arrival to the end of the request."),
+    ("request_queue_time_seconds", "queue_time", "From arrival to the first time it was scheduled."),
+    ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of each finished request."),
+    ("request_generation_tokens", "request_generation_tokens", "Generated tokens of each finished request."),
+)
+
+
+class EngineCollector(Collector):
+    """Reads one engine's statistics whenever Prometheus asks."""
+
+    def __init__(self, stats: EngineStats, model_name: str) -> None:
+        self._stats = stats
+        self._labels = {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        for name, attribute, help in _GAUGES:
+            gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
+            gauge.add_metric(values, getattr(self._stats, attribute))
+            yield gauge
+        for name, attribute, help in _COUNTERS:
+            counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
+            counter.add_metric(values, getattr(self._stats, attribute))
+            yield counter
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
+        )
+        for reason, count in self._stats.finished.items():
+            success.add_metric([*values, reason.value], count)
+        yield success
+        for name, attribute, help in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"vllm:{name}", help, labels=names)
+            observed: Histogram = getattr(self._stats, attribute)
+            histogram.add_metric(values, _cumulative(observed), observed.total)
+            yield histogram
+
+
+def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+    """[("0.1", 3), ("0.5", 7), …, ("+Inf", 9)]: how many observations each upper bound covers."""
+    buckets: list[tuple[str, float]] = []
+    covered = 0
+    # A copy, so that the last bucket equals the sum even while the engine counts on.
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
+        covered += count
+        buckets.append((bound, float(covered)))
+    return buckets
+
+
+class MetricsPage:
+    """What `GET /metrics` answers: the engine's statistics and this process's memory, CPU time and open files."""
+
+    def __init__(self, stats: EngineStats, model_name: str) -> None:
+        # A registry of its own: the global one would be shared by every engine of the process.
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(EngineCollector(stats, model_name))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition and its content type, in the newest of Prometheus' formats that `accept` names."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type

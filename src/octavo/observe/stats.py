@@ -1,0 +1,137 @@
+"""What the engine counts while it runs: plain numbers, so that counting costs the step loop next to nothing.
+
+The step loop's thread alone writes; any thread may read. A reader can see one field a step ahead of another, which a
+scrape cannot tell from having come a moment later. `observe/metrics.py` turns these numbers into Prometheus' format.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from octavo.request import FinishReason
+
+# Upper bounds in seconds, vLLM's, so that its dashboards fit.
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+# vLLM's begin at 0.01: the first three are ours, because small models on a GPU stay below that.
+INTER_TOKEN_LATENCY_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+REQUEST_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+
+
+def one_two_five_buckets(maximum: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `maximum`: vLLM's buckets of token counts."""
+    bounds: list[float] = []
+    power = 1
+    while True:
+        for mantissa in (1, 2, 5):
+            if mantissa * power > maximum:
+                return tuple(bounds)
+            bounds.append(float(mantissa * power))
+        power *= 10
+
+
+class Histogram:
+    """Counts observations by fixed upper bounds.
+
+    bounds:      0.1      0.5      1.0
+    counts:  [0]  |   [1]  |   [2]  |  [3]       value <= bounds[i] falls into counts[i] or an earlier one
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` over."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class EngineStats:
+    """The counters, gauges and histograms of one engine. Times are in seconds.
+
+    Gauges, as of the latest step: `num_running`, `num_waiting`, `kv_usage` (share of blocks in use, 0 to 1).
+    Counters, since the start: all other numbers.
+    """
+
+    def __init__(self, *, max_model_len: int) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.kv_usage = 0.0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.finished: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
+        self.queue_time = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
+        self.e2e_latency = Histogram(REQUEST_LATENCY_BUCKETS)
+        self.request_prompt_tokens = Histogram(one_two_five_buckets(max_model_len))
+        self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
+
+    def on_step(
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        prompt_tokens: int = 0,
+        generation_tokens: int = 0,
+        preemptions: int = 0,
+    ) -> None:
+        """After every step, and after what changes the queues between steps (an abort).
+
+        Args:
+            prompt_tokens: of requests whose prompt was completed in this step, cached tokens included, once each.
+            generation_tokens: sampled in this step.
+            preemptions: sequences that had to give up their blocks in this step.
+        """
+        self.num_running = num_running
+        self.num_waiting = num_waiting
+        self.kv_usage = kv_usage
+        self.num_steps += 1
+        self.prompt_tokens += prompt_tokens
+        self.generation_tokens += generation_tokens
+        self.num_preemptions += preemptions
+
+    def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
+        """Once per request, when it is first scheduled: its wait, and what the prefix cache had of its prompt."""
+        self.queue_time.observe(queue_time)
+        self.prefix_cache_queries += queried_tokens
+        self.prefix_cache_hits += hit_tokens
+
+    def on_first_token(self, ttft: float) -> None:
+        """Once per request, `ttft` seconds after it arrived."""
+        self.time_to_first_token.observe(ttft)
+
+    def on_tokens(self, itl: float, times: int = 1) -> None:
+        """A sequence's next token came `itl` seconds after the one before; `times` sequences alike share one call."""
+        self.inter_token_latency.observe(itl, times)
+
+    def on_finished(
+        self, reason: FinishReason, *, e2e_latency: float, prompt_tokens: int, generation_tokens: int
+    ) -> None:
+        """Once per request, when its last sequence ended; `generation_tokens` are those of all its sequences."""
+        self.finished[reason] += 1
+        self.e2e_latency.observe(e2e_latency)
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.request_generation_tokens.observe(generation_tokens)

@@ -1,0 +1,188 @@
+"""The HTTP application: which path is answered by what. Engine and transport come from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import OctavoError, RequestError
+from octavo.server.auth import ApiKeys, RequireApiKey
+from octavo.server.chat import ChatCompletions
+from octavo.server.completions import Completions
+from octavo.server.config import ServerConfig
+from octavo.server.connection import EventStream, InFlight, read_body
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError, LastResort, ModelMissingError, answer_http_error, answer_octavo_error
+from octavo.server.generation import json_bytes
+from octavo.server.logprobs import TokenTexts
+from octavo.server.openapi import describe
+from octavo.server.prompts import checked_messages, encode_chat, offload
+from octavo.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    TokenizeBody,
+    check_token_ids,
+    parse_body,
+)
+
+Body = TypeVar("Body", bound=RequestBody)
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(engine: EngineClient, config: ServerConfig | None = None, in_flight: InFlight | None = None) -> FastAPI:
+    """The application over a started engine. `in_flight` lets the caller end all requests at shutdown."""
+    config = config or ServerConfig()
+    version = octavo.__version__
+    # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
+    app = FastAPI(title="Octavo", version=version, redirect_slashes=False)
+    api = Api(engine, config, in_flight or InFlight(), version)
+    for method, path, handler in api.routes():
+        app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
+    describe(app)
+    app.add_exception_handler(OctavoError, answer_octavo_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    if keys := config.accepted_keys:
+        app.add_middleware(RequireApiKey, keys=ApiKeys(keys))
+    app.add_middleware(LastResort)
+    return app
+
+
+class Api:
+    """The handlers. Each reads its body itself, so that a body over the limit is never held."""
+
+    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight, version: str) -> None:
+        self._engine = engine
+        self._config = config
+        self._in_flight = in_flight
+        self._version = version
+        self._names = tuple(config.served_model_name) or (engine.model_name,)
+        self._created = int(time.time())
+        texts = TokenTexts(engine)
+        self._completions = Completions(engine, texts)
+        self._chat = ChatCompletions(engine, texts)
+        self._metrics: Any = None
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """(method, path, handler) of everything that is served."""
+        return [
+            ("POST", "/v1/completions", self.create_completion),
+            ("POST", "/v1/chat/completions", self.create_chat_completion),
+            ("GET", "/v1/models", self.list_models),
+            ("GET", "/v1/models/{model:path}", self.retrieve_model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/version", self.show_version),
+            ("GET", "/metrics", self.metrics),
+        ]
+
+    async def create_completion(self, request: Request) -> Response:
+        body = await self._read(request, CompletionBody)
+        answer = await self._completions.prepare(body, self._served_name(body.model), _tenant(request))
+        if body.streams:
+            return EventStream(answer.events(), self._in_flight)
+        return _json(await self._in_flight.run(request.receive, answer.whole()))
+
+    async def create_chat_completion(self, request: Request) -> Response:
+        body = await self._read(request, ChatBody)
+        answer = await self._chat.prepare(body, self._served_name(body.model), _tenant(request))
+        if body.streams:
+            return EventStream(answer.events(), self._in_flight)
+        return _json(await self._in_flight.run(request.receive, answer.whole()))
+
+    async def list_models(self, request: Request) -> Response:
+        models = [self._model_card(name) for name in self._names]
+        return _json(json_bytes({"object": "list", "data": models}))
+
+    async def retrieve_model(self, request: Request) -> Response:
+        return _json(json_bytes(self._model_card(self._served_name(request.path_params["model"]))))
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "octavo",
+            "root": self._engine.model_name,
+            "parent": None,
+            "max_model_len": self._engine.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._read(request, TokenizeBody)
+        self._served_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            chat = await encode_chat(
+                self._engine,
+                checked_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+                template_variables=body.chat_template_kwargs,
+            )
+            token_ids = chat.token_ids
+        else:
+            text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
+            token_ids = await offload(len(text), lambda: self._engine.tokenizer.encode(text, add_special_tokens))
+        to_token = self._engine.tokenizer.id_to_token
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": self._engine.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
+        }
+        return _json(json_bytes(answer))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._read(request, DetokenizeBody)
+        self._served_name(body.model)
+        check_token_ids(body.tokens, self._engine.vocab_size, "tokens")
+        # Special tokens stay: what /tokenize gave must come back as it was.
+        text = await offload(len(body.tokens), lambda: self._engine.tokenizer.decode(body.tokens, False))
+        return _json(json_bytes({"prompt": text}))
+
+    async def health(self, request: Request) -> Response:
+        if not self._engine.is_alive:
+            raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
+        return _json(b'{"status":"ok"}')
+
+    async def show_version(self, request: Request) -> Response:
+        return _json(json_bytes({"version": self._version}))
+
+    async def metrics(self, request: Request) -> Response:
+        if self._metrics is None:
+            # Imported at the first scrape: prometheus_client costs start-up a tenth of a second.
+            from octavo.observe.metrics import MetricsPage
+
+            self._metrics = MetricsPage(self._engine.stats, self._names[0])
+        content, content_type = self._metrics.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    async def _read(self, request: Request, body_type: type[Body]) -> Body:
+        raw = await read_body(request, self._config.body_limit)
+        return await offload(len(raw), lambda: parse_body(body_type, raw))
+
+    def _served_name(self, model: str | None) -> str:
+        """The name to answer under; a client that names none means the one model there is."""
+        if model is None:
+            return self._names[0]
+        if model not in self._names:
+            raise ModelMissingError(model)
+        return model
+
+
+def _tenant(request: Request) -> str:
+    return str(request.scope.get("state", {}).get("tenant", ""))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

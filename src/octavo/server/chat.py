@@ -1,0 +1,152 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.server.connection import DONE
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from octavo.server.prompts import checked_messages, encode_chat
+from octavo.server.protocol import ChatBody
+
+
+class ChatCompletions:
+    """Answers chat bodies with one engine."""
+
+    def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
+        self._engine = engine
+        self._texts = texts
+
+    async def prepare(self, body: ChatBody, model: str, tenant: str) -> ChatAnswer:
+        """Checks the body, renders its messages and encodes them; raises `RequestError`."""
+        params = body.sampling_params(self._engine.vocab_size)
+        messages = checked_messages(body.messages)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        prompt = await encode_chat(
+            self._engine,
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+            template_variables=variables,
+        )
+        job = Job(
+            response_id=new_id("chatcmpl"),
+            model=model,
+            prompts=[prompt],
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            tenant=tenant,
+        )
+        return ChatAnswer(self._engine, self._texts, body, job, _echoed(body, messages))
+
+
+def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
+    """What `echo` puts before the answer: the last message, where the answer continues it (as in vLLM)."""
+    continues = messages[-1]["role"] == "assistant" or body.add_generation_prompt is False
+    return str(messages[-1]["content"]) if body.echo and continues else ""
+
+
+class ChatAnswer:
+    """One chat request on its way: the same job, answered whole or as a stream."""
+
+    def __init__(self, engine: EngineClient, texts: TokenTexts, body: ChatBody, job: Job, echoed: str) -> None:
+        self._engine = engine
+        self._texts = texts
+        self._body = body
+        self._job = job
+        self._echoed = echoed
+        self._usage = Usage(job.prompts)
+
+    async def whole(self) -> bytes:
+        """The response body."""
+        (output,) = await self._job.results(self._engine)
+        self._usage.add(0, output)
+        response: dict[str, Any] = {
+            **self._head("chat.completion"),
+            "choices": [self._choice(completion) for completion in output.outputs],
+            "usage": self._usage.report(),
+        }
+        if self._body.prompt_logprobs is not None:
+            given = output.prompt_logprobs or ()
+            response["prompt_logprobs"] = prompt_logprobs(self._texts, output.prompt_token_ids, given)
+        if self._body.return_token_ids:
+            response["prompt_token_ids"] = output.prompt_token_ids
+        return json_bytes(response)
+
+    def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
+        return {"index": completion.index, "message": message, **self._reported(completion)}
+
+    def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
+        """What a choice says beside its text, whole or in part."""
+        reported: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if completion.logprobs is not None:
+            reported["logprobs"] = chat_logprobs(self._texts, completion.token_ids, completion.logprobs)
+        if self._body.return_token_ids:
+            reported["token_ids"] = completion.token_ids
+        return reported
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events: one piece of bytes for whatever one wake-up of the engine brought."""
+        head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
+        reports_usage, continuous = self._body.reports_usage, self._body.reports_usage_continuously
+        tail = '],"usage":null}' if reports_usage else "]}"
+        begun = False
+        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
+            async for _, output in outputs:
+                self._usage.add(0, output)
+                if continuous:
+                    tail = f'],"usage":{dumps(self._usage.report())}}}'
+                chunks = [
+                    event(head + self._delta(completion) + tail)
+                    for completion in output.outputs
+                    if completion.token_ids or completion.text or completion.finish_reason
+                ]
+                if not begun:
+                    begun = True
+                    chunks[:0] = self._roles(head, tail, output)
+                yield "".join(chunks).encode()
+        if reports_usage:
+            yield event(f'{head}],"usage":{dumps(self._usage.report())}}}').encode()
+        yield DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._job.response_id,
+            "object": kind,
+            "created": self._job.created,
+            "model": self._job.model,
+        }
+
+    def _roles(self, head: str, tail: str, output: RequestOutput) -> list[str]:
+        """The first event of every choice, which says whose words follow."""
+        delta = {"role": "assistant", "content": self._echoed}
+        if self._body.return_token_ids:
+            tail = f'],"prompt_token_ids":{dumps(output.prompt_token_ids)}{tail[1:]}'
+        choices = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for index in range(self._job.params.n)
+        ]
+        return [event(head + dumps(choice) + tail) for choice in choices]
+
+    def _delta(self, completion: CompletionOutput) -> str:
+        if completion.finish_reason is None and completion.logprobs is None and not self._body.return_token_ids:
+            # Nearly every event of nearly every stream.
+            content = dumps(completion.text)
+            return (
+                f'{{"index":{completion.index},"delta":{{"content":{content}}},"logprobs":null,"finish_reason":null}}'
+            )
+        delta = {"content": completion.text} if completion.text else {}
+        return dumps({"index": completion.index, "delta": delta, **self._reported(completion)})

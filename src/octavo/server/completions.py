@@ -1,0 +1,155 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.request import TokenLogprobs
+from octavo.server.connection import DONE
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
+from octavo.server.prompts import encode_prompts
+from octavo.server.protocol import CompletionBody
+
+
+class Completions:
+    """Answers completion bodies with one engine."""
+
+    def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
+        self._engine = engine
+        self._texts = texts
+
+    async def prepare(self, body: CompletionBody, model: str, tenant: str) -> CompletionAnswer:
+        """Checks the body and encodes its prompts; raises `RequestError`."""
+        params = body.sampling_params(self._engine.vocab_size)
+        prompts = await encode_prompts(self._engine, body.prompt, body.add_special_tokens is not False)
+        job = Job(
+            response_id=new_id("cmpl"),
+            model=model,
+            prompts=prompts,
+            params=params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            tenant=tenant,
+        )
+        return CompletionAnswer(self._engine, self._texts, body, job)
+
+
+class CompletionAnswer:
+    """One completion request on its way: the same job, answered whole or as a stream.
+
+    Choices are numbered as OpenAI does: completion i of prompt p is choice p * n + i.
+    """
+
+    def __init__(self, engine: EngineClient, texts: TokenTexts, body: CompletionBody, job: Job) -> None:
+        self._engine = engine
+        self._texts = texts
+        self._body = body
+        self._job = job
+        self._usage = Usage(job.prompts)
+        self._choices = [
+            _Choice(self, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
+        ]
+
+    @property
+    def texts(self) -> TokenTexts:
+        return self._texts
+
+    def prompt_text(self, prompt_index: int) -> str:
+        """The prompt as text, for `echo`."""
+        prompt = self._job.prompts[prompt_index]
+        if prompt.text is not None:
+            return prompt.text
+        return self._engine.tokenizer.decode(prompt.token_ids, self._job.params.skip_special_tokens)
+
+    async def whole(self) -> bytes:
+        """The response body."""
+        choices: list[dict[str, Any]] = []
+        for prompt_index, output in enumerate(await self._job.results(self._engine)):
+            choices.extend(self._new_choices(prompt_index, output))
+        return json_bytes({**self._head(), "choices": choices, "usage": self._usage.report()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events: one piece of bytes for whatever one wake-up of the engine brought."""
+        # Everything that stays the same is formatted once: a token costs a few joins of strings.
+        head = dumps(self._head())[:-1] + ',"choices":['
+        continuous = self._body.reports_usage_continuously
+        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
+            async for prompt_index, output in outputs:
+                choices = self._new_choices(prompt_index, output)
+                tail = "]}"
+                if self._body.reports_usage:
+                    tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
+                yield "".join([event(head + dumps(choice) + tail) for choice in choices]).encode()
+        if self._body.reports_usage:
+            yield event(f'{head}],"usage":{dumps(self._usage.report())}}}').encode()
+        yield DONE
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._job.response_id,
+            "object": "text_completion",
+            "created": self._job.created,
+            "model": self._job.model,
+        }
+
+    def _new_choices(self, prompt_index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        if self._body.scores_only:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.logprobs = "", [], []
+        self._usage.add(prompt_index, output)
+        first = prompt_index * self._job.params.n
+        return [
+            self._choices[first + completion.index].piece(first + completion.index, completion, output)
+            for completion in output.outputs
+            if completion.token_ids or completion.text or completion.finish_reason
+        ]
+
+
+class _Choice:
+    """What one choice has reported so far: the prompt goes out with its first piece."""
+
+    def __init__(self, answer: CompletionAnswer, prompt_index: int, body: CompletionBody) -> None:
+        self._answer = answer
+        self._prompt_index = prompt_index
+        self._body = body
+        self._begun = False
+        self._logprobs: CompletionLogprobs | None = None
+        if body.logprobs is not None:
+            self._logprobs = CompletionLogprobs(
+                answer.texts,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                as_token_ids=bool(body.return_tokens_as_token_ids),
+            )
+
+    def piece(self, index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        """The choice object of what is new."""
+        text = completion.text
+        token_ids: list[int] = completion.token_ids
+        logprobs: list[TokenLogprobs | None] = list(completion.logprobs or ())
+        first, self._begun = not self._begun, True
+        if first and self._body.echo:
+            text = self._answer.prompt_text(self._prompt_index) + text
+            if self._logprobs is not None:
+                token_ids = output.prompt_token_ids + token_ids
+                logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._logprobs is None else self._logprobs.piece(token_ids, logprobs),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if first and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self._answer.texts, output.prompt_token_ids, output.prompt_logprobs or ()
+            )
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice

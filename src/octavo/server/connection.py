@@ -1,0 +1,141 @@
+"""The requests being answered: each ends with its client, and all of them when a shutdown runs out of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import ApiError, BodyTooLargeError, ShuttingDownError, to_api_error
+
+# Nginx's number for a client that left. Nobody reads it; it only ends the handler.
+CLIENT_CLOSED_REQUEST = 499
+
+Result = TypeVar("Result")
+
+
+class ClientLeftError(HTTPException):
+    """The client closed its connection before it was answered."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
+
+
+class InFlight:
+    """Work that is done for connected clients. Used from the event loop alone."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def cancel_all(self) -> None:
+        """End all work, and all that comes, with `ShuttingDownError`."""
+        self._cancelled = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, cancelled as soon as its client is gone. The request's body must have been read.
+
+        Raises:
+            ClientLeftError: the client closed the connection.
+            ShuttingDownError: `cancel_all` was called.
+        """
+        task = asyncio.ensure_future(work)
+        departure = asyncio.ensure_future(_departure(receive))
+        self._tasks.add(task)
+        if self._cancelled:
+            task.cancel()
+        try:
+            await asyncio.wait((task, departure), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientLeftError
+            if task.cancelled():
+                raise ShuttingDownError
+            return task.result()
+        finally:
+            self._tasks.discard(task)
+            task.cancel()
+            departure.cancel()
+            # Waiting sees the engine's iterators closed, and so the blocks freed, before the handler ends.
+            await asyncio.wait((task, departure))
+            if not task.cancelled():
+                task.exception()  # marks it as seen: who left does not care, and asyncio would log it
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; raises `BodyTooLargeError` before more than `limit` bytes are held, whatever its headers say."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise BodyTooLargeError(limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise BodyTooLargeError(limit)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientLeftError from None
+    return b"".join(chunks)
+
+
+class EventStream(Response):
+    """Server-sent events as they come from `events`, pieces of ready-made bytes.
+
+    The status is sent with the first piece: an error before it is an ordinary error response, one after it an event.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], in_flight: InFlight) -> None:
+        super().__init__(
+            status_code=HTTPStatus.OK,
+            media_type="text/event-stream",
+            # Proxies such as nginx would otherwise collect the events before they pass them on.
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._in_flight = in_flight
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._in_flight.run(receive, self._send_events(send))
+        except ClientLeftError:
+            return
+        except Exception as error:
+            if not self._started:
+                raise
+            await send({"type": "http.response.body", "body": _error_event(to_api_error(error)), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for piece in events:
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,77 @@
+"""What the server needs of an engine; `engine.async_engine.AsyncEngine` is one, the tests' `FakeEngine` another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+from typing import Any, Protocol
+
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.observe.stats import EngineStats
+from octavo.sampling_params import SamplingParams
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+    def id_to_token(self, token_id: int, /) -> str | None: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str: ...
+
+
+class EngineClient(Protocol):
+    """One engine, seen from the event loop."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        output_kind: OutputKind = OutputKind.DELTA,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request; closing the iterator aborts it.
+
+        The first `__anext__` raises `RequestError` where the request is invalid, before anything is queued;
+        any raises `EngineDeadError` once the step loop died.
+        """
+        ...
+
+    async def shutdown(self, drain_seconds: float) -> None: ...

@@ -1,0 +1,132 @@
+"""Every error leaves the server as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import EngineDeadError, OctavoError, RequestError
+
+logger = logging.getLogger("octavo.server")
+
+INVALID_REQUEST = "invalid_request_error"
+
+
+class ApiError(OctavoError):
+    """An error that is meant for the client, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error object, as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+class BodyTooLargeError(ApiError):
+    """The request's body is over the server's limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"The request body is larger than {limit} bytes, the most this server accepts (--max-body-size).",
+            code="request_too_large",
+        )
+
+
+class ModelMissingError(ApiError):
+    """The request names a model that this server does not serve."""
+
+    def __init__(self, model: str) -> None:
+        message = f"The model `{model}` does not exist; GET /v1/models lists what is served."
+        super().__init__(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+
+
+class ShuttingDownError(ApiError):
+    """The request was still running when the time that a shutdown grants was over."""
+
+    def __init__(self) -> None:
+        message = "The server is shutting down and had to cancel this request."
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="shutting_down")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What the client is told about `error`. What nobody foresaw is logged here, and told without its insides."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=error.code)
+    if isinstance(error, EngineDeadError):
+        logger.error("a request met a dead engine: %s", error)  # which logged its traceback when it died
+        message = "The engine has stopped after an internal error and serves no more requests; restart the server."
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="engine_dead")
+    logger.error("unexpected error while answering a request", exc_info=error)
+    message = "The server had an internal error while processing the request; its log has the details."
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
+
+
+async def answer_octavo_error(request: Request, error: Exception) -> Response:
+    """Handler of what the package raises on purpose."""
+    return to_api_error(error).response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """Handler of what the router raises: no such path, or not with this method."""
+    if not isinstance(error, HTTPException):
+        return to_api_error(error).response()
+    where = f"{request.method} {request.url.path}"
+    message = {
+        404: f"Invalid URL ({where})",
+        405: f"Method not allowed ({where})",
+    }.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+class LastResort:
+    """Outermost: whatever escapes becomes a 500 that tells nothing of the insides, instead of a dropped connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watching_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        except Exception as error:
+            answer = to_api_error(error)
+            if started or scope["type"] != "http":
+                # Half an answer cannot be taken back; uvicorn closes the connection, so the client sees it is cut.
+                return
+            await answer.response()(scope, receive, send)

@@ -1,0 +1,150 @@
+"""What completions and chat completions share: the work asked of the engine, its outputs, and their usage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.sampling_params import SamplingParams
+from octavo.server.engine_client import EngineClient
+from octavo.server.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one body asks of the engine: each prompt is a request of its own.
+
+    Attributes:
+        model: the name the client used, which the response repeats.
+        tenant: whom the work is accounted to; empty where no API key is asked for.
+    """
+
+    response_id: str
+    model: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(prompt index, output) as they come; closing it aborts what still runs. Raises what the engine raises."""
+        streams = [
+            engine.generate(
+                prompt.token_ids,
+                self.params,
+                request_id=self.response_id if len(self.prompts) == 1 else f"{self.response_id}-{index}",
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                tenant=self.tenant,
+                output_kind=kind,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+        return _numbered(streams[0]) if len(streams) == 1 else _merged(streams)
+
+    async def results(self, engine: EngineClient) -> list[RequestOutput]:
+        """The final output of every prompt, in order."""
+        async with aclosing(self.stream(engine, OutputKind.FINAL)) as outputs:
+            finals = {index: output async for index, output in outputs}
+        return [finals[index] for index in range(len(self.prompts))]
+
+
+# json.dumps would make an encoder for every call.
+_to_ascii_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def new_id(prefix: str) -> str:
+    """'cmpl' -> 'cmpl-4f1c…', unlike any other."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    if (aclose := getattr(stream, "aclose", None)) is not None:
+        await aclose()
+
+
+async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        async for output in stream:
+            yield 0, output
+    finally:
+        await _close(stream)
+
+
+async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all streams in the order they come; the first error ends them all."""
+    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async for output in stream:
+                arrivals.put_nowait((index, output))
+            arrivals.put_nowait(None)
+        except Exception as error:
+            arrivals.put_nowait(error)
+        finally:
+            await _close(stream)
+
+    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    running = len(pumps)
+    try:
+        while running:
+            arrival = await arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                running -= 1
+            else:
+                yield arrival
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+class Usage:
+    """Tokens of one response, over all its prompts and choices."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.completion_tokens = 0
+        self._cached_tokens = [0] * len(prompts)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count an output that holds only what is new."""
+        self._cached_tokens[prompt_index] = output.num_cached_tokens
+        for choice in output.outputs:
+            self.completion_tokens += len(choice.token_ids)
+
+    def report(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+        }
+
+
+def event(content: str) -> str:
+    """One server-sent event."""
+    return f"data: {content}\n\n"
+
+
+def dumps(value: Any) -> str:
+    """JSON for events, in ASCII: many clients split lines at U+2028 and its like, which is no end of an event."""
+    return _to_ascii_json(value)
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON for whole responses, in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

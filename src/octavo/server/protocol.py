@@ -1,0 +1,303 @@
+"""The bodies of requests: OpenAI's fields, and vLLM's extensions under vLLM's names.
+
+Types are strict ("5" is not 5) and unknown fields are refused, so that a misspelt option is never silently ignored.
+Ranges are checked where they are declared once: in `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.server.errors import ApiError
+
+# One wrong element says enough: a body of millions of them must not become millions of errors.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+TokenBiases = Annotated[dict[str, float], Field(fail_fast=True)]
+
+
+class RequestBody(BaseModel):
+    """What every body has. `unsupported` names fields that are known, and refused unless they ask for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    unsupported: ClassVar[tuple[str, ...]] = ()
+
+    model: str | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Raises `RequestError` naming the first field that asks for what Octavo does not have."""
+        for name in self.unsupported:
+            if getattr(self, name) not in (None, False, "", [], {}):
+                raise RequestError(f"{name} is not supported by this server", param=name)
+
+
+class StreamOptions(BaseModel):
+    """What a stream reports beside its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens"),
+)
+
+
+class GenerationBody(RequestBody):
+    """What completions and chat completions have in common."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: TokenBiases | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    # OpenAI's, of no consequence here: they neither change the tokens nor what is reported.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # vLLM's, not (yet) Octavo's.
+    logits_processors: Any = None
+    use_beam_search: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *("logits_processors", "use_beam_search", "structured_outputs", "guided_json", "guided_regex"),
+        *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
+        "truncate_prompt_tokens",
+    )
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def reports_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def reports_usage_continuously(self) -> bool:
+        return self.reports_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def common_sampling(self, vocab_size: int) -> dict[str, Any]:
+        """The keywords of `SamplingParams` that were given; raises `RequestError` for what cannot be combined."""
+        self.refuse_unsupported()
+        if self.stream_options is not None and not self.streams:
+            raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        if self.prompt_logprobs is not None and self.streams:
+            raise RequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.logit_bias:
+            given["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
+        check_token_ids(self.stop_token_ids or (), vocab_size, "stop_token_ids")
+        return given
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. `prompt`: a string, token ids, or a list of either."""
+
+    prompt: Any
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    best_of: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    suffix: Any = None
+    response_format: dict[str, Any] | None = None
+
+    unsupported: ClassVar[tuple[str, ...]] = (*GenerationBody.unsupported, "suffix")
+
+    @property
+    def scores_only(self) -> bool:
+        """`echo` with no output asked for: the prompt's own log-probabilities are what is wanted."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """Raises `RequestError` naming the field."""
+        given = self.common_sampling(vocab_size)
+        _require_text_format(self.response_format)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(f"best_of must equal n, got best_of={self.best_of}, n={self.n or 1}", param="best_of")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            given["prompt_logprobs"] = self.logprobs
+        # The engine computes a prompt only to sample after it, so scoring samples one token and drops it.
+        max_tokens = 1 if self.scores_only else self.max_tokens
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Objects
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Texts | None = None
+    response_format: dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    audio: Any = None
+    prediction: Any = None
+    functions: Any = None
+    function_call: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        *GenerationBody.unsupported,
+        *("audio", "prediction", "functions", "function_call", "verbosity", "web_search_options", "chat_template"),
+        *("continue_final_message", "documents"),
+    )
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """Raises `RequestError` naming the field."""
+        given = self.common_sampling(vocab_size)
+        _require_text_format(self.response_format)
+        self._refuse_tools()
+        if any(modality != "text" for modality in self.modalities or ()):
+            raise RequestError(
+                f"modalities other than text are not supported, got {self.modalities}", param="modalities"
+            )
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                limits = f"between 0 and {MAX_LOGPROBS}"
+                raise RequestError(f"top_logprobs must be {limits}, got {self.top_logprobs}", param="top_logprobs")
+        # OpenAI's newer name wins: the older one is there for clients that send both.
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(**given, max_tokens=limit, logprobs=logprobs)
+
+    def _refuse_tools(self) -> None:
+        if self.tool_choice not in (None, "none") and not (self.tool_choice == "auto" and not self.tools):
+            raise RequestError('tool_choice other than "none" is not supported by this server', param="tool_choice")
+        if self.tools and self.tool_choice != "none":
+            raise RequestError('tools are not supported by this server, unless tool_choice is "none"', param="tools")
+
+
+class TokenizeBody(RequestBody):
+    """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them."""
+
+    prompt: str | None = None
+    messages: Objects | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(RequestBody):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises `RequestError` naming the first id that is not in the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        limits = f"the vocabulary has ids 0 to {vocab_size - 1}"
+        raise RequestError(f"token id {wrong} in {param} is out of range: {limits}", param=param)
+
+
+def _token_biases(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    try:
+        biases = {int(token_id): bias for token_id, bias in logit_bias.items()}
+    except ValueError:
+        raise RequestError('the keys of logit_bias must be token ids, such as "50256"', param="logit_bias") from None
+    check_token_ids(list(biases), vocab_size, "logit_bias")
+    return biases
+
+
+def _require_text_format(response_format: dict[str, Any] | None) -> None:
+    if response_format is not None and response_format.get("type") != "text":
+        wanted = response_format.get("type")
+        raise RequestError(
+            f"response_format of type {wanted!r} is not supported by this server, only 'text'", param="response_format"
+        )
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(body_type: type[Body], raw: bytes) -> Body:
+    """The body in its type; raises `ApiError` (400) that names the field and what is wrong with it."""
+    try:
+        return body_type.model_validate_json(raw)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> ApiError:
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    where = tuple(str(part) for part in first["loc"])
+    if first["type"] == "json_invalid":
+        return _bad_request(f"The request body is not valid JSON: {first['ctx']['error']}.")
+    if not where:
+        return _bad_request("The request body must be a JSON object.")
+    unknown = [".".join(map(str, p["loc"])) for p in problems if p["type"] == "extra_forbidden"]
+    if unknown:
+        plural = "s" if len(unknown) > 1 else ""
+        return _bad_request(f"Unrecognized request argument{plural} supplied: {', '.join(unknown)}", unknown[0])
+    if first["type"] == "missing":
+        return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
+    # A union reports one problem for each of its members; together they say what would have been right.
+    wishes = [p["msg"].removeprefix("Input should be ") for p in problems if str(p["loc"][0]) == where[0]]
+    return _bad_request(f"Invalid value for '{where[0]}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
+
+
+def _bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)

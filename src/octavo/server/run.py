@@ -1,0 +1,149 @@
+"""An engine behind a socket, from the first listen to the last request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from octavo.errors import ConfigError
+from octavo.server.app import create_app
+from octavo.server.config import ServerConfig
+from octavo.server.connection import InFlight
+from octavo.server.engine_client import EngineClient
+
+# How long after the last request was cancelled its client may take to read the error.
+FAREWELL_SECONDS = 2.0
+
+
+def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None:
+    """Serve one engine until SIGINT or SIGTERM; returns when all that ran has finished or was cancelled.
+
+    The port is taken before `make_engine` loads a model, so that one in use fails at once. The first signal stops
+    accepting, and lets what runs finish within `config.shutdown_timeout`; the second ends the process on the spot,
+    with exit code 128 + the signal's number.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        Exception: whatever `make_engine` raises.
+    """
+    with bind(config.host, config.port) as listener:
+        asyncio.run(serve_on(listener, make_engine(), config))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds host:port, not yet listening; raises `ConfigError` where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror or error}") from error
+    try:
+        # A restarted server need not wait for its predecessor's last connections to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    reason = (error.strerror or str(error)).lower()
+    advice = "choose another port with --port, or 0 for a free one"
+    return ConfigError(f"cannot listen on {host}:{port}: {reason}; {advice}")
+
+
+async def serve_on(listener: socket.socket, engine: EngineClient, config: ServerConfig) -> None:
+    """`serve`, with a bound socket and an engine that is not yet started.
+
+    Raises:
+        ConfigError: another process began to listen on the same port meanwhile.
+    """
+    in_flight = InFlight()
+    server = Server(create_app(engine, config, in_flight), config, in_flight, engine.model_name)
+    with server.handled_signals():
+        await engine.start()
+        try:
+            _listen(listener)
+            await server.serve(sockets=[listener])
+        finally:
+            await engine.shutdown(0)
+
+
+def _listen(listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+class Server(uvicorn.Server):
+    """uvicorn with Octavo's way to leave: requests may finish for a while, and a second signal waits for nothing."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, in_flight: InFlight, model_name: str) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",  # the engine is started and stopped by `serve_on`
+                log_config=None,  # logging belongs to the process, not to a library
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(config.shutdown_timeout + FAREWELL_SECONDS),
+            )
+        )
+        self._model_name = model_name
+        self._in_flight = in_flight
+        self._shutdown_timeout = config.shutdown_timeout
+
+    @contextmanager
+    def handled_signals(self) -> Generator[None, None, None]:
+        """SIGINT and SIGTERM end this server meanwhile. Only the main thread may ask for signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
+        """Nothing: uvicorn would raise the signals again after a clean end, and `handled_signals` covers more."""
+        return nullcontext()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            # Threads that compute, and clients that do not read, would hold up any orderly way out.
+            sys.stdout.flush()
+            os._exit(128 + sig)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            print(f"Octavo serving {self._model_name} on http://{where}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._in_flight:
+            running = f"{len(self._in_flight)} running request{'s' if len(self._in_flight) > 1 else ''}"
+            wait = f"up to {self._shutdown_timeout:g} s for {running}; once more leaves at once"
+            print(f"Octavo stops: waiting {wait}", file=sys.stderr, flush=True)
+        out_of_time = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._in_flight.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            out_of_time.cancel()

@@ -1,0 +1,95 @@
+"""A real server on a free loopback port, in a thread of its own, over a `FakeEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.server.app import create_app
+from octavo.server.config import ServerConfig
+from octavo.server.connection import InFlight
+from octavo.server.run import Server, bind
+from tests.server.fake_engine import FakeEngine
+
+
+@dataclass
+class Running:
+    """A server that answers, and the engine behind it."""
+
+    url: str
+    port: int
+    engine: FakeEngine
+    client: httpx.Client
+    server: Server
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **kwargs)
+
+    def error(self, path: str, body: Any, status: int) -> dict[str, Any]:
+        """The error object of a request that must fail with `status`; checks that nothing of it still runs."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        assert list(response.json()) == ["error"]
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert not self.engine.running
+        return error
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Seconds until `condition` holds; fails when it takes longer."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "still not so"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+@contextmanager
+def running_server(engine: FakeEngine, **options: Any) -> Iterator[Running]:
+    config = ServerConfig(port=0, **options)
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    in_flight = InFlight()
+    server = Server(create_app(engine, config, in_flight), config, in_flight, engine.model_name)
+
+    async def run() -> None:
+        await engine.start()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    wait_until(lambda: server.started)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=20) as client:
+            yield Running(url, port, engine, client, server)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One server for the tests of a module that need nothing special."""
+    with running_server(FakeEngine(), shutdown_timeout=0) as running:
+        yield running
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Running]]:
+    """Starts servers of the test's own: `start_server(FakeEngine(...), option=...)`."""
+    with ExitStack() as stack:
+        yield lambda engine=None, **options: stack.enter_context(
+            running_server(engine or FakeEngine(), **{"shutdown_timeout": 0, **options})
+        )

@@ -1,0 +1,219 @@
+"""An engine without a model: bytes for tokens, a poem for an answer, and every promise of `EngineClient` kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.errors import CapacityError, ContextLengthError, EngineDeadError
+from octavo.observe.stats import EngineStats
+from octavo.request import FinishReason, RequestId, TokenLogprobs
+from octavo.sampling_params import SamplingParams
+
+EOS = 256
+BOS = 257
+VOCAB_SIZE = 258
+POEM = "the owl and the pussycat went to sea in a beautiful pea green boat. they took some honey and plenty of money. "
+
+
+class ByteTokenizer:
+    """Token i is byte i; two special tokens follow."""
+
+    special_ids = frozenset({EOS, BOS})
+    eos_token_ids = frozenset({EOS})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        raw = b"".join(b"" if i in self.special_ids and skip_special_tokens else self.token_bytes(i) for i in ids)
+        return raw.decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str:
+        return {EOS: "<eos>", BOS: "<bos>"}.get(token_id, f"<0x{token_id:02X}>")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.id_to_token(token_id).encode() if token_id in self.special_ids else bytes([token_id])
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        lines = [f"{variables.get('marker', '#')}{m['role']}: {m['content']}\n" for m in messages]
+        return "".join(lines) + ("#assistant: " if add_generation_prompt else "")
+
+
+class FakeEngine:
+    """Answers every prompt with `script`, from a place that depends on the prompt and the seed.
+
+    Attributes:
+        running: ids of requests that hold (imaginary) blocks; empty when nothing leaks.
+        aborted: ids of requests whose iterator was closed before their end.
+        received: the keywords of every `generate` call.
+    """
+
+    model_name = "fake"
+    vocab_size = VOCAB_SIZE
+    tokenizer = ByteTokenizer()
+
+    def __init__(
+        self,
+        *,
+        script: str = POEM,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 64,
+        step_seconds: float = 0.0,
+        eos_after: int | None = None,
+        dies_after: int | None = None,
+        breaks_after: int | None = None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.script = script.encode()
+        self.step_seconds = step_seconds
+        self.eos_after = eos_after
+        self.dies_after = dies_after
+        self.breaks_after = breaks_after
+        self.stats = EngineStats(max_model_len=max_model_len)
+        self.is_alive = False
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.received: list[dict[str, Any]] = []
+        self.cached: set[tuple[int, ...]] = set()
+        self._ids = itertools.count()
+
+    async def start(self) -> None:
+        self.is_alive = True
+
+    async def shutdown(self, drain_seconds: float) -> None:
+        self.is_alive = False
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        output_kind: OutputKind = OutputKind.DELTA,
+    ) -> AsyncIterator[RequestOutput]:
+        request_id = request_id or f"fake-{next(self._ids)}"
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.received.append(
+            {"prompt": token_ids, "params": params, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
+        )
+        self._check(token_ids, params)
+        self.running.add(request_id)
+        finished = False
+        try:
+            for output in self._outputs(RequestId(request_id), token_ids, params, output_kind):
+                await asyncio.sleep(self.step_seconds)
+                finished = output.finished
+                yield output
+        finally:
+            self.running.discard(request_id)
+            if not finished:
+                self.aborted.append(request_id)
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not self.is_alive:
+            raise EngineDeadError("the step loop died")
+        longest = len(token_ids) + (params.max_tokens or 1)
+        if longest > self.max_model_len:
+            raise ContextLengthError(
+                f"{len(token_ids)} prompt tokens and {params.max_tokens or 1} output tokens are {longest}, over this "
+                f"model's limit of {self.max_model_len}",
+                param="prompt" if len(token_ids) >= self.max_model_len else "max_tokens",
+            )
+        if params.n > self.max_num_seqs:
+            raise CapacityError(f"n={params.n} is over max_num_seqs={self.max_num_seqs}", param="n")
+
+    def _outputs(
+        self, request_id: RequestId, prompt: list[int], params: SamplingParams, kind: OutputKind
+    ) -> list[RequestOutput] | Any:
+        lines = [self.answer(prompt, params, index) for index in range(params.n)]
+        cached = len(prompt) - 1 if tuple(prompt) in self.cached else 0
+        self.cached.add(tuple(prompt))
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(_logprobs(i, params.prompt_logprobs) for i in prompt[1:])]
+        longest = max(len(line) for line in lines)
+        whole: dict[int, CompletionOutput] = {}
+        for step in range(longest):
+            if step == self.dies_after:
+                self.is_alive = False
+                raise EngineDeadError("the step loop died")
+            if step == self.breaks_after:
+                raise RuntimeError("secret insides")
+            news = [line[step] for line in lines if step < len(line)]
+            for new in news:
+                _append(whole.setdefault(new.index, CompletionOutput(new.index)), new)
+            last = step == longest - 1
+            if kind is OutputKind.DELTA:
+                yield RequestOutput(
+                    request_id, None, prompt, news, last, cached, prompt_logprobs if step == 0 else None
+                )
+        if kind is OutputKind.FINAL:
+            yield RequestOutput(request_id, None, prompt, list(whole.values()), True, cached, prompt_logprobs)
+
+    def answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
+        """One completion, a delta for each token."""
+        seed = (params.seed or 0) + index if params.temperature > 0 else 0
+        digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
+        start = digest[0] % len(self.script)
+        limit = params.max_tokens or self.max_model_len - len(prompt)
+        deltas: list[CompletionOutput] = []
+        text = ""
+        pending = b""
+        for position in range(limit):
+            token_id = self.script[(start + position) % len(self.script)]
+            if position == self.eos_after and not params.ignore_eos:
+                token_id = EOS
+            pending += b"" if token_id == EOS else bytes([token_id])
+            delta = CompletionOutput(index, token_ids=[token_id])
+            if params.logprobs is not None:
+                delta.logprobs = [_logprobs(token_id, params.logprobs)]
+            with suppress(UnicodeDecodeError):  # half a character is not sent
+                delta.text, pending = pending.decode(), b""
+            deltas.append(delta)
+            text += delta.text
+            if token_id == EOS:
+                delta.finish_reason = FinishReason.STOP
+                return deltas
+            if stop := next((stop for stop in params.stop if stop in text), None):
+                return _cut(deltas, text.index(stop), stop)
+            if token_id in params.stop_token_ids:
+                delta.finish_reason, delta.stop_reason = FinishReason.STOP, token_id
+                return deltas
+        deltas[-1].finish_reason = FinishReason.LENGTH
+        return deltas
+
+
+def _cut(deltas: list[CompletionOutput], length: int, stop: str) -> list[CompletionOutput]:
+    for delta in deltas:
+        delta.text, length = delta.text[: max(0, length)], length - len(delta.text)
+    deltas[-1].finish_reason, deltas[-1].stop_reason = FinishReason.STOP, stop
+    return deltas
+
+
+def _append(whole: CompletionOutput, new: CompletionOutput) -> None:
+    whole.text += new.text
+    whole.token_ids = whole.token_ids + new.token_ids
+    if new.logprobs is not None:
+        whole.logprobs = (whole.logprobs or []) + new.logprobs
+    whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+
+
+def _logprobs(token_id: int, top: int) -> TokenLogprobs:
+    """The chosen token is always the likeliest; its neighbours follow."""
+    return TokenLogprobs(-0.25, 1, tuple(((token_id + k) % 128, -0.25 - k) for k in range(top)))
