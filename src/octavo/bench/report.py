@@ -1,0 +1,92 @@
+"""Percentiles, and results as a table for people or one line of JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100), linear between the nearest ranks as numpy's default; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * q / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarise(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:
+    """{"mean", "p50", "p90", "p95", "p99", "max"} of `values * scale`, rounded; None where there are no values."""
+    if not values:
+        return dict.fromkeys(("mean", *(f"p{q}" for q in PERCENTILES), "max"))
+    figures = {"mean": math.fsum(values) / len(values)}
+    figures |= {f"p{q}": percentile(values, q) for q in PERCENTILES}
+    figures["max"] = max(values)
+    return {name: round(value * scale, 3) for name, value in figures.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on beside the engine."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass  # not Linux: the architecture's name must do
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": name, "cores": usable, "python": platform.python_version()}
+
+
+def as_json_line(result: Mapping[str, Any]) -> str:
+    """One line; what is not a number comes out as null, because NaN is not JSON."""
+    return json.dumps(_finite(result), ensure_ascii=False)
+
+
+def as_table(result: Mapping[str, Any]) -> str:
+    """Scalars as `name  value` lines; summaries (mappings of numbers) as rows under one common heading."""
+    width = max((len(label(name)) for name in result), default=0)
+    lines = []
+    heading: list[str] = []
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            if not value:
+                continue
+            if list(value) != heading and all(
+                isinstance(number, (int, float, type(None))) for number in value.values()
+            ):
+                heading = list(value)
+                lines.append(" " * width + "".join(f"{column:>12}" for column in heading))
+            lines.append(f"{label(name):<{width}}" + "".join(f"{show(number):>12}" for number in value.values()))
+        elif not isinstance(value, (list, tuple)):
+            lines.append(f"{label(name):<{width}}{show(value):>12}")
+    return "\n".join(lines)
+
+
+def label(name: str) -> str:
+    """'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
+    return name.replace("tok_s", "tok/s").replace("requests_s", "requests/s").replace("_", " ")
+
+
+def show(value: object) -> str:
+    """A figure for a table: three digits after the point at most, '-' for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.1f}" if abs(value) >= 100 else f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,77 @@
+"""Offline throughput: all requests at once into one engine, timed whole."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.workload import BenchRequest
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+WARM_UP_REQUESTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputRun:
+    """One timed pass over a workload."""
+
+    requests: int
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    def rates(self) -> dict[str, float]:
+        """Tokens and requests a second, prompt tokens from the prefix cache included."""
+        return {
+            "prompt_tok_s": self.prompt_tokens / self.seconds,
+            "output_tok_s": self.output_tokens / self.seconds,
+            "total_tok_s": (self.prompt_tokens + self.output_tokens) / self.seconds,
+            "requests_s": self.requests / self.seconds,
+        }
+
+
+def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: bool = False) -> list[ThroughputRun]:
+    """`runs` timed passes, after a warm-up on the first two requests that counts for nothing."""
+    run_once(llm, requests[:WARM_UP_REQUESTS])
+    return [run_once(llm, requests, use_tqdm=use_tqdm) for _ in range(runs)]
+
+
+def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = False) -> ThroughputRun:
+    """Generate all of them greedily, past end-of-sequence, so that every engine does the same work."""
+    prompts: list[Any] = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    params = [
+        SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+        for request in requests
+    ]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
+    seconds = time.perf_counter() - start
+    return ThroughputRun(
+        requests=len(requests),
+        seconds=seconds,
+        prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        cached_tokens=sum(output.num_cached_tokens for output in outputs),
+        output_tokens=sum(len(one.token_ids) for output in outputs for one in output.outputs),
+    )
+
+
+def summary(runs: Sequence[ThroughputRun]) -> Mapping[str, Any]:
+    """Medians over the runs, each figure's own, and every run's seconds."""
+    rates = [run.rates() for run in runs]
+    result: dict[str, Any] = {
+        "runs": len(runs),
+        "requests": runs[0].requests,
+        "prompt_tokens": runs[0].prompt_tokens,
+        "cached_tokens": round(statistics.median(run.cached_tokens for run in runs)),
+        "output_tokens": runs[0].output_tokens,
+        "seconds": round(statistics.median(run.seconds for run in runs), 4),
+    }
+    result |= {name: round(statistics.median(rate[name] for rate in rates), 2) for name in rates[0]}
+    return result | {"seconds_of_runs": [round(run.seconds, 4) for run in runs]}

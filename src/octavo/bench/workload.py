@@ -1,0 +1,154 @@
+"""What a benchmark asks for: named workloads, random lengths, arrival times. The same seed gives the same requests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError
+
+FIRST_TOKEN_ID = 100
+"""Below lie the special tokens of most vocabularies."""
+END_TOKEN_ID = 40_000
+"""Ids up to here exist in every vocabulary that is benchmarked by default."""
+
+NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN (N requests, as in mixed64)"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request of a benchmark, of a length known beforehand (end-of-sequence is ignored).
+
+    Attributes:
+        arrival_s: seconds after the start at which it is due; None where the workload does not say.
+        client: who sent it, where a trace says so.
+    """
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival_s: float | None = None
+    client: str | None = None
+
+
+def random_token_ids(rng: random.Random, count: int, end: int = END_TOKEN_ID) -> list[int]:
+    """`count` ids from [100, end), or from [0, end) for a vocabulary too small for that."""
+    first = FIRST_TOKEN_ID if end > FIRST_TOKEN_ID else 0
+    return [rng.randrange(first, end) for _ in range(count)]
+
+
+def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[BenchRequest]:
+    """The fixed workloads that engines are compared on.
+
+    single: one prompt of 64 tokens, 128 out. uniformN: N of those. mixedN: log-normal lengths of a chat service,
+    16 to 1024 in and 8 to 256 out. sharedN: one prefix of 512 tokens, 32 of each request's own, 32 out.
+
+    Raises:
+        ConfigError: there is no such workload.
+    """
+    match = re.fullmatch(r"(single)|(uniform|mixed|shared)([1-9][0-9]*)", name)
+    if not match:
+        raise ConfigError(f"unknown workload {name!r}: {NAMED_WORKLOADS}")
+    rng = random.Random(seed)
+    kind, count = match[1] or match[2], int(match[3] or 1)
+    if kind == "mixed":
+        return [_mixed_request(rng, end) for _ in range(count)]
+    if kind == "shared":
+        prefix = random_token_ids(rng, 512, end)
+        return [BenchRequest(prefix + random_token_ids(rng, 32, end), 32) for _ in range(count)]
+    return [BenchRequest(random_token_ids(rng, 64, end), 128) for _ in range(count)]
+
+
+def _mixed_request(rng: random.Random, end: int) -> BenchRequest:
+    # Both lengths are drawn before the ids: the order of draws is part of what makes the workload the same everywhere.
+    prompt_len = min(1024, max(16, int(rng.lognormvariate(5.0, 0.8))))
+    output_len = min(256, max(8, int(rng.lognormvariate(4.4, 0.7))))
+    return BenchRequest(random_token_ids(rng, prompt_len, end), output_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of lengths, from `parse`."""
+
+    text: str
+    draw: Callable[[random.Random], int]
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """'128', 'uniform:16-512' (both ends included) or 'lognormal:148,0.8' (median, sigma of the logarithm).
+
+        Raises:
+            ConfigError: none of these, or not positive.
+        """
+        number = r"[0-9]+(?:\.[0-9]+)?"
+        if match := re.fullmatch(r"[1-9][0-9]*", text):
+            fixed = int(text)
+            return cls(text, lambda rng: fixed)
+        if match := re.fullmatch(r"uniform:([1-9][0-9]*)-([1-9][0-9]*)", text):
+            low, high = int(match[1]), int(match[2])
+            if low <= high:
+                return cls(text, lambda rng: rng.randint(low, high))
+        if (match := re.fullmatch(rf"lognormal:({number}),({number})", text)) and float(match[1]) > 0:
+            mu, sigma = math.log(float(match[1])), float(match[2])
+            return cls(text, lambda rng: max(1, int(rng.lognormvariate(mu, sigma))))
+        raise ConfigError(f"cannot read {text!r} as lengths: write 128, uniform:16-512 or lognormal:148,0.8")
+
+
+def random_workload(
+    count: int, prompt_lens: Lengths, output_lens: Lengths, seed: int = 0, end: int = END_TOKEN_ID
+) -> list[BenchRequest]:
+    """`count` requests of random tokens that share nothing."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        prompt_len, output_len = prompt_lens.draw(rng), output_lens.draw(rng)
+        requests.append(BenchRequest(random_token_ids(rng, prompt_len, end), output_len))
+    return requests
+
+
+def clip(
+    requests: Sequence[BenchRequest],
+    *,
+    max_model_len: int | None = None,
+    max_prompt_len: int | None = None,
+    max_output_len: int | None = None,
+) -> tuple[list[BenchRequest], int]:
+    """The requests cut to what the model takes, and how many had to be cut.
+
+    A prompt loses its tail, never its head, so that shared prefixes stay shared; it gives way to the output, as the
+    output is what was to be measured, but keeps at least one token.
+    """
+    clipped = []
+    num_cut = 0
+    for request in requests:
+        output_len = min(request.max_tokens, max_output_len or request.max_tokens)
+        prompt_len = min(len(request.prompt_token_ids), max_prompt_len or len(request.prompt_token_ids))
+        if max_model_len is not None:
+            output_len = min(output_len, max_model_len - 1)
+            prompt_len = min(prompt_len, max_model_len - output_len)
+        if (prompt_len, output_len) != (len(request.prompt_token_ids), request.max_tokens):
+            num_cut += 1
+            request = replace(request, prompt_token_ids=request.prompt_token_ids[:prompt_len], max_tokens=output_len)
+        clipped.append(request)
+    return clipped, num_cut
+
+
+def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """When `count` requests are due, in seconds from 0, at `rate` a second on average; all at once for infinity.
+
+    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below is burstier, above is
+    more even (as in vLLM's serving benchmark).
+
+    Raises:
+        ConfigError: a rate or burstiness that is not positive.
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")
+    if rate == math.inf:
+        return [0.0] * count
+    rng = random.Random(seed)
+    gaps = (rng.gammavariate(burstiness, 1.0 / (rate * burstiness)) for _ in range(count - 1))
+    return list(itertools.accumulate(gaps, initial=0.0))[:count]

@@ -1,0 +1,65 @@
+"""The `octavo` command: reads the command line, hands over to `octavo.commands`, and turns errors into exit codes.
+
+Exit codes: 0 done; 1 an error, told in one line on stderr; 2 wrong usage; 130 interrupted.
+Nothing heavy is imported here or in the commands' modules before a command runs, so that `--help` is immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.commands import COMMANDS, add_command
+from octavo.errors import OctavoError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Wrong usage leaves through argparse's `SystemExit(2)`."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except OctavoError as error:
+        print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`octavo generate … | head`). Python would complain again when it flushes
+        # stdout at exit, so stdout is pointed at nothing first.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line, one subparser a command."""
+    parser = argparse.ArgumentParser(
+        prog="octavo", description="Serve and run language models from a paged KV cache.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        add_command(subparsers, command)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from octavo import __version__
+
+        print(f"octavo {__version__}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

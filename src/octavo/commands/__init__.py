@@ -1,0 +1,10 @@
+"""What `octavo COMMAND` can be. A new command is a module with a `COMMAND`, listed here."""
+
+from __future__ import annotations
+
+from octavo.commands import bench, chat, generate, serve
+from octavo.commands.base import Command, add_command
+
+COMMANDS: tuple[Command, ...] = (serve.COMMAND, generate.COMMAND, chat.COMMAND, bench.COMMAND)
+
+__all__ = ["COMMANDS", "Command", "add_command"]

@@ -1,0 +1,54 @@
+"""`octavo bench throughput`: how much one engine gets done when everything is there at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from octavo.bench import report, throughput
+from octavo.commands.base import Command
+from octavo.commands.options import add_engine_options, engine_options
+from octavo.commands.workload_options import add_workload_options, clip_to_model, load_requests
+from octavo.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report medians of N runs (default: 1)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_workload_options(parser)
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.runs < 1:
+        raise ConfigError(f"--runs must be at least 1, got {args.runs}")
+    work = load_requests(args)
+    engine = engine_options(args)
+
+    from octavo import LLM, __version__
+
+    start = time.perf_counter()
+    with LLM(**engine) as llm:
+        startup_s = time.perf_counter() - start
+        work = clip_to_model(work, llm.core.max_model_len)
+        runs = throughput.measure(llm, work.requests, args.runs, use_tqdm=sys.stderr.isatty())
+        model = llm.config.model
+    result = {
+        "bench": "throughput",
+        "version": __version__,
+        "model": model,
+        "options": engine,
+        "workload": work.name,
+        "clipped": work.num_clipped,
+        **throughput.summary(runs),
+        "startup_s": round(startup_s, 3),
+        "machine": report.machine(),
+    }
+    print(report.as_json_line(result) if args.json else report.as_table(result))
+    return 0
+
+
+COMMAND = Command(
+    "throughput", "offline throughput of an engine", add_arguments, run, "Time a workload that is there all at once."
+)

@@ -1,0 +1,121 @@
+"""What `octavo generate` is asked: prompts from arguments, from lines of text, from JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.errors import ConfigError, RequestError
+from octavo.sampling_params import SamplingParams
+
+_KINDS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request of a batch.
+
+    Attributes:
+        given: the prompt as the caller wrote it: text, token ids or messages.
+        source: where it was read, 'prompts.jsonl, line 3'; empty for an argument.
+        messages: the conversation, where it is one.
+    """
+
+    given: str | list[int] | list[dict[str, Any]]
+    params: SamplingParams
+    source: str = ""
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def engine_prompt(self) -> dict[str, Any]:
+        """The prompt as `LLM.generate` takes it."""
+        return {"prompt" if isinstance(self.given, str) else "prompt_token_ids": self.given}
+
+
+def prompts_from_arguments(texts: Sequence[str], options: Mapping[str, Any]) -> list[Prompt]:
+    """One prompt per text, all with the same sampling options."""
+    params = SamplingParams(**options)
+    return [Prompt(text, params) for text in texts]
+
+
+def read_prompts(path: str, options: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts of a text or JSONL file, '-' being stdin; `options` hold where a line says nothing else.
+
+    Stdin has no name to tell its form, so it is JSONL if its first line is a JSON object. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is bad: the first such line is described, the others counted.
+    """
+    lines = [(number, line) for number, line in enumerate(_read(path).splitlines(), start=1) if line.strip()]
+    name = "stdin" if path == "-" else path
+    is_jsonl = path.endswith(".jsonl") or (path == "-" and bool(lines) and lines[0][1].lstrip().startswith("{"))
+    if not is_jsonl:
+        params = SamplingParams(**options)
+        return [Prompt(line, params, f"{name}, line {number}") for number, line in lines]
+    prompts: list[Prompt] = []
+    bad: list[str] = []
+    for number, line in lines:
+        source = f"{name}, line {number}"
+        try:
+            prompts.append(_parse_json_line(line, options, source))
+        except (RequestError, json.JSONDecodeError) as error:
+            bad.append(f"{source}: {error}")
+    if bad:
+        others = f" (and {len(bad) - 1} more bad lines)" if len(bad) > 1 else ""
+        raise ConfigError(bad[0] + others)
+    return prompts
+
+
+def _read(path: str) -> str:
+    if path == "-":
+        return sys.stdin.read()
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _parse_json_line(line: str, options: Mapping[str, Any], source: str) -> Prompt:
+    entry = json.loads(line)
+    if not isinstance(entry, dict):
+        raise RequestError(f"expected a JSON object, got {line.strip()[:40]}")
+    kinds = [kind for kind in _KINDS if kind in entry]
+    if len(kinds) != 1:
+        raise RequestError(f"needs exactly one of {', '.join(_KINDS)}; it has {' and '.join(kinds) or 'none'}")
+    given = entry.pop(kinds[0])
+    known = [field.name for field in fields(SamplingParams)]
+    if unknown := sorted(set(entry) - set(known)):
+        raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join((*_KINDS, *known))}")
+    _check_shape(kinds[0], given)
+    params = _line_params({**options, **entry})
+    return Prompt(given, params, source, messages=given if kinds[0] == "messages" else None)
+
+
+def _check_shape(kind: str, given: object) -> None:
+    if kind == "prompt":
+        good, wanted = isinstance(given, str), "a string"
+    elif kind == "prompt_token_ids":
+        good, wanted = isinstance(given, list) and all(type(token) is int for token in given), "a list of integers"
+    else:
+        good = isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
+        wanted = "a list of messages"
+    if not good:
+        raise RequestError(f"{kind} must be {wanted}", param=kind)
+
+
+def _line_params(options: dict[str, Any]) -> SamplingParams:
+    if isinstance(biases := options.get("logit_bias"), dict):
+        try:
+            options["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
+        except ValueError:
+            raise RequestError("logit_bias must have token ids as keys", param="logit_bias") from None
+    try:
+        return SamplingParams(**options)
+    except TypeError as error:
+        raise RequestError(f"sampling options of a wrong type: {error}") from error

@@ -1,0 +1,42 @@
+"""`octavo serve`: the HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TYPE_CHECKING
+
+from octavo.commands.base import Command
+from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
+from octavo.config import EngineConfig
+from octavo.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from octavo import AsyncEngine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "server options", ServerConfig)
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = EngineConfig.from_options(engine_options(args))
+    server_config = ServerConfig(**given_options(args, ServerConfig))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("octavo").setLevel(logging.INFO)
+
+    from octavo.server.run import serve
+
+    def make_engine() -> AsyncEngine:
+        # Torch is imported here, once the server holds its port: a port in use is told without that wait.
+        from octavo import AsyncEngine
+        from octavo.engine.builder import build_engine
+
+        return AsyncEngine(build_engine(config), config.model)
+
+    serve(make_engine, server_config)
+    return 0
+
+
+COMMAND = Command("serve", "serve a model over HTTP, with OpenAI's API", add_arguments, run)

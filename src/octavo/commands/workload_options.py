@@ -1,0 +1,117 @@
+"""The options that say what a benchmark asks for, and the requests made from them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.bench import traces, workload
+from octavo.bench.workload import BenchRequest, Lengths
+from octavo.errors import ConfigError
+
+RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The requests of a benchmark and what they are called in its report."""
+
+    name: str
+    requests: list[BenchRequest]
+    num_clipped: int
+
+    @property
+    def trace_arrivals(self) -> list[float] | None:
+        """The trace's own arrival times; None where there are none."""
+        times = [request.arrival_s for request in self.requests if request.arrival_s is not None]
+        return times if len(times) == len(self.requests) else None
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload options")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--workload",
+        default="uniform64",
+        metavar="NAME",
+        help=f"{workload.NAMED_WORKLOADS}, or {RANDOM} (default: %(default)s)",
+    )
+    source.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="a trace (Mooncake JSONL, Azure CSV, VTC CSV) or a workload as JSON; its format is read from its content",
+    )
+    group.add_argument(
+        "--num-prompts", type=_positive, metavar="N", help=f"that many requests (default of {RANDOM}: 64)"
+    )
+    group.add_argument(
+        "--input-len",
+        default="64",
+        metavar="LENGTHS",
+        help=f"prompt tokens of {RANDOM}: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
+    )
+    group.add_argument(
+        "--output-len", default="128", metavar="LENGTHS", help=f"output tokens of {RANDOM} (default: %(default)s)"
+    )
+    group.add_argument(
+        "--trace-scale-lengths", type=float, default=1.0, metavar="X", help="times all lengths of a trace (default: 1)"
+    )
+    group.add_argument(
+        "--time-scale", type=float, default=1.0, metavar="X", help="times a trace's arrival times; 0.5 is twice as fast"
+    )
+    group.add_argument("--max-input-len", type=_positive, metavar="N", help="cut prompts to this")
+    group.add_argument("--max-output-len", type=_positive, metavar="N", help="cut outputs to this")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths, tokens and arrivals")
+    group.add_argument(
+        "--token-id-end",
+        type=_positive,
+        default=workload.END_TOKEN_ID,
+        metavar="N",
+        help="prompt token ids are below this: lower it for a small vocabulary (default: %(default)s)",
+    )
+
+
+def load_requests(args: argparse.Namespace) -> Workload:
+    """The requests that the options ask for, not yet cut to a model's limit.
+
+    Raises:
+        ConfigError: an unknown workload, an unreadable trace, lengths that make no sense.
+    """
+    name = args.trace or args.workload
+    requests = _requests(args)
+    if args.num_prompts is not None and args.num_prompts > len(requests):
+        raise ConfigError(f"--num-prompts {args.num_prompts}, but {name} holds {len(requests)} requests")
+    requests, num_clipped = workload.clip(
+        requests[: args.num_prompts], max_prompt_len=args.max_input_len, max_output_len=args.max_output_len
+    )
+    return Workload(name, requests, num_clipped)
+
+
+def clip_to_model(work: Workload, max_model_len: int | None) -> Workload:
+    """The same, cut to what the model takes."""
+    requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len)
+    return Workload(work.name, requests, max(work.num_clipped, num_clipped))
+
+
+def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
+    seed, end = args.workload_seed, args.token_id_end
+    if args.trace:
+        trace = traces.read_trace(args.trace)
+        return traces.as_requests(
+            trace[: args.num_prompts],
+            scale_lengths=args.trace_scale_lengths,
+            scale_time=args.time_scale,
+            seed=seed,
+            end=end,
+        )
+    if args.workload == RANDOM:
+        prompt_lens, output_lens = Lengths.parse(args.input_len), Lengths.parse(args.output_len)
+        return workload.random_workload(args.num_prompts or 64, prompt_lens, output_lens, seed, end)
+    return workload.named_workload(args.workload, seed, end)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,28 @@
+import pytest
+
+import octavo
+from octavo.cli import main
+from tests.commands.fake_llm import FakeLLM
+
+
+@pytest.fixture
+def fake_llm(monkeypatch):
+    """`octavo.LLM` is `FakeLLM`, without importing the real one for it."""
+    monkeypatch.setitem(octavo.__dict__, "LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "last", None)
+    return FakeLLM
+
+
+@pytest.fixture
+def octavo_command(capsys):
+    """Runs a command line; returns (exit code, stdout, stderr), usage errors included."""
+
+    def run(*argv):
+        try:
+            code = main([str(part) for part in argv])
+        except SystemExit as leaving:
+            code = leaving.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

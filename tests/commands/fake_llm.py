@@ -1,0 +1,69 @@
+"""A stand-in for `octavo.LLM`: it answers every prompt with the words of a script, one token a word."""
+
+from types import SimpleNamespace
+
+from octavo.config import EngineConfig
+from octavo.engine.outputs import CompletionOutput, RequestOutput
+from octavo.errors import RequestError
+from octavo.request import FinishReason, RequestId
+from octavo.sampling_params import SamplingParams
+
+MAX_MODEL_LEN = 2048
+WORDS = [f" word{i}" for i in range(4096)]
+
+
+class FakeLLM:
+    """Remembers what it was asked; `on_token(index)` is called before each streamed token."""
+
+    last = None
+    on_token = staticmethod(lambda index: None)
+
+    def __init__(self, **options):
+        self.config = EngineConfig(**options)
+        self.core = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+        self.prompts, self.params, self.conversations = [], [], []
+        self.use_tqdm = None
+        self.closed = self.stream_closed = False
+        type(self).last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def generate(self, prompts, sampling_params, *, use_tqdm=True):
+        self.use_tqdm = use_tqdm
+        self.prompts += prompts
+        self.params += sampling_params
+        for index, prompt in enumerate(prompts):
+            if prompt.get("prompt") == "refuse me":
+                raise RequestError(f"prompt {index}: too long" if len(prompts) > 1 else "too long")
+        pairs = zip(prompts, sampling_params, strict=True)
+        return [_answer(prompt.get("prompt"), prompt.get("prompt_token_ids"), params) for prompt, params in pairs]
+
+    def chat(self, conversations, sampling_params, *, use_tqdm=True):
+        self.conversations += conversations
+        pairs = zip(conversations, sampling_params, strict=True)
+        return [_answer(messages[-1]["content"], None, params) for messages, params in pairs]
+
+    def stream_chat(self, messages, params):
+        self.conversations.append([dict(m) for m in messages])
+        self.params.append(params)
+        if messages[-1]["content"] == "refuse me":
+            raise RequestError("too long")
+        try:
+            for index, word in enumerate(["Hello", " there", "!"]):
+                self.on_token(index)
+                one = CompletionOutput(0, word, [index], finish_reason=FinishReason.STOP if index == 2 else None)
+                yield RequestOutput(RequestId("r"), None, [1, 2, 3, 4], [one], index == 2, num_cached_tokens=1)
+        finally:
+            self.stream_closed = True
+
+
+def _answer(text, token_ids, params: SamplingParams) -> RequestOutput:
+    token_ids = token_ids or list(range(len(text.split())))
+    ids = list(range(params.max_tokens))
+    words = "".join(WORDS[: params.max_tokens])
+    outputs = [CompletionOutput(i, words, ids, finish_reason=FinishReason.LENGTH) for i in range(params.n)]
+    return RequestOutput(RequestId("r"), text, token_ids, outputs, True, num_cached_tokens=2)

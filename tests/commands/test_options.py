@@ -1,0 +1,132 @@
+import argparse
+from dataclasses import MISSING, asdict, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.commands.options import (
+    add_engine_options,
+    add_options,
+    add_sampling_options,
+    engine_argv,
+    engine_options,
+    flag,
+    given_options,
+)
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.server.config import ServerConfig
+
+
+def engine_parser(**keywords) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_engine_options(parser, **keywords)
+    return parser
+
+
+def sampling(*argv: str) -> dict:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_sampling_options(parser)
+    return given_options(parser.parse_args(argv), SamplingParams)
+
+
+counts = st.integers(1, 10**6)
+optional_counts = st.none() | counts
+ENGINE_CONFIGS = st.builds(
+    EngineConfig,
+    model=st.text("abc/-. 1", min_size=1),
+    dtype=st.sampled_from(["auto", "bfloat16", "float16", "float32"]),
+    device=st.sampled_from(["auto", "cpu", "cuda"]),
+    max_model_len=optional_counts,
+    max_num_seqs=counts,
+    max_num_batched_tokens=counts,
+    block_size=counts | st.just("max"),
+    kv_cache_memory=st.none() | counts | st.sampled_from(["2GiB", "1.5G", "300 MB"]),
+    num_blocks=st.none() | st.integers(2, 10**6),
+    gpu_memory_utilization=st.floats(0.01, 1.0),
+    kv_cache_dtype=st.sampled_from(["auto", "bfloat16", "float16", "float32"]),
+    enable_prefix_caching=st.booleans(),
+    attention_backend=st.sampled_from(["auto", "native", "reference"]),
+    deterministic=st.booleans(),
+    num_threads=optional_counts,
+    seed=st.integers(-(2**31), 2**31),
+)
+
+
+@given(ENGINE_CONFIGS)
+def test_any_engine_config_survives_the_way_over_the_command_line(config):
+    argv = engine_argv(asdict(config))
+    assert EngineConfig.from_options(engine_options(engine_parser().parse_args(argv))) == config
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_every_field_has_a_flag_and_an_untouched_command_line_gives_the_defaults(config):
+    parser = argparse.ArgumentParser()
+    add_options(parser, "options", config)
+    assert all(flag(option.name) in parser.format_help() for option in fields(config))
+    assert config(**given_options(parser.parse_args([]), config)) == config()
+
+
+def test_every_sampling_field_has_a_flag_and_the_defaults_are_its_own():
+    parser = argparse.ArgumentParser()
+    add_sampling_options(parser)
+    assert all(flag(option.name) in parser.format_help() for option in fields(SamplingParams))
+    assert sampling() == {}
+
+
+def test_sampling_flags_of_each_kind_are_read():
+    argv = ["--temperature", "0", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos"]
+    argv += ["--logit-bias", '{"7": -100}', "--presence-penalty", "-1.5", "--seed", "3"]
+    params = SamplingParams(**sampling(*argv))
+    assert params == SamplingParams(
+        temperature=0.0,
+        stop=["a", "b c"],
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        logit_bias={7: -100.0},
+        presence_penalty=-1.5,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize("argv", [["--stop-token-ids", "1;2"], ["--logit-bias", "[1]"], ["--logit-bias", "{"]])
+def test_a_sampling_value_that_cannot_be_read_is_a_usage_error(argv, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        sampling(*argv)
+    assert leaving.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_a_false_default_has_a_flag_that_says_no():
+    parser = engine_parser()
+    assert engine_options(parser.parse_args(["--no-enable-prefix-caching"])) == {"enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize(
+    "argv", [["--block-size", "min"], ["--dtype", "int3"], ["--max-num-seqs", "many"], ["--max-num-seq", "3"]]
+)
+def test_a_bad_value_or_an_abbreviation_is_refused(argv):
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        engine_parser().parse_args(argv)
+
+
+def test_the_model_may_stand_alone():
+    assert engine_options(engine_parser(positional_model=True).parse_args(["m.gguf"])) == {"model": "m.gguf"}
+    assert engine_options(engine_parser(positional_model=True).parse_args([])) == {}
+
+
+def test_two_models_are_refused_rather_than_one_of_them_ignored():
+    with pytest.raises(ConfigError, match=r"a\.gguf.*b\.gguf"):
+        engine_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]))
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_help_shows_each_default_that_has_a_value(config):
+    parser = argparse.ArgumentParser(formatter_class=lambda prog: argparse.HelpFormatter(prog, width=400))
+    add_options(parser, "options", config)
+    help = parser.format_help()
+    for option in fields(config):
+        if type(option.default) in (int, float) and option.default is not MISSING:
+            assert f"(default: {option.default})" in help
