@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 GGUF_NAMES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
@@ -164,6 +166,21 @@ def write_gguf(
     writer.close()
 
 
+def load_gguf_with_transformers(path: Path) -> Any:
+    """The float32 model transformers makes of a GGUF file: the oracle for weights and for generation.
+
+    The steps of `from_pretrained(gguf_file=…)`, which itself insists on the accelerate package.
+    """
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if set(missing) - tied or unexpected:
+        raise ValueError(f"transformers left out {missing} and did not expect {unexpected}")
+    return model
+
+
 def add_byte_level_vocabulary(writer: Any, *, pre: str, backend: Backend | None = None) -> None:
     backend = backend or byte_level_backend()
     vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
@@ -181,8 +198,6 @@ def add_byte_level_vocabulary(writer: Any, *, pre: str, backend: Backend | None 
 
 
 def _merges(backend: Backend) -> list[list[str]]:
-    import json
-
     return json.loads(backend.to_str())["model"]["merges"]
 
 

@@ -1,0 +1,214 @@
+"""Architectures that only transformers implements give the same logits over block tables as by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from octavo.attention.reference import ReferenceAttention
+from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.models.transformers import TransformersModel
+from tests.attention.batches import PagedSequences
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences
+
+VOCAB = 61
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "vocab_size": VOCAB, "bos_token_id": 1}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 9},
+    "Gemma": {},
+    "Gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "Gemma3Text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Phi": {},
+    "Phi3": {"sliding_window": 9},
+    "GPTNeoX": {},
+    "GPT2": GPT2,
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "StableLm": {},
+    "Starcoder2": {"sliding_window": 9},
+    "Granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "Cohere": {"logit_scale": 0.5},
+    "Cohere2": {"sliding_window": 9},
+    "Olmo": {},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 9},
+    "Glm": {},
+    "Glm4": {},
+    "SmolLM3": {"no_rope_layers": [1, 1, 0]},
+    "Exaone4": {"sliding_window": 9},
+    "Ernie4_5": {},
+    "Mixtral": EXPERTS,
+    "Qwen2Moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
+    "Qwen3Moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {**EXPERTS, "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "DeepseekV2": {**LATENT, "topk_method": "greedy"},
+    "DeepseekV3": LATENT,
+    "MiniMaxM2": EXPERTS,
+}
+
+
+WINDOWED = {
+    "Llama": [None, None, None],
+    "Mistral": [9, 9, 9],
+    "Gemma2": [9, None, 9],
+    "Gemma3Text": [9, None, 9],
+    "GptOss": [9, None, 9],
+}
+
+
+def build(name: str, **extra: Any) -> Any:
+    """A tiny random model of transformers' `name`, attending eagerly."""
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**({**TINY, **ARCHITECTURES[name]} if name != "GPT2" else GPT2), **extra)
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # The usual 0.02 makes such small models nearly blind to their context.
+            parameter.normal_(std=0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def whole_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [model(ids[None], use_cache=False).logits[0].float() for ids in sequences]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_paged_logits_are_those_of_transformers(name: str) -> None:
+    model = build(name)
+    sequences = random_sequences(VOCAB, [37, 5, 21])
+    expected = whole_logits(model, sequences)
+    assert_same_logits(paged_logits(TransformersModel(model), sequences, block_size=4), expected)
+
+
+def test_windows_are_read_off_the_models_own_masks() -> None:
+    windows = {name: [layer.sliding_window for layer in TransformersModel(build(name)).kv_layers] for name in WINDOWED}
+    assert windows == WINDOWED
+
+
+def test_a_window_as_long_as_the_context_is_full_attention() -> None:
+    model = build("Mistral")
+    model.config.sliding_window = model.config.max_position_embeddings
+    assert {layer.sliding_window for layer in TransformersModel(model).kv_layers} == {None}
+
+
+def test_latent_attention_stores_values_narrower_than_keys() -> None:
+    layer = TransformersModel(build("DeepseekV3")).kv_layers[0]
+    assert (layer.num_kv_heads, layer.key_dim, layer.value_dim) == (4, 12, 6)
+
+
+def test_only_the_asked_for_rows_become_logits() -> None:
+    model = build("Gemma2")
+    [ids] = random_sequences(VOCAB, [12])
+    [expected] = whole_logits(model, [ids])
+    bridge = TransformersModel(model)
+    paged = PagedSequences(bridge.kv_layers, 4, 1, 12)
+    with torch.inference_mode():
+        rows = bridge.forward(ids, paged.step({0: 12}), paged.kv, ReferenceAttention(), torch.tensor([11, 3]))
+    torch.testing.assert_close(rows, expected[[11, 3]], atol=1e-4, rtol=0)
+
+
+def test_bfloat16_stays_close_to_float32() -> None:
+    model = build("Gemma2")
+    sequences = random_sequences(VOCAB, [20, 9])
+    expected = whole_logits(model, sequences)
+    bridge = TransformersModel(model.to(torch.bfloat16))
+    for ours, theirs in zip(paged_logits(bridge, sequences, dtype="bfloat16"), expected, strict=True):
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "reason"),
+    [
+        ("Mamba", {}, "MambaForCausalLM: it carries a recurrent state"),
+        ("Jamba", {}, "JambaForCausalLM: it carries a recurrent state"),
+        ("Bloom", {}, "BloomForCausalLM: its layers do not attend through"),
+        ("Lfm2", {"full_attn_idxs": [1]}, "Lfm2ForCausalLM: layers of type 'conv'"),
+        ("Llama4Text", {"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type 'chunked_attention'"),
+        ("Bart", {"decoder_layers": 1, "d_model": 16}, "BartForCausalLM: it counts positions by itself"),
+        ("DiffLlama", {}, "DiffLlamaForCausalLM, attention layer 1: one attention module is called twice"),
+        ("Bert", {"is_decoder": False}, "BertLMHeadModel, attention layer 0: its attention is not causal"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "LlamaForCausalLM: RoPE scaling 'dynamic' changes",
+        ),
+    ],
+)
+def test_what_does_not_fit_into_blocks_is_refused(name: str, extra: dict[str, Any], reason: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**{**TINY, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(UnsupportedModelError, match=reason):
+        TransformersModel(model)
+
+
+def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    transformers.T5Config(d_model=16, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="T5Config: transformers has no causal language model"):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+    transformers.BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="BartForCausalLM: an encoder's states do not live in blocks"):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
+def test_a_saved_model_loads_and_computes_the_same(tmp_path: Path) -> None:
+    model = build("Gemma2")
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences(VOCAB, [11, 6])
+    bridge = TransformersModel.load(tmp_path, dtype=torch.float32)
+    assert_same_logits(paged_logits(bridge, sequences), whole_logits(model, sequences))
+    assert bridge.eos_token_ids == {2, 7}
+    assert bridge.max_position_embeddings == 128
+    assert bridge.weight_bytes >= sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_checkpoint_without_all_its_tensors_is_refused(tmp_path: Path) -> None:
+    model = build("Olmo2")
+    tensors = model.state_dict()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    with pytest.raises(CorruptModelError, match=r"1 tensors are missing .*'model.layers.1.mlp.up_proj.weight'"):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
