@@ -1,0 +1,112 @@
+"""The arena's views hold what was written, where the layout says, and nothing of one block lies in another."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import ConfigError
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena, pair_width
+
+FULL_AND_SLIDING = [LayerKVSpec(2, 8, 6), LayerKVSpec(2, 8, 6, 16), LayerKVSpec(2, 8, 6), LayerKVSpec(1, 4, 4, 16)]
+
+
+def arena(block_size: int = 4, dtype: str = "float32", num_blocks: int = 6) -> KVArena:
+    return KVArena(KVCacheSpec.build(FULL_AND_SLIDING, block_size, dtype), num_blocks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    block_size=st.sampled_from([1, 2, 3, 8, 16]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    num_tokens=st.integers(1, 40),
+    seed=st.integers(0, 999),
+)
+def test_what_is_written_through_slots_is_gathered_through_the_table(
+    block_size: int, dtype: str, num_tokens: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = -(-num_tokens // block_size)
+    pool = arena(block_size, dtype, num_blocks + 3)
+    table = torch.randperm(num_blocks + 2, generator=generator)[:num_blocks] + 1
+    positions = torch.randperm(num_tokens, generator=generator)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    written = []
+    for layer, spec in zip(pool.layers, FULL_AND_SLIDING, strict=True):
+        key = torch.randn(num_tokens, spec.num_kv_heads, spec.key_dim, generator=generator)
+        value = torch.randn(num_tokens, spec.num_kv_heads, spec.value_dim, generator=generator)
+        # Groups have their own blocks: two layers of different groups may not use one block at a time.
+        if layer.group == 0:
+            layer.write(key[positions], value[positions], slots)
+            written.append((layer, key, value))
+    for layer, key, value in written:
+        gathered_key, gathered_value = layer.gather(table, num_tokens)
+        assert torch.equal(gathered_key, key.to(pool.dtype))
+        assert torch.equal(gathered_value, value.to(pool.dtype))
+
+
+def test_half_types_lie_in_pairs() -> None:
+    layer = arena(block_size=4, dtype="bfloat16").layers[0]
+    key, value = torch.arange(8.0).expand(2, 2, 8), torch.tensor([1.0, 2.0])[:, None, None].expand(2, 2, 6)
+    layer.write(key, value, torch.tensor([4, 5]))
+    # K [dim / 2][token][2]: dimensions 2 and 3 of token 0, then of token 1; V [token / 2][dim][2]: token 0, token 1.
+    assert layer.key[1, 0].flatten()[8:12].tolist() == [2, 3, 2, 3]
+    assert layer.value[1, 0].flatten()[:4].tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "key_dim", "element_bytes", "width"), [(16, 64, 2, 2), (16, 64, 4, 1), (1, 64, 2, 1), (16, 63, 2, 1)]
+)
+def test_only_even_half_types_are_paired(block_size: int, key_dim: int, element_bytes: int, width: int) -> None:
+    assert pair_width(block_size, key_dim, element_bytes) == width
+
+
+def test_a_block_is_one_contiguous_run_of_bytes() -> None:
+    pool = arena()
+    assert pool.nbytes == 6 * pool.spec.block_bytes
+    for group in (0, 1):
+        layers = [layer for layer in pool.layers if layer.group == group]
+        for layer in layers:
+            layer.key[2] = 1.0
+            layer.value[2] = 1.0
+        touched = pool._bytes.view(torch.float32).ne(0).any(dim=1)
+        assert touched.tolist() == [False, False, True, False, False, False]
+        used = sum(layer.key[2].nbytes + layer.value[2].nbytes for layer in layers)
+        assert pool._bytes[2].view(torch.float32).count_nonzero() * 4 == used
+        pool._bytes.zero_()
+
+
+def test_copies_read_all_sources_before_they_write() -> None:
+    pool = arena()
+    for block in range(6):
+        pool._bytes[block] = block
+    pool.copy_blocks([(1, 2), (2, 3), (4, 1)])
+    assert [int(row[0]) for row in pool._bytes] == [0, 4, 1, 2, 4, 5]
+    assert torch.equal(pool._bytes, pool._bytes[:, :1].expand_as(pool._bytes))
+    pool.copy_blocks([])
+
+
+def test_a_fresh_pool_is_zero_and_takes_no_memory_until_it_is_written() -> None:
+    before = resident_bytes()
+    pool = KVArena(KVCacheSpec.build([LayerKVSpec(8, 128, 128)], 16, "bfloat16"), 8192)
+    assert pool.nbytes == 512 << 20
+    assert not pool.layers[0].key[-1].any()
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:
+        pytest.skip("the resident size is read from /proc")
+
+
+def test_a_pool_without_a_block_to_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least 2 blocks .* got 1"):
+        arena(num_blocks=1)
