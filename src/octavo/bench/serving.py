@@ -11,6 +11,7 @@ twice, from `sent` (what the server did) and from `scheduled` (what a user would
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter
@@ -205,7 +206,7 @@ def summary(records: Sequence[RequestRecord]) -> Mapping[str, Any]:
 
 
 def _latencies(done: Sequence[RequestRecord], records: Sequence[RequestRecord]) -> dict[str, Any]:
-    gaps = [b - a for r in done for a, b in zip(r.chunk_times, r.chunk_times[1:], strict=False)]
+    gaps = [b - a for r in done for a, b in itertools.pairwise(r.chunk_times)]
     decoding = [r for r in done if r.output_tokens > 1]
     seconds = {
         "ttft_ms": [r.chunk_times[0] - r.sent_s for r in done],

@@ -1,0 +1,41 @@
+import sys
+
+import pytest
+
+from octavo.bench.server_process import ServerStartError, fetch_json, running_server
+from octavo.errors import ConfigError
+
+HEALTHY = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(sys.argv[1:]).encode())
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_awaited_passed_its_options_and_stopped():
+    with running_server(["--max-num-seqs=3"], [sys.executable, "-c", HEALTHY]) as server:
+        assert "--max-num-seqs=3" in fetch_json(server.base_url + "/health")
+        assert server.startup_s > 0
+    with pytest.raises(ConfigError, match="cannot read"):
+        fetch_json(server.base_url + "/health", timeout_s=1)
+
+
+def test_an_answer_that_is_an_error_is_told_with_its_status():
+    with (
+        running_server([], [sys.executable, "-c", HEALTHY]) as server,
+        pytest.raises(ConfigError, match="answered 404"),
+    ):
+        fetch_json(server.base_url + "/v1/models")
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_words():
+    with (
+        pytest.raises(ServerStartError, match="code 3 at its start: no such model"),
+        running_server([], [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]),
+    ):
+        pass

@@ -1,0 +1,114 @@
+import hashlib
+import itertools
+import json
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.bench.workload import (
+    BenchRequest,
+    Lengths,
+    arrival_times,
+    clip,
+    named_workload,
+    random_workload,
+)
+from octavo.errors import ConfigError
+
+
+def fingerprint(requests) -> str:
+    plain = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("single", "60334903c790f555"),
+        ("uniform64", "935b1b3fe73d6ab1"),
+        ("mixed64", "932d36dedaabcef2"),
+        ("shared64", "4332ce168e52a5f0"),
+    ],
+)
+def test_named_workloads_are_the_ones_other_engines_were_measured_on(name, digest):
+    assert fingerprint(named_workload(name)) == digest
+
+
+def test_mixed64_has_the_published_number_of_tokens():
+    requests = named_workload("mixed64")
+    assert sum(len(r.prompt_token_ids) for r in requests) == 12_416
+    assert sum(r.max_tokens for r in requests) == 6_027
+
+
+def test_shared_workloads_share_512_tokens_and_no_more():
+    first, second = named_workload("shared2")
+    assert first.prompt_token_ids[:512] == second.prompt_token_ids[:512]
+    assert first.prompt_token_ids[512] != second.prompt_token_ids[512]
+
+
+@pytest.mark.parametrize("name", ["", "uniform", "uniform0", "single2", "mixed-1", "other64"])
+def test_an_unknown_workload_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match="uniformN"):
+        named_workload(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("128", 128, 128), ("uniform:16-20", 16, 20), ("lognormal:148,0.8", 1, 100_000)]
+)
+def test_lengths_are_drawn_from_what_was_written(text, low, high):
+    rng = random.Random(0)
+    drawn = [Lengths.parse(text).draw(rng) for _ in range(500)]
+    assert low <= min(drawn) <= max(drawn) <= high
+    if text.startswith("lognormal"):
+        assert statistics.median(drawn) == pytest.approx(148, rel=0.2)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "uniform:5-2", "uniform:0-2", "lognormal:0,1", "normal:3,4", "1e3"])
+def test_lengths_that_make_no_sense_are_refused(text):
+    with pytest.raises(ConfigError, match="uniform:16-512"):
+        Lengths.parse(text)
+
+
+def test_random_workloads_depend_on_the_seed_alone():
+    lens = Lengths.parse("uniform:1-9")
+    assert random_workload(5, lens, lens, seed=3) == random_workload(5, lens, lens, seed=3)
+    assert random_workload(5, lens, lens, seed=3) != random_workload(5, lens, lens, seed=4)
+
+
+lengths = st.integers(1, 60)
+
+
+@given(st.lists(st.tuples(lengths, lengths), max_size=5), st.integers(2, 40), st.none() | lengths, st.none() | lengths)
+def test_clipped_requests_fit_the_model_and_keep_their_heads(sizes, limit, max_prompt, max_output):
+    requests = [BenchRequest(list(range(n)), out) for n, out in sizes]
+    clipped, num_cut = clip(requests, max_model_len=limit, max_prompt_len=max_prompt, max_output_len=max_output)
+    assert num_cut == sum(before != after for before, after in zip(requests, clipped, strict=True))
+    for before, after in zip(requests, clipped, strict=True):
+        assert 1 <= len(after.prompt_token_ids) <= (max_prompt or limit)
+        assert 1 <= after.max_tokens <= (max_output or limit)
+        assert len(after.prompt_token_ids) + after.max_tokens <= limit
+        assert after.prompt_token_ids == before.prompt_token_ids[: len(after.prompt_token_ids)]
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
+def test_arrivals_have_the_asked_rate_and_burstiness(burstiness):
+    times = arrival_times(20_000, 10.0, burstiness)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert times[0] == 0.0
+    assert statistics.fmean(gaps) == pytest.approx(0.1, rel=0.05)
+    variation = statistics.stdev(gaps) / statistics.fmean(gaps)
+    assert variation == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_an_infinite_rate_sends_all_at_once():
+    assert arrival_times(3, math.inf) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("rate", "burstiness"), [(0, 1), (-1, 1), (math.nan, 1), (1, 0)])
+def test_rates_must_be_positive(rate, burstiness):
+    with pytest.raises(ConfigError, match="above 0"):
+        arrival_times(3, rate, burstiness)
