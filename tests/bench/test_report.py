@@ -36,10 +36,26 @@ def test_a_json_line_is_one_line_of_valid_json_even_with_nan():
     assert json.loads(line) == {"a": None, "b": {"c": [1.5, None]}, "text": "two\nlines"}
 
 
-def test_a_table_shows_scalars_and_summaries_under_one_heading():
-    table = as_table({"requests": 12345, "a_ms": {"mean": 1.0, "p50": None}, "b_ms": {"mean": 2.0, "p50": 3.0}})
-    lines = [line.split() for line in table.splitlines()]
-    assert lines == [["requests", "12,345"], ["mean", "p50"], ["a", "ms", "1.000", "-"], ["b", "ms", "2.000", "3.000"]]
+def test_a_table_shows_scalars_mappings_and_summaries_under_one_heading():
+    table = as_table(
+        {
+            "requests": 12345,
+            "errors": {"timeout": 2, "cut": 1},
+            "options": {},
+            "seconds_of_runs": [1.0, 2.5],
+            "a_ms": {"mean": 1.0, "p50": None},
+            "b_ms": {"mean": 2.0, "p50": 3.0},
+        }
+    )
+    assert [line.split() for line in table.splitlines()] == [
+        ["requests", "12,345"],
+        ["errors", "timeout", "2,", "cut", "1"],
+        ["options", "none"],
+        ["seconds", "of", "runs", "1.000,", "2.500"],
+        ["mean", "p50"],
+        ["a", "ms", "1.000", "-"],
+        ["b", "ms", "2.000", "3.000"],
+    ]
 
 
 def test_the_machine_names_its_processor_and_usable_cores():

@@ -51,22 +51,23 @@ def as_json_line(result: Mapping[str, Any]) -> str:
 
 
 def as_table(result: Mapping[str, Any]) -> str:
-    """Scalars as `name  value` lines; summaries (mappings of numbers) as rows under one common heading."""
-    width = max((len(label(name)) for name in result), default=0)
+    """`name  value` lines; summaries (mappings with a mean) as rows under one heading, other mappings in one line."""
+    width = max((len(label(name)) for name in result), default=0) + 2
     lines = []
     heading: list[str] = []
     for name, value in result.items():
-        if isinstance(value, Mapping):
-            if not value:
-                continue
-            if list(value) != heading and all(
-                isinstance(number, (int, float, type(None))) for number in value.values()
-            ):
+        title = f"{label(name):<{width}}"
+        if isinstance(value, Mapping) and "mean" in value:
+            if list(value) != heading:
                 heading = list(value)
-                lines.append(" " * width + "".join(f"{column:>12}" for column in heading))
-            lines.append(f"{label(name):<{width}}" + "".join(f"{show(number):>12}" for number in value.values()))
-        elif not isinstance(value, (list, tuple)):
-            lines.append(f"{label(name):<{width}}{show(value):>12}")
+                lines.append(" " * width + "".join(f"{column:>10}" for column in heading))
+            lines.append(title + "".join(f"{show(figure):>10}" for figure in value.values()))
+        elif isinstance(value, Mapping):
+            lines.append(title + (", ".join(f"{key} {show(item)}" for key, item in value.items()) or "none"))
+        elif isinstance(value, (list, tuple)):
+            lines.append(title + ", ".join(map(show, value)))
+        else:
+            lines.append(title + show(value))
     return "\n".join(lines)
 
 
