@@ -1,0 +1,168 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace octavo {
+namespace {
+
+// An item is a task over all its splits. An item with much context becomes several tasks, whose partial results the
+// one that finishes last merges in the order of the splits:
+//
+//     item   | split 0 | split 1 | split 2 | split 3 | split 4 |
+//     tasks  |        0          |         1         |    2    |  -> merge 0, 1, 2, 3, 4
+struct Item {
+    AttendTask task;
+    int first_partial;  // in splits; -1: one task
+    int num_tasks;
+};
+
+struct Slice {
+    int item, split_begin, split_end;
+};
+
+struct alignas(64) PartialLine {
+    float values[16];
+};
+
+struct Plan {
+    std::vector<Item> items;
+    std::vector<Slice> slices;
+    std::vector<PartialLine> partial;
+    std::unique_ptr<std::atomic<int>[]> finished;
+    size_t finished_capacity = 0;
+};
+
+constexpr int kNoWindow = 1 << 30;
+constexpr int kTasksPerThread = 8;  // enough to even out, few enough that taking one costs nothing
+
+void check_sequence(const AttentionCall& call, int seq, int query_len, int context_len) {
+    const auto fail = [&](const std::string& what) {
+        throw std::invalid_argument("attention: sequence " + std::to_string(seq) + " " + what);
+    };
+    if (query_len < 0 || call.query_start[seq] < 0 || call.query_start[seq + 1] > call.num_tokens)
+        fail("has tokens " + std::to_string(call.query_start[seq]) + " to " + std::to_string(call.query_start[seq + 1]) +
+             " of " + std::to_string(call.num_tokens));
+    if (context_len < query_len)
+        fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
+    if (query_len == 0) return;
+    const int64_t blocks = (int64_t{context_len} + call.kv.block_size - 1) / call.kv.block_size;
+    if (blocks > call.max_blocks)
+        fail("needs " + std::to_string(blocks) + " blocks for " + std::to_string(context_len) +
+             " tokens, its table has " + std::to_string(call.max_blocks));
+    const int32_t* table = call.block_tables + seq * call.block_table_stride;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
+    if (largest >= call.kv.num_blocks)
+        fail("refers to block " + std::to_string(static_cast<int32_t>(largest)) + " of " +
+             std::to_string(call.kv.num_blocks));
+}
+
+void add_items(const AttentionCall& call, Plan& plan, int seq) {
+    const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
+    const int context_len = call.context_lens[seq];
+    check_sequence(call, seq, query_len, context_len);
+    const int group = call.num_heads / call.kv.kv_heads;
+    const int head_parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, part = (group + head_parts - 1) / head_parts;
+    const int tokens_per_task = std::max(1, kMaxTaskRows / part);
+    // The last tokens see most: begin with them, so that no thread is left with a long task at the end.
+    for (int end = query_len; end > 0; end -= tokens_per_task) {
+        const int begin = std::max(0, end - tokens_per_task);
+        for (int kv_head = 0; kv_head < call.kv.kv_heads; ++kv_head)
+            for (int head = 0; head < group; head += part) {
+                AttendTask task{};
+                task.kv = &call.kv;
+                const int64_t token = query_begin + begin, first_head = int64_t{kv_head} * group + head;
+                task.query = call.query + token * call.query_token_stride + first_head * call.query_head_stride;
+                task.out = call.out + token * call.out_token_stride + first_head * call.out_head_stride;
+                task.query_token_stride = call.query_token_stride;
+                task.query_head_stride = call.query_head_stride;
+                task.out_token_stride = call.out_token_stride;
+                task.out_head_stride = call.out_head_stride;
+                task.block_table = call.block_tables + seq * call.block_table_stride;
+                task.sinks = call.sinks ? call.sinks + first_head : nullptr;
+                task.scale = call.scale;
+                task.softcap = call.softcap;
+                task.kv_head = kv_head;
+                task.group_size = std::min(part, group - head);
+                task.num_tokens = end - begin;
+                task.first_position = context_len - query_len + begin;
+                task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
+                task.split_begin = std::max(0, task.first_position - task.window + 1) / kSplit;
+                task.split_end = (task.first_position + task.num_tokens + kSplit - 1) / kSplit;
+                plan.items.push_back({task, -1, 1});
+            }
+    }
+}
+
+void cut(Plan& plan) {
+    int64_t splits = 0;
+    for (const Item& item : plan.items) splits += item.task.split_end - item.task.split_begin;
+    const int most = static_cast<int>(std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread)));
+    int64_t lines = 0;
+    for (int index = 0; index < static_cast<int>(plan.items.size()); ++index) {
+        Item& item = plan.items[index];
+        const AttendTask& task = item.task;
+        const int count = task.split_end - task.split_begin;
+        if (num_threads() == 1 || count <= most) {
+            plan.slices.push_back({index, task.split_begin, task.split_end});
+            continue;
+        }
+        item.num_tasks = (count + most - 1) / most;
+        item.first_partial = static_cast<int>(lines);
+        lines += int64_t{count} * task.num_tokens * task.group_size * ((task.kv->value_dim + kRowState) / 16);
+        for (int begin = task.split_begin; begin < task.split_end; begin += most)
+            plan.slices.push_back({index, begin, std::min(begin + most, task.split_end)});
+    }
+    if (static_cast<int64_t>(plan.partial.size()) < lines) plan.partial.resize(lines);
+    if (plan.finished_capacity < plan.items.size()) {
+        plan.finished_capacity = plan.items.size() * 2;
+        plan.finished = std::make_unique<std::atomic<int>[]>(plan.finished_capacity);
+    }
+    for (size_t i = 0; i < plan.items.size(); ++i) plan.finished[i].store(0, std::memory_order_relaxed);
+}
+
+AttendScratch& thread_scratch() {
+    static thread_local std::unique_ptr<AttendScratch> scratch;
+    if (!scratch) scratch = std::make_unique<AttendScratch>();
+    return *scratch;
+}
+
+}  // namespace
+
+void attend(const AttentionCall& call) {
+    static thread_local Plan plan;  // its vectors keep their memory from step to step
+    plan.items.clear();
+    plan.slices.clear();
+    for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq);
+    cut(plan);
+
+    const Kernels& level = kernels();
+    Plan& shared = plan;
+    parallel_for(static_cast<int>(shared.slices.size()), [&](int index) {
+        const Slice slice = shared.slices[index];
+        const Item& item = shared.items[slice.item];
+        AttendTask task = item.task;
+        task.split_begin = slice.split_begin;
+        task.split_end = slice.split_end;
+        AttendScratch& scratch = thread_scratch();
+        if (item.first_partial < 0) return level.attend[call.kv.storage](task, scratch);
+
+        float* partial = shared.partial[item.first_partial].values;
+        const int64_t split_size = int64_t{task.num_tokens} * task.group_size * (call.kv.value_dim + kRowState);
+        task.partial = partial + (slice.split_begin - item.task.split_begin) * split_size;
+        level.attend[call.kv.storage](task, scratch);
+        if (shared.finished[slice.item].fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_tasks) return;
+        task.partial = partial;
+        level.merge[call.kv.storage](task, item.task.split_end - item.task.split_begin, scratch);
+    });
+}
+
+}  // namespace octavo

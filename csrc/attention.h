@@ -1,0 +1,25 @@
+// One step's attention, cut into tasks.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace octavo {
+
+struct AttentionCall {
+    LayerKV kv;
+    const char* query;
+    char* out;
+    int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes
+    const int32_t *block_tables, *query_start, *context_lens;
+    int64_t block_table_stride, max_blocks, num_tokens;
+    const float* sinks;
+    float scale, softcap;
+    int num_seqs, num_heads, window;  // window 0: none
+};
+
+// Throws std::invalid_argument, with the numbers, when the batch names tokens or blocks that do not exist.
+void attend(const AttentionCall& call);
+
+}  // namespace octavo

@@ -1,0 +1,90 @@
+// The arithmetic of every kernel, one table of functions per instruction-set level. Functions here work on the calling
+// thread; ops.cpp and attention.cpp decide how the work is cut and hand the pieces to threads.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+enum Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kNumIsas };
+enum Storage { kBf16, kF32, kNumStorages };  // what tensors hold; arithmetic is in float32
+enum Activation { kSilu, kGeluTanh, kNumActivations };
+
+// One layer's keys and values, as in storage/arena.py. A unit is four bytes: a pair of bf16 or one float.
+//   key    [block][kv_head][key_units][block_size] units        key_units = key_dim / pair
+//   value  [block][kv_head][block_size / pair][value_dim] units
+struct LayerKV {
+    const char *key, *value;
+    int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride;  // bytes
+    int64_t num_blocks;
+    int kv_heads, key_units, value_dim, block_size;
+    Storage storage;
+};
+
+// Attention is cut at these absolute positions, so that the order in which a token's scores are reduced never depends
+// on the batch, the chunk or the threads.
+constexpr int kTile = 64;    // tokens between two updates of the running maximum
+constexpr int kSplit = 512;  // tokens whose partial results are merged, in order, at the end
+constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads of one KV head) that share one pass over the KV
+constexpr int kMaxHeadDim = 256;
+constexpr int kRowState = 16;  // floats beside a row's weighted values: their max and sum, padded to a cache line
+
+// A few query tokens of one sequence, all the query heads of one KV head, over some splits of the context.
+struct AttendTask {
+    const LayerKV* kv;
+    const char* query;  // of the first token and head; bytes below
+    char* out;
+    int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;
+    const int32_t* block_table;
+    const float* sinks;  // [group_size], of these query heads; or null
+    float* partial;      // null: merge and write `out`; else the state of [split][row], value_dim + kRowState each
+    float scale, softcap;  // softcap 0: none
+    int kv_head, group_size;
+    int num_tokens, first_position;
+    int window;  // a token sees itself and window - 1 before it
+    int split_begin, split_end;
+};
+
+// Working memory of one thread.
+struct alignas(64) AttendScratch {
+    uint32_t query[kMaxTaskRows * kMaxHeadDim];         // [row / R][unit][R]
+    float split_sum[kMaxTaskRows * (kMaxHeadDim + kRowState)];  // this split's state
+    float total[kMaxTaskRows * (kMaxHeadDim + kRowState)];      // all splits so far
+    float scores[8 * kTile];
+    uint32_t weights[8 * kTile];
+};
+
+struct RopeTask {
+    char* qkv;  // [tokens][q heads * key_dim | kv heads * key_dim | kv heads * value_dim]; queries rotate in place
+    int64_t qkv_stride;  // bytes
+    const LayerKV* kv;
+    const float *cos, *sin;  // [positions][rotary_dim / 2]
+    const int64_t *positions, *slots;
+    const char *query_norm, *key_norm;  // [key_dim] weights in the storage type, or null
+    float norm_eps;
+    int num_heads, key_dim, rotary_dim;
+};
+
+struct Kernels {
+    const char* name;
+    void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
+    // Merge `splits` partial results of one task's rows, in order, and write them.
+    void (*merge[kNumStorages])(const AttendTask&, int splits, AttendScratch&);
+    void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
+    // residual may be null; otherwise x += residual first.
+    void (*rms_norm[kNumStorages])(char* x, const char* residual, const char* weight, char* out, int width, float eps);
+    void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
+    // Index of the largest of x[0, count), the first of equals; NaN is never the largest.
+    int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
+};
+
+extern const Kernels kKernelsPortable, kKernelsAvx2, kKernelsAvx512, kKernelsAvx512Bf16;
+
+bool isa_is_supported(Isa isa);  // compiled in, and the CPU has it
+const char* isa_name(Isa isa);
+Isa current_isa();
+void force_isa(Isa isa);       // must be supported
+Isa isa_from_name(const char* name);  // kNumIsas: unknown
+const Kernels& kernels();      // of the current level
+
+}  // namespace octavo

@@ -1,0 +1,31 @@
+// One instruction-set level: this file is compiled once per level, under that level's compiler flags, with
+// OCTAVO_LEVEL naming its namespace, OCTAVO_SIMD its vector header and OCTAVO_TABLE the table it fills.
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace octavo {
+namespace OCTAVO_LEVEL {
+
+#include "simd/common.h"
+#include OCTAVO_SIMD
+#include "attention_tile.h"
+#include "rowwise.h"
+#include "rope.h"
+
+}  // namespace OCTAVO_LEVEL
+
+extern const Kernels OCTAVO_TABLE;
+const Kernels OCTAVO_TABLE = {
+    .name = OCTAVO_NAME,
+    .attend = {OCTAVO_LEVEL::attend<kBf16>, OCTAVO_LEVEL::attend<kF32>},
+    .merge = {OCTAVO_LEVEL::merge<kBf16>, OCTAVO_LEVEL::merge<kF32>},
+    .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
+    .rms_norm = {OCTAVO_LEVEL::rms_norm<kBf16>, OCTAVO_LEVEL::rms_norm<kF32>},
+    .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>},
+              {OCTAVO_LEVEL::gated<kF32, kSilu>, OCTAVO_LEVEL::gated<kF32, kGeluTanh>}},
+    .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
+};
+
+}  // namespace octavo

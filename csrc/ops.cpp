@@ -1,0 +1,100 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "thread_pool.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kElementsWorthAThread = 16384;  // about two microseconds, what waking a team costs
+
+// Calls body(begin, end) over [0, rows), cut so that each piece is worth its thread.
+template <class Body>
+void parallel_rows(int64_t rows, int64_t elements_per_row, const Body& body) {
+    const int64_t worth = rows * elements_per_row / kElementsWorthAThread;
+    const int64_t pieces = std::clamp<int64_t>(worth, 1, std::min<int64_t>(rows, int64_t{num_threads()} * 4));
+    if (rows == 0) return;
+    parallel_for(static_cast<int>(pieces), [&](int i) { body(rows * i / pieces, rows * (i + 1) / pieces); });
+}
+
+}  // namespace
+
+void rms_norm(Storage storage, const Matrix& x, const Matrix* residual, const char* weight, const Matrix& out,
+              float eps) {
+    const auto kernel = kernels().rms_norm[storage];
+    parallel_rows(x.rows, x.width, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            kernel(x.row(i), residual ? residual->row(i) : nullptr, weight, out.row(i), static_cast<int>(x.width), eps);
+    });
+}
+
+void gated(Storage storage, Activation activation, const Matrix& gate_up, const Matrix& out) {
+    const auto kernel = kernels().gated[storage][activation];
+    const int64_t up = out.width * (storage == kBf16 ? 2 : 4);
+    parallel_rows(out.rows, out.width * 4, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) kernel(gate_up.row(i), gate_up.row(i) + up, out.row(i), out.width);
+    });
+}
+
+void rope_write(Storage storage, const RopeTask& task, int64_t num_tokens) {
+    const auto kernel = kernels().rope_write[storage];
+    const int64_t elements = int64_t{task.num_heads + task.kv->kv_heads} * task.key_dim * 4;
+    parallel_rows(num_tokens, elements, [&](int64_t begin, int64_t end) { kernel(task, begin, end); });
+}
+
+void argmax(Storage storage, const Matrix& logits, int64_t* out) {
+    const auto kernel = kernels().argmax[storage];
+    const int64_t element = storage == kBf16 ? 2 : 4;
+    const int64_t segments = logits.rows >= 2 * num_threads()
+                                 ? 1
+                                 : std::clamp<int64_t>(logits.width / kElementsWorthAThread, 1, num_threads());
+    struct Best {
+        float value;
+        int64_t index;
+    };
+    std::vector<Best> best(logits.rows * segments);
+    const auto find = [&](int i) {
+        const int64_t row = i / segments, segment = i % segments;
+        const int64_t begin = logits.width * segment / segments, end = logits.width * (segment + 1) / segments;
+        best[i].index = begin + kernel(logits.row(row) + begin * element, end - begin, &best[i].value);
+    };
+    const int tasks = static_cast<int>(best.size());
+    if (logits.rows * logits.width < 2 * kElementsWorthAThread)
+        for (int i = 0; i < tasks; ++i) find(i);
+    else
+        parallel_for(tasks, find);
+    for (int64_t row = 0; row < logits.rows; ++row) {
+        Best winner = best[row * segments];
+        for (int64_t segment = 1; segment < segments; ++segment) {
+            const Best& other = best[row * segments + segment];
+            if (other.value > winner.value) winner = other;
+        }
+        out[row] = winner.index;
+    }
+}
+
+void copy_blocks(char* arena, int64_t block_bytes, const int64_t* pairs, int64_t count) {
+    const auto block = [&](int64_t id) { return arena + id * block_bytes; };
+    std::vector<int64_t> sources(count);
+    for (int64_t i = 0; i < count; ++i) sources[i] = pairs[2 * i];
+    std::sort(sources.begin(), sources.end());
+    bool overlap = false;
+    for (int64_t i = 0; i < count; ++i)
+        overlap |= std::binary_search(sources.begin(), sources.end(), pairs[2 * i + 1]);
+    if (overlap) {
+        std::vector<char> staged(count * block_bytes);
+        for (int64_t i = 0; i < count; ++i)
+            std::memcpy(&staged[i * block_bytes], block(pairs[2 * i]), block_bytes);
+        for (int64_t i = 0; i < count; ++i)
+            std::memcpy(block(pairs[2 * i + 1]), &staged[i * block_bytes], block_bytes);
+        return;
+    }
+    parallel_rows(count, block_bytes / 4, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) std::memcpy(block(pairs[2 * i + 1]), block(pairs[2 * i]), block_bytes);
+    });
+}
+
+}  // namespace octavo

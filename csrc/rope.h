@@ -1,0 +1,50 @@
+// New keys and values into blocks, with the rotation (and the per-head norm) on the way. Included inside an instruction
+// set's namespace.
+//
+//     qkv row   | q0 q1 .. | k0 .. | v0 .. |        one token
+//                 rotated    rotated, then key   [block][head][unit][offset]     one unit every block_size units
+//                 in place   as they are, value  [block][head][offset / pair][dim][offset % pair]
+
+// The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b half a rotation apart.
+template <class T> inline void rotate(T* head, const float* cos, const float* sin, int rotary_dim) {
+    const int half = rotary_dim / 2;
+    for (int i = 0; i < half; i += 16) {
+        const int count = half - i;
+        const F16 a = load_some(head + i, count), b = load_some(head + half + i, count);
+        const F16 c = load_some(cos + i, count), s = load_some(sin + i, count);
+        store_some(a * c - b * s, head + i, count);
+        store_some(fma(a, s, b * c), head + half + i, count);
+    }
+}
+
+template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, int64_t token_end) {
+    using T = Element<S>;
+    const LayerKV& kv = *task.kv;
+    const auto as_bytes = [](T* p) { return reinterpret_cast<char*>(p); };
+    for (int64_t token = token_begin; token < token_end; ++token) {
+        T* row = reinterpret_cast<T*>(task.qkv + token * task.qkv_stride);
+        const int half = task.rotary_dim / 2;
+        const float *cos = task.cos + task.positions[token] * half, *sin = task.sin + task.positions[token] * half;
+        for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
+            if (task.query_norm)
+                rms_norm<S>(as_bytes(row), nullptr, task.query_norm, as_bytes(row), task.key_dim, task.norm_eps);
+            rotate(row, cos, sin, task.rotary_dim);
+        }
+        const int64_t block = task.slots[token] / kv.block_size, offset = task.slots[token] % kv.block_size;
+        for (int head = 0; head < kv.kv_heads; ++head, row += task.key_dim) {
+            if (task.key_norm)
+                rms_norm<S>(as_bytes(row), nullptr, task.key_norm, as_bytes(row), task.key_dim, task.norm_eps);
+            rotate(row, cos, sin, task.rotary_dim);
+            char* key = const_cast<char*>(kv.key) + block * kv.key_block_stride + head * kv.key_head_stride + offset * 4;
+            for (int unit = 0; unit < kv.key_units; ++unit)
+                __builtin_memcpy(key + int64_t{unit} * kv.block_size * 4, as_bytes(row) + unit * 4, 4);
+        }
+        for (int head = 0; head < kv.kv_heads; ++head, row += kv.value_dim) {
+            constexpr int pair = kPair<S>;
+            auto* value = reinterpret_cast<T*>(const_cast<char*>(kv.value) + block * kv.value_block_stride +
+                                               head * kv.value_head_stride);
+            value += offset / pair * kv.value_dim * pair + offset % pair;
+            for (int dim = 0; dim < kv.value_dim; ++dim) value[dim * pair] = row[dim];
+        }
+    }
+}

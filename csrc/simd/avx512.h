@@ -1,0 +1,107 @@
+// Sixteen lanes in one AVX-512 register. OCTAVO_HAS_BF16 adds vdpbf16ps, vcvtneps2bf16 and (always present beside
+// them) VNNI's vpdpbusd.
+#include <immintrin.h>
+
+struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the layouts store them
+    __m512i v;
+    static U16 load(const void* p) { return {_mm512_loadu_si512(p)}; }
+    static U16 set1(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+    static U16 zero() { return {_mm512_setzero_si512()}; }
+};
+inline U16 operator&(U16 a, U16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int N> inline U16 shift_right(U16 a) { return {_mm512_srli_epi32(a.v, N)}; }
+
+struct F16 {
+    __m512 v;
+    static F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static F16 load(const bf16* p) {
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+    }
+    static F16 load_half(const uint16_t* p) {  // IEEE binary16
+        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+    }
+    static F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+    static F16 zero() { return {_mm512_setzero_ps()}; }
+    static F16 from_int(U16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+    void store(bf16* p) const {
+#ifdef OCTAVO_HAS_BF16
+        const __m256i half = (__m256i)_mm512_cvtneps_pbh(v);
+#else
+        const __m512i bits = _mm512_castps_si512(v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+        const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+    }
+};
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where either is NaN
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline float reduce_add(F16 a) { return _mm512_reduce_add_ps(a.v); }
+inline float reduce_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
+inline bool any_greater(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
+
+// Lane i of `a` where low <= i < high, `other` elsewhere.
+inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 keep = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
+                           _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(high));
+    return {_mm512_mask_blend_ps(keep, other.v, a.v)};
+}
+
+inline F16 exp2(F16 x) {
+    x = max(F16::set1(-200.0f), min(F16::set1(200.0f), x));
+    const __m512 n = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F16 f{_mm512_sub_ps(x.v, n)};
+    F16 p = F16::set1(kExp2Poly[5]);
+    for (int i = 4; i >= 0; --i) p = fma(p, f, F16::set1(kExp2Poly[i]));
+    return {_mm512_scalef_ps(p.v, n)};
+}
+
+// acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.
+inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_BF16
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
+#else
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const F16 a_lo{_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}, b_lo{_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16))};
+    const F16 a_hi{_mm512_castsi512_ps(_mm512_and_si512(a.v, high))}, b_hi{_mm512_castsi512_ps(_mm512_and_si512(b.v, high))};
+    return fma(a_hi, b_hi, fma(a_lo, b_lo, acc));
+#endif
+}
+inline F16 mac_f32(F16 acc, U16 a, U16 b) {
+    return {_mm512_fmadd_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v), acc.v)};
+}
+
+// acc + sum over four bytes of a (unsigned, at most 15) * b (signed), lane by lane.
+inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_BF16
+    return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
+#else
+    const __m512i pairs = _mm512_maddubs_epi16(a.v, b.v);  // at most 2 * 15 * 127: does not saturate
+    return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+}
+// The same for any unsigned bytes.
+inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_BF16
+    return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
+#else
+    const U16 mask = U16::set1(0x0f0f0f0f);
+    const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
+    return dot_nibbles({_mm512_add_epi32(acc.v, _mm512_slli_epi32(high.v, 4))}, a & mask, b);
+#endif
+}
+
+constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
+constexpr int kMaxRows = 6;

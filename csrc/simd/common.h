@@ -1,0 +1,24 @@
+// What every instruction-set level shares. Included inside the level's own namespace, so that the linker never replaces
+// one level's code by another's.
+
+using bf16 = uint16_t;  // the upper half of a float
+
+inline float bf16_to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float out;
+    __builtin_memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<bf16>(bits >> 16 | 0x40);
+    return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2 = 0.69314718055994531f;
+
+// 2^f on [-1/2, 1/2]: a minimax polynomial, relative error 1e-7, exactly 1 at 0.
+constexpr float kExp2Poly[] = {1.0f, 0.6931469776f, 0.2402224208f, 0.0555073375f, 0.0096715128f, 0.0013264725f};

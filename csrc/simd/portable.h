@@ -1,0 +1,162 @@
+// Sixteen lanes as plain C++: what any compiler can vectorise for any machine.
+
+#define OCTAVO_LANES for (int i = 0; i < 16; ++i)
+
+inline float bits_to_float(uint32_t bits) {
+    float out;
+    __builtin_memcpy(&out, &bits, 4);
+    return out;
+}
+
+struct U16 {
+    uint32_t v[16];
+    static U16 load(const void* p) {
+        U16 out;
+        __builtin_memcpy(out.v, p, 64);
+        return out;
+    }
+    static U16 set1(uint32_t x) {
+        U16 out;
+        OCTAVO_LANES out.v[i] = x;
+        return out;
+    }
+    static U16 zero() { return set1(0); }
+};
+inline U16 operator&(U16 a, U16 b) {
+    OCTAVO_LANES a.v[i] &= b.v[i];
+    return a;
+}
+inline U16 operator^(U16 a, U16 b) {
+    OCTAVO_LANES a.v[i] ^= b.v[i];
+    return a;
+}
+template <int N> inline U16 shift_right(U16 a) {
+    OCTAVO_LANES a.v[i] >>= N;
+    return a;
+}
+
+inline float half_to_float(uint16_t x) {
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, magnitude = x & 0x7fff;
+    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    // Multiplying by 2^112 moves the exponent's bias and makes subnormal halves normal.
+    return bits_to_float(sign) + (sign ? -1.0f : 1.0f) * (bits_to_float(magnitude << 13) * 0x1p112f);
+}
+
+struct F16 {
+    float v[16];
+    static F16 load(const float* p) {
+        F16 out;
+        __builtin_memcpy(out.v, p, 64);
+        return out;
+    }
+    static F16 load(const bf16* p) {
+        F16 out;
+        OCTAVO_LANES out.v[i] = bf16_to_float(p[i]);
+        return out;
+    }
+    static F16 load_half(const uint16_t* p) {
+        F16 out;
+        OCTAVO_LANES out.v[i] = half_to_float(p[i]);
+        return out;
+    }
+    static F16 set1(float x) {
+        F16 out;
+        OCTAVO_LANES out.v[i] = x;
+        return out;
+    }
+    static F16 zero() { return set1(0.0f); }
+    static F16 from_int(U16 x) {
+        F16 out;
+        OCTAVO_LANES out.v[i] = static_cast<float>(static_cast<int32_t>(x.v[i]));
+        return out;
+    }
+    void store(float* p) const { __builtin_memcpy(p, v, 64); }
+    void store(bf16* p) const { OCTAVO_LANES p[i] = float_to_bf16(v[i]); }
+};
+inline F16 operator+(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] += b.v[i];
+    return a;
+}
+inline F16 operator-(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] -= b.v[i];
+    return a;
+}
+inline F16 operator*(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] *= b.v[i];
+    return a;
+}
+inline F16 operator/(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] /= b.v[i];
+    return a;
+}
+inline F16 fma(F16 a, F16 b, F16 c) {
+    OCTAVO_LANES c.v[i] += a.v[i] * b.v[i];
+    return c;
+}
+inline F16 max(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline F16 min(F16 a, F16 b) {
+    OCTAVO_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline float reduce_add(F16 a) {
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+inline float reduce_max(F16 a) {
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; ++i) a.v[i] = a.v[i] > a.v[i + step] ? a.v[i] : a.v[i + step];
+    return a.v[0];
+}
+inline bool any_greater(F16 a, F16 b) {
+    bool any = false;
+    OCTAVO_LANES any |= a.v[i] > b.v[i];
+    return any;
+}
+inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
+    OCTAVO_LANES a.v[i] = low <= i && i < high ? a.v[i] : other.v[i];
+    return a;
+}
+
+inline F16 exp2(F16 x) {
+    OCTAVO_LANES {
+        const bool normal = !(x.v[i] < -126.0f);  // below, the result is flushed to zero
+        const float clamped = x.v[i] < -126.0f ? -126.0f : x.v[i] > 127.0f ? 127.0f : x.v[i];
+        const float n = (clamped + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 rounds to an integer
+        const float f = clamped - n;
+        float p = kExp2Poly[5];
+        for (int j = 4; j >= 0; --j) p = p * f + kExp2Poly[j];
+        const int32_t exponent = n == n ? static_cast<int32_t>(n) : 0;
+        x.v[i] = normal ? p * bits_to_float(static_cast<uint32_t>(exponent + 127) << 23) : 0.0f;
+    }
+    return x;
+}
+
+inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
+    OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] << 16) * bits_to_float(b.v[i] << 16);
+    OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] & 0xffff0000u) * bits_to_float(b.v[i] & 0xffff0000u);
+    return acc;
+}
+inline F16 mac_f32(F16 acc, U16 a, U16 b) {
+    OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i]) * bits_to_float(b.v[i]);
+    return acc;
+}
+
+inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
+    OCTAVO_LANES {
+        int32_t sum = 0;
+        for (int byte = 0; byte < 32; byte += 8)
+            sum += static_cast<int32_t>(a.v[i] >> byte & 0xff) * static_cast<int8_t>(b.v[i] >> byte & 0xff);
+        acc.v[i] += static_cast<uint32_t>(sum);
+    }
+    return acc;
+}
+inline U16 dot_nibbles(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
+
+#undef OCTAVO_LANES
+
+constexpr int kVectorsPerPass = 1;
+constexpr int kMaxRows = 4;

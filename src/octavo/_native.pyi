@@ -1,0 +1,36 @@
+from torch import Tensor
+
+def attend(
+    key: Tensor,
+    value: Tensor,
+    query: Tensor,
+    out: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None: ...
+def rope_write(
+    qkv: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> None: ...
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None: ...
+def gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None: ...
+def argmax(logits: Tensor, out: Tensor) -> None: ...
+def copy_blocks(arena: Tensor, copies: Tensor) -> None: ...
+def isa() -> str: ...
+def supported_isas() -> list[str]: ...
+def force_isa(name: str) -> None: ...
+def num_threads() -> int: ...
+def set_num_threads(count: int) -> None: ...

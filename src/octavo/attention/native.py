@@ -1,0 +1,61 @@
+"""Attention by the C++ kernels, and by the reference where they do not reach."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo import kernels
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.reference import ReferenceAttention
+from octavo.storage.arena import LayerKV
+
+_TILE = 16  # tokens and dimensions to a vector
+_MAX_HEAD_DIM = 256
+
+
+class NativeAttention(AttentionBackend):
+    """A token's result has the same bits whatever the batch, the chunk and the number of threads."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._reference = ReferenceAttention()
+
+    @staticmethod
+    def supports(kv: LayerKV) -> bool:
+        """bfloat16 or float32 on the CPU, blocks and value heads in multiples of 16, heads of at most 256."""
+        key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
+        return (
+            kernels.available()
+            and kv.key.device.type == "cpu"
+            and (kv.key.dtype, kv.pair) in ((torch.bfloat16, 2), (torch.float32, 1))
+            and kv.block_size % _TILE == 0
+            and value_dim % _TILE == 0
+            and max(key_dim, value_dim) <= _MAX_HEAD_DIM
+        )
+
+    def attend(
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        if query.dtype is not kv.key.dtype or not self.supports(kv):
+            return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+        return kernels.attend(
+            kv.key,
+            kv.value,
+            query,
+            batch.groups[kv.group].block_tables,
+            batch.query_start,
+            batch.context_lens,
+            scale=scale,
+            window=kv.sliding_window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.float(),
+        )

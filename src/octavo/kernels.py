@@ -1,0 +1,218 @@
+"""The C++ kernels of `csrc/`, typed and documented.
+
+Every function works on CPU tensors in bfloat16 or float32 (arithmetic is float32), releases the GIL, and checks shapes,
+dtypes and indices on every call: a bad argument raises ValueError with the numbers, never touches foreign memory.
+Rows may be strided, elements of a row may not. What writes into its arguments says so.
+
+The instruction set is chosen when the library is loaded: "avx512_bf16", "avx512", "avx2" or "portable".
+`OCTAVO_ISA` in the environment forces a level; one that the CPU lacks is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch  # before the library: both then use torch's OpenMP runtime, hence one set of threads
+
+if TYPE_CHECKING:
+    from octavo import _native
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "attend",
+    "available",
+    "copy_blocks",
+    "force_isa",
+    "gelu_tanh_mul",
+    "isa",
+    "num_threads",
+    "rms_norm",
+    "rope_write",
+    "set_num_threads",
+    "silu_mul",
+    "supported_isas",
+]
+
+
+@cache
+def _load() -> ModuleType | None:
+    try:
+        return importlib.import_module("octavo._native")
+    except ImportError as error:
+        logger.warning(
+            "the C++ kernels are not compiled (%s): using the reference path, which is many times slower; "
+            "install a C++20 compiler and reinstall octavo",
+            error,
+        )
+        return None
+
+
+class _Missing:
+    """Stands in for the library where it is not compiled."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"{name}: the C++ kernels are not compiled; ask kernels.available() first")
+
+
+if not TYPE_CHECKING:
+    _native = _load() or _Missing()
+
+
+def available() -> bool:
+    """Whether the library is compiled. Where it is not, a warning was logged once, when this module was imported."""
+    return _load() is not None
+
+
+def isa() -> str:
+    """The instruction-set level in use: "avx512_bf16", "avx512", "avx2" or "portable"."""
+    return _native.isa()
+
+
+def supported_isas() -> list[str]:
+    """The levels that this CPU has, slowest first."""
+    return _native.supported_isas()
+
+
+def force_isa(name: str) -> None:
+    """Use another level from now on, in every thread. ValueError where it is unknown or the CPU lacks it."""
+    _native.force_isa(name)
+
+
+def num_threads() -> int:
+    """Threads that a kernel is spread over, the calling one included; at first the cores this process may use."""
+    return _native.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Spread kernels over `count` threads (1 to 1024). Set torch's to the same: the two share one OpenMP team."""
+    _native.set_num_threads(count)
+
+
+def attend(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
+
+    Args:
+        key: [num_blocks, kv_heads, key_dim // pair, block_size, pair], value: [num_blocks, kv_heads,
+            block_size // pair, value_dim, pair]; pair is 2 in bfloat16, 1 in float32 (`storage/arena.py`).
+        query: [num_tokens, num_heads, key_dim] in the cache's dtype; `num_heads` a multiple of `kv_heads`.
+        block_tables: int32 [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
+        sinks: float32 [num_heads].
+        out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
+
+    The result of a token has the same bits whatever batch, chunk and number of threads it is computed with.
+
+    Raises:
+        ValueError: block_size or value_dim is no multiple of 16, a head over 256 dimensions, mismatched shapes or
+            dtypes, or a table that names blocks which do not exist.
+    """
+    if out is None:
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[3])
+    _native.attend(
+        key, value, query, out, block_tables, query_start, context_lens, scale, window or 0, softcap or 0.0, sinks
+    )
+    return out
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate a step's queries in place; rotate its keys and store them, and the values, in their slots.
+
+    With `query_norm` and `key_norm` (QK-norm, Qwen 3), each head is RMS-normalised before it is rotated.
+
+    Args:
+        qkv: [num_tokens, num_heads * key_dim + kv_heads * (key_dim + value_dim)], the fused product; its queries are
+            overwritten, its keys and values may be.
+        key, value: one layer's cache, as in `attend`.
+        cos, sin: float32 [max_position, rotary_dim / 2]; dimension i is paired with i + rotary_dim / 2.
+        positions, slots: int64 [num_tokens]; a slot is block * block_size + offset.
+        query_norm, key_norm: [key_dim] in qkv's dtype.
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a position outside the table, a slot outside the cache.
+    """
+    _native.rope_write(qkv, key, value, cos, sin, positions, slots, query_norm, key_norm, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over rows [rows, width] (Zhang & Sennrich 2019); `out` may be x.
+
+    Float32 inside; rounded to x's dtype before the weight multiplies, as transformers does.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    _native.rms_norm(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x += residual, in place; returns `rms_norm` of the sum. All [rows, width]; `out` may be residual."""
+    if out is None:
+        out = torch.empty_like(x)
+    _native.rms_norm(x, residual, weight, out, eps)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up [rows, width] of gate_up [rows, 2 * width] = | gate | up |."""
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _native.gated(gate_up, out, False)
+    return out
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """gelu(gate) * up, in the tanh form (Hendrycks & Gimpel 2016), shapes as `silu_mul`."""
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _native.gated(gate_up, out, True)
+    return out
+
+
+def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 [rows]: each row's first largest of logits [rows, vocab]. NaN is never the largest; all NaN gives 0."""
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _native.argmax(logits, out)
+    return out
+
+
+def copy_blocks(arena: torch.Tensor, copies: torch.Tensor) -> None:
+    """Copy rows of arena uint8 [num_blocks, block_bytes] in place.
+
+    Args:
+        copies: int64 [n, 2] of (source, destination); every source is read before any destination is written.
+    """
+    _native.copy_blocks(arena, copies)

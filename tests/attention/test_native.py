@@ -1,0 +1,231 @@
+"""The C++ attention against an fp64 reference at every instruction-set level, and its promise about bits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import kernels
+from octavo.attention.native import NativeAttention
+from octavo.attention.reference import ReferenceAttention
+from octavo.kvcache.spec import LayerKVSpec
+from tests.attention.batches import PagedSequences
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+LEVELS = kernels.supported_isas() if kernels.available() else []
+
+
+@pytest.fixture(autouse=True)
+def _restore_level_and_threads() -> Iterator[None]:
+    level, threads = kernels.isa(), kernels.num_threads()
+    yield
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+
+
+def exact(kv, query, batch, *, scale, softcap=None, sinks=None):
+    """Attention in float64, one token and head at a time: nothing of it is shared with any backend."""
+    out = torch.zeros(query.shape[0], query.shape[1], kv.value.shape[3], dtype=torch.float64)
+    tables = batch.groups[kv.group].block_tables
+    for seq in range(batch.num_seqs):
+        start, stop = batch.query_start[seq].item(), batch.query_start[seq + 1].item()
+        context = batch.context_lens[seq].item()
+        key, value = kv.gather(tables[seq].long(), context)
+        share = query.shape[1] // key.shape[1]
+        for token, head in itertools.product(range(start, stop), range(query.shape[1])):
+            position = context - stop + token
+            low = 0 if kv.sliding_window is None else max(0, position - kv.sliding_window + 1)
+            k = key[low : position + 1, head // share].double()
+            scores = k @ query[token, head].double() * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].double().view(1)))
+            weights = scores.softmax(0)[: len(k)]
+            out[token, head] = weights @ value[low : position + 1, head // share].double()
+    return out
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def fill(sequences: PagedSequences, batch, heads: int, seed: int = 0) -> torch.Tensor:
+    """Writes random keys and values for the step's tokens; returns random queries."""
+    generator = torch.Generator().manual_seed(seed)
+    for kv, layer in zip(sequences.kv, sequences.spec.layers, strict=True):
+        key = torch.randn(batch.num_tokens, layer.num_kv_heads, layer.key_dim, generator=generator)
+        value = torch.randn(batch.num_tokens, layer.num_kv_heads, layer.value_dim, generator=generator)
+        kv.write(key, value, batch.groups[kv.group].slot_mapping)
+    dim = sequences.spec.layers[0].key_dim
+    return torch.randn(batch.num_tokens, heads, dim, generator=generator).to(sequences.arena.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=25, deadline=None)
+@given(
+    key_dim=st.sampled_from([32, 48, 64, 80, 128, 256]),
+    value_dim=st.sampled_from([None, 16, 64, 96]),
+    kv_heads=st.integers(1, 3),
+    share=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 50]),
+    block_size=st.sampled_from([16, 32, 48, 128]),
+    first=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    more=st.integers(1, 40),
+    window=st.sampled_from([None, 1, 7, 64, 100]),
+    softcap=st.sampled_from([None, 5.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_level_agrees_with_float64(
+    level, dtype, key_dim, value_dim, kv_heads, share, block_size, first, more, window, softcap, with_sinks, seed
+):
+    kernels.force_isa(level)
+    layer = LayerKVSpec(kv_heads, key_dim, value_dim or key_dim, window)
+    sequences = PagedSequences([layer], block_size, len(first), max(first) + more, dtype=dtype, seed=seed)
+    heads = kv_heads * share
+    sinks = torch.randn(heads) if with_sinks else None
+    backend, kv = NativeAttention(), sequences.kv[0]
+    assert backend.supports(kv)
+    for tokens in (dict(enumerate(first)), {0: more}):
+        batch = sequences.step(tokens)
+        query = fill(sequences, batch, heads, seed)
+        actual = backend.attend(kv, query, batch, scale=key_dim**-0.5, softcap=softcap, sinks=sinks)
+        expected = exact(kv, query, batch, scale=key_dim**-0.5, softcap=softcap, sinks=sinks)
+        assert actual.dtype == query.dtype
+        assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_context_of_several_splits_agrees_with_float64(level, dtype, window):
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 1, 2600, dtype=dtype)
+    fill(sequences, sequences.step({0: 2570}), 1)
+    for count in (1, 20):
+        batch = sequences.step({0: count})
+        query = fill(sequences, batch, 6, seed=count)
+        actual = NativeAttention().attend(sequences.kv[0], query, batch, scale=0.125)
+        assert relative_error(actual, exact(sequences.kv[0], query, batch, scale=0.125)) < TOLERANCE[dtype]
+
+
+def attend_in_steps(dtype: str, window: int | None, steps: list[dict[int, int]], sinks=None) -> dict[int, torch.Tensor]:
+    """Every sequence's outputs, token by token, however its tokens were dealt into steps."""
+    lengths = {0: 1300, 1: 90, 2: 700}
+    sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 3, 1300, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    keys, values, queries = (
+        {seq: torch.randn(n, heads, 64, generator=generator) for seq, n in lengths.items()} for heads in (2, 2, 6)
+    )
+    outputs: dict[int, list[torch.Tensor]] = {seq: [] for seq in lengths}
+    for step in steps:
+        spans = {seq: slice(sequences.lengths[seq], sequences.lengths[seq] + count) for seq, count in step.items()}
+        batch, kv = sequences.step(step), sequences.kv[0]
+        key, value, query = (
+            torch.cat([source[seq][span] for seq, span in spans.items()]) for source in (keys, values, queries)
+        )
+        kv.write(key, value, batch.groups[0].slot_mapping)
+        out = NativeAttention().attend(kv, query.to(kv.key.dtype), batch, scale=0.125, sinks=sinks)
+        for seq, part in zip(step, out.split(list(step.values())), strict=True):
+            outputs[seq].append(part)
+    assert sequences.lengths == list(lengths.values())
+    return {seq: torch.cat(parts) for seq, parts in outputs.items()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
+def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level, dtype, window):
+    kernels.force_isa(level)
+    whole = [{0: 1300, 1: 90, 2: 700}]
+    alone = [{0: 1300}, {1: 90}, {2: 700}]
+    chunks = [{0: 777, 2: 1}, {0: 512, 1: 64, 2: 650}, {1: 25, 2: 48}, {0: 10}, *[{0: 1, 1: 1, 2: 1}]]
+    kernels.set_num_threads(1)
+    expected = attend_in_steps(dtype, window, whole)
+    for threads, steps in itertools.product((1, 2, 3), (whole, alone, chunks)):
+        kernels.set_num_threads(threads)
+        actual = attend_in_steps(dtype, window, steps)
+        assert all(torch.equal(actual[seq], expected[seq]) for seq in expected), (threads, steps)
+
+
+def test_a_block_of_any_size_gives_the_same_bits():
+    results = []
+    for block_size in (16, 64, 1024):
+        sequences = PagedSequences([LayerKVSpec(1, 64, 64)], block_size, 1, 1000, dtype="bfloat16")
+        fill(sequences, sequences.step({0: 900}), 3)
+        batch = sequences.step({0: 30})
+        query = fill(sequences, batch, 3)
+        results.append(NativeAttention().attend(sequences.kv[0], query, batch, scale=0.125))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_strided_query_out_of_a_fused_product_is_read_in_place():
+    sequences = PagedSequences([LayerKVSpec(1, 64, 64)], 16, 1, 40, dtype="float32")
+    batch = sequences.step({0: 40})
+    query = fill(sequences, batch, 3)
+    fused = torch.cat((query.view(40, -1), torch.full((40, 128), float("nan"))), dim=-1)
+    strided = fused[:, : 3 * 64].view(40, 3, 64)
+    backend = NativeAttention()
+    expected = backend.attend(sequences.kv[0], query, batch, scale=0.125)
+    assert torch.equal(backend.attend(sequences.kv[0], strided, batch, scale=0.125), expected)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "dim"), [(8, "float32", 64), (16, "float16", 64), (16, "float32", 40), (16, "float32", 288)]
+)
+def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size, dtype, dim):
+    sequences = PagedSequences([LayerKVSpec(1, dim, dim)], block_size, 1, 40, dtype=dtype)
+    batch = sequences.step({0: 40})
+    query = fill(sequences, batch, 2)
+    assert not NativeAttention.supports(sequences.kv[0])
+    actual = NativeAttention().attend(sequences.kv[0], query, batch, scale=0.1)
+    assert torch.equal(actual, ReferenceAttention().attend(sequences.kv[0], query, batch, scale=0.1))
+
+
+def native_arguments() -> dict:
+    return {
+        "key": torch.zeros(5, 2, 32, 16, 2, dtype=torch.bfloat16),
+        "value": torch.zeros(5, 2, 8, 64, 2, dtype=torch.bfloat16),
+        "query": torch.zeros(3, 4, 64, dtype=torch.bfloat16),
+        "block_tables": torch.tensor([[1, 2]], dtype=torch.int32),
+        "query_start": torch.tensor([0, 3], dtype=torch.int32),
+        "context_lens": torch.tensor([20], dtype=torch.int32),
+        "scale": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3, 4, 64)}, r"query must be bfloat16, got float32 \[3, 4, 64\]"),
+        ({"query": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, r"query must have shape \[\*, \*, 64\]"),
+        ({"query": torch.zeros(3, 3, 64, dtype=torch.bfloat16)}, r"query heads \(3\) must be a multiple of KV heads"),
+        ({"block_tables": torch.tensor([[1, 5]], dtype=torch.int32)}, "refers to block 5 of 5"),
+        ({"block_tables": torch.tensor([[-1, 2]], dtype=torch.int32)}, "refers to block -1 of 5"),
+        ({"context_lens": torch.tensor([33], dtype=torch.int32)}, "needs 3 blocks for 33 tokens, its table has 2"),
+        ({"context_lens": torch.tensor([2], dtype=torch.int32)}, "has 3 new tokens but a context of 2"),
+        ({"context_lens": torch.tensor([20])}, "context_lens must be int32, got int64"),
+        ({"query_start": torch.tensor([0, 4], dtype=torch.int32)}, "has tokens 0 to 4 of 3"),
+        ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\]"),
+        ({"value": torch.zeros(5, 2, 8, 40, 2, dtype=torch.bfloat16)}, "value_dim must be a multiple of 16"),
+        ({"window": -1}, "window must be positive"),
+    ],
+)
+def test_a_bad_argument_is_a_value_error_with_the_numbers(change, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.attend(**{**native_arguments(), **change})
+
+
+def test_the_good_arguments_of_that_test_are_good(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert kernels.attend(**native_arguments()).shape == (3, 4, 64)
+    assert not caplog.records
