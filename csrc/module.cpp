@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstdlib>
 #include <stdexcept>
 
 #include "attention.h"
@@ -246,11 +245,4 @@ NB_MODULE(_native, m) {
     m.def("force_isa", &py_force_isa, "name"_a);
     m.def("num_threads", &num_threads);
     m.def("set_num_threads", &py_set_num_threads, "count"_a);
-    if (const char* forced = std::getenv("OCTAVO_ISA"); forced && *forced) {
-        try {
-            py_force_isa(forced);
-        } catch (const nb::builtin_exception& error) {
-            throw nb::value_error((std::string("OCTAVO_ISA: ") + error.what()).c_str());
-        }
-    }
 }

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch  # before the library: both then use torch's OpenMP runtime, hence one set of threads
+
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo import _native
@@ -44,7 +47,7 @@ __all__ = [
 @cache
 def _load() -> ModuleType | None:
     try:
-        return importlib.import_module("octavo._native")
+        library = importlib.import_module("octavo._native")
     except ImportError as error:
         logger.warning(
             "the C++ kernels are not compiled (%s): using the reference path, which is many times slower; "
@@ -52,6 +55,12 @@ def _load() -> ModuleType | None:
             error,
         )
         return None
+    if level := os.environ.get("OCTAVO_ISA"):
+        try:
+            library.force_isa(level)
+        except ValueError as error:
+            raise ConfigError(f"OCTAVO_ISA: {error}") from None
+    return library
 
 
 class _Missing:
