@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -118,12 +118,13 @@ class FakeEngine:
         try:
             for output in self._outputs(RequestId(request_id), token_ids, params, output_kind):
                 await asyncio.sleep(self.step_seconds)
-                finished = output.finished
-                yield output
+                if output is not None:
+                    finished = output.finished
+                    yield output
         finally:
-            self.running.discard(request_id)
             if not finished:
                 self.aborted.append(request_id)
+            self.running.discard(request_id)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         if not self.is_alive:
@@ -140,7 +141,8 @@ class FakeEngine:
 
     def _outputs(
         self, request_id: RequestId, prompt: list[int], params: SamplingParams, kind: OutputKind
-    ) -> list[RequestOutput] | Any:
+    ) -> Iterator[RequestOutput | None]:
+        """What each step gives: None where nothing is to be told yet."""
         lines = [self.answer(prompt, params, index) for index in range(params.n)]
         cached = len(prompt) - 1 if tuple(prompt) in self.cached else 0
         self.cached.add(tuple(prompt))
@@ -160,11 +162,12 @@ class FakeEngine:
                 _append(whole.setdefault(new.index, CompletionOutput(new.index)), new)
             last = step == longest - 1
             if kind is OutputKind.DELTA:
-                yield RequestOutput(
-                    request_id, None, prompt, news, last, cached, prompt_logprobs if step == 0 else None
-                )
-        if kind is OutputKind.FINAL:
-            yield RequestOutput(request_id, None, prompt, list(whole.values()), True, cached, prompt_logprobs)
+                given = prompt_logprobs if step == 0 else None
+                yield RequestOutput(request_id, None, prompt, news, last, cached, given)
+            elif last:
+                yield RequestOutput(request_id, None, prompt, list(whole.values()), True, cached, prompt_logprobs)
+            else:
+                yield None
 
     def answer(self, prompt: list[int], params: SamplingParams, index: int) -> list[CompletionOutput]:
         """One completion, a delta for each token."""

@@ -39,11 +39,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def create_app(engine: EngineClient, config: ServerConfig | None = None, in_flight: InFlight | None = None) -> FastAPI:
     """The application over a started engine. `in_flight` lets the caller end all requests at shutdown."""
-    config = config or ServerConfig()
+    config = ServerConfig() if config is None else config
+    in_flight = InFlight() if in_flight is None else in_flight
     version = octavo.__version__
     # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
     app = FastAPI(title="Octavo", version=version, redirect_slashes=False)
-    api = Api(engine, config, in_flight or InFlight(), version)
+    api = Api(engine, config, in_flight, version)
     for method, path, handler in api.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
     describe(app)

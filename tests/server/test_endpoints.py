@@ -1,0 +1,87 @@
+"""The endpoints beside completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+import octavo
+from tests.server.conftest import Running
+from tests.server.fake_engine import BOS, FakeEngine
+
+
+def test_health_and_version(server: Running) -> None:
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/version").json() == {"version": octavo.__version__}
+
+
+def test_models_tell_their_context_length(server: Running) -> None:
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 4096)
+    assert server.client.get("/v1/models/fake").json() == model
+
+
+def test_the_model_can_be_served_under_other_names(start_server: Callable[..., Running]) -> None:
+    server = start_server(served_model_name=["gpt/mine", "alias"])
+    assert [model["id"] for model in server.client.get("/v1/models").json()["data"]] == ["gpt/mine", "alias"]
+    assert server.client.get("/v1/models/gpt/mine").json()["root"] == "fake"
+    assert server.post("/v1/completions", {"model": "alias", "prompt": "x"}).json()["model"] == "alias"
+    assert server.post("/v1/completions", {"prompt": "x"}).json()["model"] == "gpt/mine"
+    server.error("/v1/completions", {"model": "fake", "prompt": "x"}, 404)
+
+
+def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
+    answer = server.post("/tokenize", {"model": "fake", "prompt": "héllo"}).json()
+    assert answer == {
+        "count": 7,
+        "max_model_len": 4096,
+        "tokens": [BOS, *"héllo".encode()],
+        "token_strs": None,
+    }
+    assert server.post("/detokenize", {"tokens": answer["tokens"][1:]}).json() == {"prompt": "héllo"}
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "<bos>héllo"}
+
+
+def test_tokenize_takes_chats_and_shows_tokens(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False, "return_token_strs": True}
+    answer = server.post("/tokenize", body).json()
+    assert bytes(answer["tokens"]) == b"#user: x\n"
+    assert answer["token_strs"][0] == "<0x23>"
+    assert server.post("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"] == [97]
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
+def test_tokenize_takes_either_a_prompt_or_messages(server: Running, body: dict[str, object]) -> None:
+    assert "either prompt or messages" in server.error("/tokenize", body, 400)["message"]
+
+
+def test_detokenize_refuses_ids_out_of_the_vocabulary(server: Running) -> None:
+    assert "token id 258 in tokens" in server.error("/detokenize", {"tokens": [258]}, 400)["message"]
+
+
+def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., Running]) -> None:
+    engine = FakeEngine()
+    engine.stats.on_step(num_running=2, num_waiting=1, kv_usage=0.25)
+    server = start_server(engine, served_model_name="mine")
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+    assert [(s.labels, s.value) for s in samples if s.name == "vllm:num_requests_running"] == [
+        ({"model_name": "mine"}, 2.0)
+    ]
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    answer = server.client.get("/metrics", headers=accept)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert "vllm:prompt_tokens" in {family.name for family in parse_openmetrics(answer.text)}
+
+
+def test_the_api_documents_itself(server: Running) -> None:
+    schema = server.client.get("/openapi.json").json()
+    assert set(schema["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize"}
+    reference = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = reference["$ref"].removeprefix("#/components/schemas/")
+    assert "max_tokens" in schema["components"]["schemas"][name]["properties"]
+    assert server.client.get("/docs").status_code == 200

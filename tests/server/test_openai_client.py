@@ -1,0 +1,103 @@
+"""The official client, unchanged, against a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from octavo.sampling_params import SamplingParams
+from tests.server.conftest import Running
+
+MESSAGES = [{"role": "user", "content": "tell me a poem"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def expected(server: Running, prompt: list[int], **params: object) -> str:
+    answer = server.engine.answer(prompt, SamplingParams(**params), 0)  # type: ignore[arg-type]
+    return "".join(delta.text for delta in answer)
+
+
+def test_the_client_lists_and_retrieves_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").owned_by == "octavo"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("other/model")
+
+
+def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, server: Running) -> None:
+    answer = client.completions.create(model="fake", prompt=[1, 2, 3], max_tokens=7, temperature=0)
+    assert answer.choices[0].text == expected(server, [1, 2, 3], max_tokens=7, temperature=0.0)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 7, 10)
+
+
+def test_a_completion_streams_the_same_text(client: openai.OpenAI) -> None:
+    asked = {"model": "fake", "prompt": "hello", "max_tokens": 9, "temperature": 0}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 8 + ["length"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 9
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_chat_answers_and_streams_the_same_text(client: openai.OpenAI) -> None:
+    asked = {"model": "fake", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_clients_own_stream_accumulator_reads_a_chat(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="fake", messages=MESSAGES, stop=".", n=2) as stream:
+        final = stream.get_final_completion()
+    assert [choice.finish_reason for choice in final.choices] == ["stop", "stop"]
+    assert all(choice.message.content for choice in final.choices)
+
+
+def test_cached_tokens_are_reported_also_when_there_are_none(client: openai.OpenAI) -> None:
+    asked = {"model": "fake", "prompt": "a prompt seen twice", "max_tokens": 1}
+    usages = [client.completions.create(**asked).usage for _ in range(2)]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, len("a prompt seen twice")]
+
+
+def test_an_answer_larger_than_one_write_arrives_whole(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="x", max_tokens=4000, logprobs=5)
+    assert len(answer.choices[0].text) == 4000
+    assert len(answer.choices[0].logprobs.tokens) == 4000
+
+
+def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="fake", prompt="x" * 5000, max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_streams(server: Running) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert len(text) == 4
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"

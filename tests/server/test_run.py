@@ -1,0 +1,175 @@
+"""How a server process begins and ends, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.server.run import bind
+from tests.server.conftest import wait_until
+
+ROOT = Path(__file__).parents[2]
+STEP = 0.02
+
+
+class ServerProcess:
+    """A server in a process of its own. `url` is known once it says that it serves."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self.said = process.stdout.readline()
+        self.ready = process.stdout.readline()
+        self.url = self.ready.split()[-1]
+
+    def stop(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def stream(self, max_tokens: int) -> Streaming:
+        return Streaming(self.url, max_tokens)
+
+
+class Streaming:
+    """A stream read in a thread; `events` grows as it comes."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.events: list[str] = []
+        self._body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        wait_until(lambda: len(self.events) > 1)
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=20) as response:
+                self.events.extend(line.removeprefix("data: ") for line in response.iter_lines() if line)
+        except httpx.TransportError as error:
+            self.events.append(repr(error))
+
+    def wait(self) -> list[str]:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.events
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ServerProcess]]:
+    with ExitStack() as stack:
+
+        def start(shutdown_timeout: float = 30) -> ServerProcess:
+            command = [sys.executable, "-W", "error", "-m", "tests.server.fake_server", "0", str(STEP)]
+            process = subprocess.Popen(
+                [*command, str(shutdown_timeout)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return ServerProcess(process)
+
+        yield start
+
+
+def test_it_says_what_it_serves_and_where_once_it_does(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    assert server.said == "loading the model\n"
+    assert re.fullmatch(r"Octavo serving fake on http://127\.0\.0\.1:\d+\n", server.ready)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_a_stream_finish(start: Callable[..., ServerProcess], number: signal.Signals) -> None:
+    server = start()
+    stream = server.stream(50)
+    server.stop(number)
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    *_, last, done = stream.wait()
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(5) == 0
+    out, err = server.process.communicate()
+    assert out == "gone in peace\n"
+    assert err == "Octavo stops: waiting up to 30 s for 1 running request; once more leaves at once\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_leaves_at_once(
+    start: Callable[..., ServerProcess], number: signal.Signals, code: int
+) -> None:
+    server = start()
+    stream = server.stream(4000)
+    server.stop(number)
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    began = time.monotonic()
+    server.stop(number)
+    assert server.process.wait(5) == code
+    assert time.monotonic() - began < 1
+    assert "[DONE]" not in stream.wait()
+
+
+def test_what_runs_too_long_is_cancelled_with_an_error(start: Callable[..., ServerProcess]) -> None:
+    server = start(shutdown_timeout=0.3)
+    stream = server.stream(4000)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 4000}))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.2)
+    server.stop(signal.SIGTERM)
+    *_, last, done = stream.wait()
+    assert json.loads(last)["error"]["code"] == "shutting_down"
+    assert done == "[DONE]"
+    asking.join(5)
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
+    assert server.process.wait(5) == 0
+
+
+def test_an_idle_server_leaves_quickly(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with httpx.Client(base_url=server.url) as kept_alive:
+        kept_alive.get("/health")
+        began = time.monotonic()
+        server.stop(signal.SIGINT)
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - began < 1.5
+
+
+def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command: list[Any] = [sys.executable, "-m", "tests.server.fake_server", str(port), "0", "0"]
+        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert finished.returncode == 1
+    assert "loading" not in finished.stdout
+    assert finished.stderr == (
+        f"cannot listen on 127.0.0.1:{port}: address already in use; "
+        "choose another port with --port, or 0 for a free one\n"
+    )
+
+
+def test_a_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on '256\.0\.0\.1'"):
+        bind("256.0.0.1", 0)
