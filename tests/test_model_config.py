@@ -215,12 +215,17 @@ def test_what_is_no_decoder_is_refused(change: dict[str, Any], tmp_path: Path) -
         read(tmp_path, LLAMA | change)
 
 
-def test_configuration_and_tokenizer_are_read_without_torch_and_transformers() -> None:
-    code = (
-        "import sys, octavo.model_source, octavo.models.tokenizer, octavo.gguf_config;"
-        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        ("octavo.model_source, octavo.models.tokenizer, octavo.gguf_config", {"torch", "transformers"}),
+        ("octavo.model_source, octavo.models.tokenizer, octavo.models.loader", {"gguf", "transformers"}),
+    ],
+)
+def test_what_takes_long_to_import_is_imported_only_where_it_is_needed(modules: str, unwanted: set[str]) -> None:
+    code = f"import sys, {modules}; print(*sorted({unwanted} & set(sys.modules)))"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == ""
 
 
 def test_a_folder_and_a_gguf_file_are_found_by_their_paths(tmp_path: Path) -> None:

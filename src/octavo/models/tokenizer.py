@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
-from octavo.gguf_config import gguf_eos_token_ids
-from octavo.gguf_file import GGUFFile
 from octavo.hf_config import read_hf_config, read_json
 from octavo.model_source import ModelFormat, ModelSource
 from octavo.models.chat_template import render_chat
-from octavo.models.gguf_tokenizer import bos_eos_template, build_tokenizer, byte_alphabet, special_tokens
+from octavo.models.gguf_tokenizer import build_tokenizer, byte_alphabet, special_tokens, write_spaces_as_sentencepiece
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
@@ -52,7 +51,7 @@ class Tokenizer:
         self._named_tokens = dict(named_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._added = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._named_id("bos_token")
@@ -70,11 +69,15 @@ class Tokenizer:
             UnsupportedModelError: a kind of vocabulary that neither Octavo nor transformers can read here.
         """
         if source.format is ModelFormat.GGUF:
-            return cls._from_gguf(GGUFFile(source.path))
+            return cls._from_gguf(source.path)
         return cls._from_folder(source.path)
 
     @classmethod
-    def _from_gguf(cls, file: GGUFFile) -> Tokenizer:
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        from octavo.gguf_config import gguf_eos_token_ids
+        from octavo.gguf_file import GGUFFile
+
+        file = GGUFFile(path)
         template = file.get("tokenizer.chat_template", None)
         return cls(
             build_tokenizer(file),
@@ -95,6 +98,7 @@ class Tokenizer:
             except Exception as error:  # tokenizers raises Exception itself
                 raise CorruptModelError(f"{path} cannot be read: {error}") from error
             _complete(backend, config, named)
+            _write_spaces_as_llama(backend, config, folder)
         else:
             backend, named = _through_transformers(folder, named)
         has_config = (folder / "config.json").is_file()
@@ -138,15 +142,15 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes one token stands for, which may be part of a character; b"" for no such id."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
         token = self.id_to_token(token_id)
         if token is None:
             return b""
+        if "ByteFallback" in self._decoder_kinds and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        if token_id in self._added:
+            return token.encode()
         if "ByteLevel" in self._decoder_kinds:
             return bytes(_BYTE_OF[character] for character in token if character in _BYTE_OF)
-        if "ByteFallback" in self._decoder_kinds and len(token) == 6 and token.startswith("<0x"):
-            return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
 
     def apply_chat_template(
@@ -183,9 +187,10 @@ def _content(token: Any) -> str | None:
 
 
 def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """What tokenizer_config.json says beyond tokenizer.json: further added tokens, and whether BOS and EOS are added.
+    """Add the tokens that tokenizer_config.json names and tokenizer.json does not, as transformers does.
 
-    As transformers' TokenizersBackend does it.
+    Its flags add_bos_token and add_eos_token are ignored there and here: tokenizer.json itself says what is put around
+    a text.
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
@@ -203,12 +208,22 @@ def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
             known.add(text)
     if additions:
         backend.add_tokens(additions)
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        backend.post_processor = bos_eos_template(
-            backend,
-            bos=named.get("bos_token") if config.get("add_bos_token") else None,
-            eos=named.get("eos_token") if config.get("add_eos_token") else None,
-        )
+
+
+def _write_spaces_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
+    """transformers 5 rebuilds what a Llama 2 folder says about spaces from the name of the tokenizer's class: older
+    files put a ▁ after every special token, which Llama's own SentencePiece does not. Mistral's files it takes as is.
+    """
+    if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return
+    model_type = (read_json(folder / "config.json") or {}).get("model_type", "llama")
+    if model_type != "llama" or not getattr(backend.model, "byte_fallback", False):
+        return
+    backend.normalizer = None
+    if config.get("add_prefix_space") is False:
+        write_spaces_as_sentencepiece(backend, "never")
+    else:
+        write_spaces_as_sentencepiece(backend, "always" if config.get("legacy") else "first")
 
 
 def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
