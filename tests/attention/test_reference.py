@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,15 @@ from octavo.errors import ConfigError
 from octavo.kvcache.spec import LayerKVSpec
 from tests.attention.batches import PagedSequences
 from tests.attention.oracle import oracle_attention
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """These tensors are tiny: a second thread only waits, and on a busy machine it waits long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,27 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     assert ids.tolist() == expected.tolist()
 
 
+def test_values_may_be_narrower_than_keys() -> None:
+    """As a model whose values were padded with zeros up to the keys' width."""
+    model = build("grouped queries")
+    padded = StateDict(model)
+    for name in [name for name in padded.tensors if name.endswith("v_proj.weight")]:
+        weight = padded.tensors[name].clone()
+        weight.view(2, 8, -1)[:, 5:] = 0.0
+        padded.tensors[name] = weight
+    narrow = StateDict(model)
+    for name, weight in padded.tensors.items():
+        if name.endswith("v_proj.weight"):
+            narrow.tensors[name] = weight.view(2, 8, -1)[:, :5].reshape(10, -1)
+        elif name.endswith("o_proj.weight"):
+            narrow.tensors[name] = weight.view(-1, 4, 8)[:, :, :5].reshape(-1, 20)
+    config = model_config(model)
+    sequences = random_sequences(VOCAB, [19, 8])
+    wide_logits = paged_logits(Decoder(config, padded, dtype=torch.float32), sequences)
+    config = dataclasses.replace(config, value_dim=5)
+    assert_same_logits(paged_logits(Decoder(config, narrow, dtype=torch.float32), sequences), wide_logits)
+
+
 def test_only_the_asked_for_rows_become_logits() -> None:
     model = build("qwen3")
     [ids] = random_sequences(VOCAB, [12])

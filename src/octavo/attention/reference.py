@@ -40,17 +40,17 @@ class ReferenceAttention(AttentionBackend):
             last_block = -(-context_lens[i] // kv.block_size)
             # Only the blocks inside the window: those before it are the null block.
             first_key = first_block * kv.block_size
-            key, value = kv.gather(tables[i, first_block:last_block], context_lens[i] - first_key)
+            key, value = kv.gather_heads(tables[i, first_block:last_block], context_lens[i] - first_key)
             key, value = key.float(), value.float()
-            rows = max(1, self._MAX_SCORES // (query.shape[1] * len(key)))
+            rows = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
             for low in range(start, stop, rows):
                 high = min(low + rows, stop)
                 seen_from = _window_start(first_query + low - start, kv.sliding_window) - first_key
                 seen_to = first_query + high - start - first_key
                 output[low:high] = attend_dense(
                     query[low:high],
-                    key[seen_from:seen_to],
-                    value[seen_from:seen_to],
+                    key[:, :, seen_from:seen_to],
+                    value[:, seen_from:seen_to],
                     scale=scale,
                     window=kv.sliding_window,
                     softcap=softcap,
@@ -78,18 +78,18 @@ def attend_dense(
 
     Args:
         query: [queries, num_heads, key_dim]
-        key: float32 [keys, kv_heads, key_dim]
-        value: float32 [keys, kv_heads, value_dim]
+        key: float32 [kv_heads, key_dim, keys]
+        value: float32 [kv_heads, keys, value_dim]
 
     Returns:
         float32 [queries, num_heads, value_dim]
     """
     num_queries, num_heads, key_dim = query.shape
-    num_keys, kv_heads, _ = key.shape
+    kv_heads, _, num_keys = key.shape
     share = num_heads // kv_heads
     # [kv_heads, queries * share, key_dim]: the query heads of one KV head are rows of one matrix product.
     rows = query.float().view(num_queries, kv_heads, share, key_dim).permute(1, 0, 2, 3).reshape(kv_heads, -1, key_dim)
-    scores = (rows * scale) @ key.permute(1, 2, 0)
+    scores = (rows * scale) @ key
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.view(kv_heads, num_queries, share, num_keys)
@@ -103,5 +103,5 @@ def attend_dense(
         weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = scores.softmax(dim=-1)
-    mixed = weights.reshape(kv_heads, num_queries * share, num_keys) @ value.transpose(0, 1)
+    mixed = weights.reshape(kv_heads, num_queries * share, num_keys) @ value
     return mixed.view(kv_heads, num_queries, share, -1).permute(1, 0, 2, 3).reshape(num_queries, num_heads, -1)

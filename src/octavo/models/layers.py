@@ -91,9 +91,7 @@ class LayerOps:
 
         The variance is float32; the normalised row is cast to x's dtype before the weight multiplies it.
         """
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return weight * functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -179,8 +179,8 @@ class _Probe:
         self.layers.append(LayerKVSpec(key.shape[1], key.shape[2], value.shape[2], window))
         attended = attend_dense(
             query,
-            key.float(),
-            value.float(),
+            key.float().permute(1, 2, 0),
+            value.float().transpose(0, 1),
             scale=call.scale,
             window=window,
             softcap=call.softcap,

@@ -56,11 +56,20 @@ class LayerKV:
 
     def gather(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of one block table."""
-        key = self.key[block_table].permute(0, 3, 1, 2, 4)  # [blocks, block_size, heads, dim / pair, pair]
-        value = self.value[block_table].permute(0, 2, 4, 1, 3)  # [blocks, block_size / pair, pair, heads, dim]
-        key = key.reshape(-1, key.shape[2], key.shape[3] * key.shape[4])
-        value = value.reshape(-1, value.shape[3], value.shape[4])
-        return key[:num_tokens], value[:num_tokens]
+        key, value = self.gather_heads(block_table, num_tokens)
+        return key.permute(2, 0, 1), value.transpose(0, 1)
+
+    def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as matrix products want it: keys [kv_heads, key_dim, num_tokens], values [kv_heads, num_tokens, …].
+
+        This is as the blocks lie, so that one strided copy does it.
+        """
+        # [kv_heads, key_dim / pair, pair, blocks, size] and [kv_heads, blocks, size / pair, pair, value_dim]
+        key = self.key.index_select(0, block_table).permute(1, 2, 4, 0, 3)
+        value = self.value.index_select(0, block_table).permute(1, 0, 2, 4, 3)
+        key = key.reshape(key.shape[0], key.shape[1] * key.shape[2], -1)
+        value = value.reshape(value.shape[0], -1, value.shape[4])
+        return key[:, :, :num_tokens], value[:, :num_tokens]
 
 
 class KVArena:
