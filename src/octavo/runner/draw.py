@@ -1,0 +1,261 @@
+"""From logits and one uniform number a row to a token: temperature, the filters, the draw.
+
+All filters keep a row's most likely tokens, in vLLM's order and sense:
+
+    x = logits / temperature
+    min_p   keeps  p(x) >= min_p * max p
+    top_k   keeps  x >= the k-th largest (equals of the k-th stay too, as in vLLM and transformers)
+    top_p   keeps  the fewest most likely of what is left whose share reaches top_p (Holtzman et al. 2020);
+                   equals by rising token id
+
+The draw inverts the distribution function **in vocabulary order**: a last-bit difference of the logits, from another
+batch size or another cut of the prompt, then moves each boundary by as little, while in order of probability it could
+swap two neighbours and with them the token. Masses are summed in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+
+from octavo.runner.largest import largest
+
+_CHUNK = 256
+# How many of the largest are looked at: a peaked row is done with the first. Only top_k asks for the last: under top_p
+# alone a row that needs more than 256 may need thousands, and finding its cut by bisection is cheaper than that.
+_WIDTHS = (64, 256, 1024)
+_LAST_WIDTH_FOR_TOP_P = 256
+# Logits bisected at a time on a CPU, so that the passes over them stay within its cache.
+_BISECTED_AT_ONCE = 2**19
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """What one draw needs, a value a row, on the logits' device.
+
+    Attributes:
+        uniforms: float64 [rows] in [0, 1).
+        temperature: float32 [rows], above 0.
+        top_k: int64 [rows]; 0 is off.
+        top_p: float64 [rows]; 1 is off.
+        min_p: float32 [rows]; 0 is off.
+    """
+
+    uniforms: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> DrawParams:
+        """The same for some of the rows."""
+        return DrawParams(
+            self.uniforms[index], self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
+        )
+
+
+def draw_from_all(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token a row under temperature and min_p alone, which need no order among the tokens.
+
+    Args:
+        logits: float32 [rows, vocab].
+
+    Returns:
+        int64 [rows] token ids, and bool [rows]: whether the row's logits make a distribution (else its id is void).
+    """
+    scaled = _scale(logits, params.temperature)
+    return _draw(_probs_above_min_p(scaled, params.min_p), params.uniforms)
+
+
+def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token a row under all filters; arguments and results as of `draw_from_all`.
+
+    The few largest logits are enough for most rows; the others are tried again with more of them, and in the end
+    search the whole vocabulary for the cut. Which of these a row takes depends on that row alone.
+    """
+    rows, vocab = logits.shape
+    scaled = _scale(logits, params.temperature)
+    totals = torch.full((rows,), torch.nan, dtype=torch.float64, device=logits.device)
+    unbounded = (params.top_k == 0).nonzero().squeeze(-1)
+    if len(unbounded):
+        x = scaled if len(unbounded) == rows else scaled[unbounded]
+        totals[unbounded] = _total_mass(x, params.min_p[unbounded])
+    token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    sound = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+    left = torch.arange(rows, device=logits.device)
+    for width in _WIDTHS:
+        width = min(width, vocab)
+        top_k = params.top_k[left]
+        fits = (top_k < width) & ((top_k > 0) | (width <= _LAST_WIDTH_FOR_TOP_P)) | (width == vocab)
+        now = left[fits]
+        if not len(now):
+            continue
+        x = scaled if len(now) == rows else scaled[now]
+        ids, valid, complete = _draw_among(x, params.rows(now), totals[now], width)
+        done = now[complete]
+        token_ids[done], sound[done] = ids[complete], valid[complete]
+        # In rising order always: where all rows are left, they are `scaled` as it stands.
+        finished = torch.zeros_like(fits)
+        finished[fits] = complete
+        left = left[~finished]
+        if not len(left):
+            return token_ids, sound
+    at_once = len(left) if logits.is_cuda else max(1, _BISECTED_AT_ONCE // vocab)
+    for first in range(0, len(left), at_once):
+        some = left[first : first + at_once]
+        token_ids[some], sound[some] = _draw_by_bisection(scaled[some], params.rows(some))
+    return token_ids, sound
+
+
+def _draw_among(
+    scaled: torch.Tensor, params: DrawParams, totals: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Filter and draw among the `width` largest; also says for which rows these held all that the filters keep.
+
+    `totals` is what top_p is a share of, in units of the most likely token's mass, for the rows without top_k.
+    """
+    values, ids = largest(scaled, width)
+    best, last = values[:, :1], values[:, -1:]
+    masses = (values - best).double().exp()
+    keep = values >= best + params.min_p.unsqueeze(-1).log()
+    limit = params.top_k.unsqueeze(-1)
+    kth = values.gather(-1, (limit - 1).clamp(0, width - 1))
+    keep &= (values >= kth) | (limit == 0)
+    cumulative = (masses * keep).cumsum(-1)
+    totals = torch.where(params.top_k > 0, cumulative[:, -1], totals).unsqueeze(-1)
+    share = params.top_p.unsqueeze(-1)
+    keep &= (cumulative - masses < share * totals) | (share >= 1.0)
+    keep[:, 0] = True
+    # Of the values equal to the last one some may be missing, unless they have no mass.
+    complete = ~(keep & (values == last)).any(-1) | (last == -torch.inf).squeeze(-1)
+    if width == scaled.shape[1]:
+        complete.fill_(True)
+    in_vocab_order = ids.argsort(dim=-1)
+    cumulative = (masses * keep).gather(-1, in_vocab_order).cumsum(-1)
+    total = cumulative[:, -1]
+    place, _ = _invert(cumulative, params.uniforms * total)
+    token_ids = ids.gather(-1, in_vocab_order.gather(-1, place.unsqueeze(-1))).squeeze(-1)
+    # A NaN or an infinite logit sorts to the front and makes the total NaN: let it be reported now, not looked for.
+    sound = torch.isfinite(total)
+    return token_ids, sound, complete | ~sound
+
+
+def _draw_by_bisection(scaled: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filter and draw by finding the smallest logit that top_p keeps: 32 passes over the logits, no sort."""
+    probs = _probs_above_min_p(scaled, params.min_p)
+    for row, k in enumerate(params.top_k.tolist()):
+        if k:
+            kth = scaled[row].topk(k, sorted=False).values.amin()
+            probs[row].masked_fill_(scaled[row] < kth, 0.0)
+    if bool((params.top_p < 1.0).any()):
+        wanted = params.top_p.unsqueeze(-1) * _cumulative_masses(probs)[:, -1:]
+        cut, above = _top_p_cut(scaled, probs, wanted)
+        # Of the tokens equal to the cut, as many by rising id as are needed. Without top_p the cut is below them all.
+        equal = scaled == cut
+        mass_of_one = torch.where(equal, probs, 0.0).amax(-1, keepdim=True).double()
+        before = above + (equal.cumsum(-1) - 1) * mass_of_one
+        dropped = (scaled < cut) | (equal & (before >= wanted))
+        probs.masked_fill_(dropped & (params.top_p < 1.0).unsqueeze(-1), 0.0)
+    return _draw(probs, params.uniforms)
+
+
+def _top_p_cut(scaled: torch.Tensor, probs: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest value c for which the tokens above c have less than the wanted mass, and that mass.
+
+    float32 [rows, 1] and float64 [rows, 1]. Floats are bisected by their place in the order of all floats, so that
+    32 steps find c exactly.
+    """
+    low = torch.full_like(wanted, _rank_of(-torch.inf), dtype=torch.int64)
+    high = torch.full_like(wanted, _rank_of(torch.inf), dtype=torch.int64)
+    kept = torch.empty_like(scaled)
+
+    def mass_above(rank: torch.Tensor) -> torch.Tensor:
+        # A float mask: torch compares into it and multiplies by it several times as fast as by a bool one.
+        torch.gt(scaled, _float_at(rank), out=kept)
+        return _cumulative_masses(kept.mul_(probs))[:, -1:]
+
+    for _ in range(32):
+        middle = (low + high) >> 1
+        little = mass_above(middle) < wanted
+        high = torch.where(little, middle, high)
+        low = torch.where(little, low, middle + 1).minimum(high)
+    return _float_at(high), mass_above(high)
+
+
+def _rank_of(value: float) -> int:
+    """Place of a float32 in the order of all of them, 0.0 at 0."""
+    bits = int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    return bits if bits >= 0 else -(bits & 0x7FFF_FFFF)
+
+
+def _float_at(rank: torch.Tensor) -> torch.Tensor:
+    """The float32 at a place in the order of all of them: the inverse of `_rank_of`."""
+    return rank.abs().int().view(torch.float32) * rank.sign()
+
+
+def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert each row's distribution function: the chunk first, then the token in it.
+
+    One pass of float32 sums over the vocabulary instead of a float64 cumsum.
+
+    Args:
+        probs: float32 [rows, vocab], not necessarily summing to 1.
+        uniforms: float64 [rows].
+    """
+    cumulative = _cumulative_masses(probs)
+    total = cumulative[:, -1]
+    chunk, share = _invert(cumulative, uniforms * total)
+    vocab = probs.shape[1]
+    inside = chunk.unsqueeze(-1) * _CHUNK + torch.arange(_CHUNK, device=probs.device)
+    # Positions past the vocabulary repeat its last token with no mass.
+    weights = probs.gather(-1, inside.clamp(max=vocab - 1)).double().masked_fill_(inside >= vocab, 0.0)
+    fine = weights.cumsum(-1)
+    token, _ = _invert(fine, share * fine[:, -1])
+    return (chunk * _CHUNK + token).clamp_(max=vocab - 1), torch.isfinite(total) & (total > 0)
+
+
+def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first place whose cumulative mass exceeds the target, int64 [rows], and how far into that place's own mass
+    the target lies, float64 [rows] in [0, 1]. A place without mass is never chosen."""
+    # A product of u < 1 may round up to the total itself.
+    below = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
+    target = torch.minimum(target, below).unsqueeze(-1)
+    place = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
+    before = cumulative.gather(-1, (place - 1).clamp(min=0)).masked_fill_(place == 0, 0.0)
+    share = (target - before) / (cumulative.gather(-1, place) - before)
+    return place.squeeze(-1), share.squeeze(-1)
+
+
+def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return logits / temperature.unsqueeze(-1)
+
+
+def _probs_above_min_p(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, vocab]: probabilities, 0 where p < min_p * max p."""
+    probs = scaled.softmax(-1)
+    if bool((min_p > 0).any()):
+        cut = scaled.amax(-1, keepdim=True) + min_p.unsqueeze(-1).log()
+        probs.mul_(torch.ge(scaled, cut, out=torch.empty_like(scaled)))
+    return probs
+
+
+def _cumulative_masses(probs: torch.Tensor) -> torch.Tensor:
+    """float64 [rows, ceil(vocab / chunk)]: the mass up to the end of each chunk.
+
+    Sums of a fixed number of neighbours: torch splits the sum of one long row among threads, and not that of several.
+    """
+    rows, vocab = probs.shape
+    whole = vocab // _CHUNK * _CHUNK
+    sums = probs[:, :whole].view(rows, whole // _CHUNK, _CHUNK).sum(-1)
+    if whole < vocab:
+        rest = F.pad(probs[:, whole:], (0, whole + _CHUNK - vocab)).view(rows, 1, _CHUNK).sum(-1)
+        sums = torch.cat((sums, rest), dim=-1)
+    return sums.double().cumsum(-1)
+
+
+def _total_mass(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """float64 [rows]: mass of all tokens that min_p leaves, in units of the most likely token's."""
+    probs = _probs_above_min_p(scaled, min_p)
+    return _cumulative_masses(probs)[:, -1] / probs.amax(-1).double()
