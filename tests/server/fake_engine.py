@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.errors import CapacityError, ContextLengthError, EngineDeadError
+from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -47,6 +47,8 @@ class ByteTokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
+        if variables.get("refuse"):
+            raise RequestError("the model's chat template refused these messages", param="messages")
         lines = [f"{variables.get('marker', '#')}{m['role']}: {m['content']}\n" for m in messages]
         return "".join(lines) + ("#assistant: " if add_generation_prompt else "")
 

@@ -167,6 +167,8 @@ def test_a_message_that_cannot_be_used_is_named(server: Running, message: Any, p
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
         ({"messages": [USER], "logprobs": 3}, "logprobs", "valid boolean"),
         ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set"),
+        ({"messages": [USER], "chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs", "must not set"),
+        ({"messages": [USER], "chat_template_kwargs": {"refuse": True}}, "messages", "template refused"),
         ({"messages": [USER], "max_completion_tokens": 0}, "max_tokens", "at least 1"),
     ],
 )

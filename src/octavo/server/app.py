@@ -6,9 +6,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 import octavo
 from octavo.errors import OctavoError, RequestError
@@ -21,7 +24,7 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError, LastResort, ModelMissingError, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
 from octavo.server.logprobs import TokenTexts
-from octavo.server.openapi import describe
+from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.prompts import checked_messages, encode_chat, offload
 from octavo.server.protocol import (
     ChatBody,
@@ -37,33 +40,33 @@ Body = TypeVar("Body", bound=RequestBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient, config: ServerConfig | None = None, in_flight: InFlight | None = None) -> FastAPI:
+def create_app(
+    engine: EngineClient, config: ServerConfig | None = None, in_flight: InFlight | None = None
+) -> Starlette:
     """The application over a started engine. `in_flight` lets the caller end all requests at shutdown."""
     config = ServerConfig() if config is None else config
-    in_flight = InFlight() if in_flight is None else in_flight
-    version = octavo.__version__
-    # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
-    app = FastAPI(title="Octavo", version=version, redirect_slashes=False)
-    api = Api(engine, config, in_flight, version)
-    for method, path, handler in api.routes():
-        app.add_api_route(path, handler, methods=[method], response_model=None, include_in_schema=False)
-    describe(app)
-    app.add_exception_handler(OctavoError, answer_octavo_error)
-    app.add_exception_handler(HTTPException, answer_http_error)
+    # Not `in_flight or …`: one that holds nothing yet is false.
+    api = Api(engine, config, InFlight() if in_flight is None else in_flight)
+    middleware = [Middleware(LastResort)]
     if keys := config.accepted_keys:
-        app.add_middleware(RequireApiKey, keys=ApiKeys(keys))
-    app.add_middleware(LastResort)
+        middleware.append(Middleware(RequireApiKey, keys=ApiKeys(keys)))
+    app = Starlette(
+        routes=[Route(path, handler, methods=[method]) for method, path, handler in api.routes()],
+        exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
+        middleware=middleware,
+    )
+    # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
+    app.router.redirect_slashes = False
     return app
 
 
 class Api:
     """The handlers. Each reads its body itself, so that a body over the limit is never held."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight, version: str) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight) -> None:
         self._engine = engine
         self._config = config
         self._in_flight = in_flight
-        self._version = version
         self._names = tuple(config.served_model_name) or (engine.model_name,)
         self._created = int(time.time())
         texts = TokenTexts(engine)
@@ -83,6 +86,8 @@ class Api:
             ("GET", "/health", self.health),
             ("GET", "/version", self.show_version),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
+            ("GET", "/docs", self.docs),
         ]
 
     async def create_completion(self, request: Request) -> Response:
@@ -157,7 +162,7 @@ class Api:
         return _json(b'{"status":"ok"}')
 
     async def show_version(self, request: Request) -> Response:
-        return _json(json_bytes({"version": self._version}))
+        return _json(json_bytes({"version": octavo.__version__}))
 
     async def metrics(self, request: Request) -> Response:
         if self._metrics is None:
@@ -167,6 +172,12 @@ class Api:
             self._metrics = MetricsPage(self._engine.stats, self._names[0])
         content, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(json_bytes(describe(octavo.__version__)))
+
+    async def docs(self, request: Request) -> Response:
+        return Response(DOCS_PAGE, media_type="text/html")
 
     async def _read(self, request: Request, body_type: type[Body]) -> Body:
         raw = await read_body(request, self._config.body_limit)

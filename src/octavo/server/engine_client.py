@@ -30,7 +30,9 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
-    ) -> str: ...
+    ) -> str:
+        """The prompt of a chat; raises `RequestError` where the template refuses it, or there is none."""
+        ...
 
 
 class EngineClient(Protocol):

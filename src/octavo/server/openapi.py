@@ -1,13 +1,9 @@
-"""The documentation at /docs, made when it is first asked for.
-
-Handlers read and validate their bodies themselves, so FastAPI cannot see the types: they are named here.
-"""
+"""The documentation at /docs, and the description of the API that it shows."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -28,18 +24,8 @@ _PLAIN = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Replace FastAPI's own description of `app`."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _schema(app.title, app.version)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _schema(title: str, version: str) -> dict[str, Any]:
+def describe(version: str) -> dict[str, Any]:
+    """The API in OpenAPI's terms."""
     bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body, _ in _BODIES.values()]
     _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
@@ -59,10 +45,25 @@ def _schema(title: str, version: str) -> dict[str, Any]:
     ]
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
+        "info": {"title": "Octavo", "version": version},
         "paths": paths,
         "components": {"schemas": definitions["$defs"]},
     }
 
 
 _RESPONSES = {"200": {"description": "As OpenAI's API"}, "default": {"description": "An error object"}}
+
+# Swagger UI comes from its public network, as FastAPI's page does: offline, /openapi.json is there all the same.
+DOCS_PAGE = """<!DOCTYPE html>
+<html>
+<head>
+<title>Octavo</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui"})</script>
+</body>
+</html>
+"""

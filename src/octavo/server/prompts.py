@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
 from octavo.errors import RequestError
 from octavo.server.engine_client import EngineClient
 from octavo.server.protocol import check_token_ids
@@ -18,7 +16,11 @@ MAX_PROMPTS = 2048
 LARGE = 64 * 1024
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation")
+# What a body must not pass to the template: the server and the tokenizer do.
+_TEMPLATE_VARIABLES = (
+    *("messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"),
+    *("template", "chat_template", "self"),
+)
 _PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 Result = TypeVar("Result")
@@ -136,10 +138,7 @@ async def encode_chat(
             raise RequestError(f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
 
     def render() -> Prompt:
-        try:
-            text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
-        except (TemplateError, TypeError) as error:
-            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
         return _encode(engine, text, add_special_tokens)
 
     return await offload(sum(len(message["content"]) for message in messages), render)
