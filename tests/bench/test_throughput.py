@@ -23,6 +23,7 @@ def test_the_command_warms_up_runs_and_prints_one_json_object_last(octavo_comman
     assert (result["runs"], result["workload"]) == (2, "uniform3")
     assert result["options"] == {"enable_prefix_caching": False}
     assert len(fake_llm.last.prompts) == 2 + 2 * 3
+    assert fake_llm.last.num_cache_resets == 2
     assert all(p.ignore_eos and p.greedy and not p.detokenize for p in fake_llm.last.params)
 
 

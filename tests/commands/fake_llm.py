@@ -20,11 +20,16 @@ class FakeLLM:
 
     def __init__(self, **options):
         self.config = EngineConfig(**options)
-        self.core = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+        self.num_cache_resets = 0
+        kv = SimpleNamespace(reset_prefix_cache=self._reset_prefix_cache)
+        self.core = SimpleNamespace(max_model_len=MAX_MODEL_LEN, scheduler=SimpleNamespace(kv=kv))
         self.prompts, self.params, self.conversations = [], [], []
         self.use_tqdm = None
         self.closed = self.stream_closed = False
         type(self).last = self
+
+    def _reset_prefix_cache(self):
+        self.num_cache_resets += 1
 
     def __enter__(self):
         return self

@@ -38,9 +38,17 @@ class ThroughputRun:
 
 
 def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: bool = False) -> list[ThroughputRun]:
-    """`runs` timed passes, after a warm-up on the first two requests that counts for nothing."""
+    """`runs` timed passes, after a warm-up on the first two requests that counts for nothing.
+
+    Each begins with an empty prefix cache, or the second would find all prompts of the first: what is shared is what
+    the workload shares.
+    """
     run_once(llm, requests[:WARM_UP_REQUESTS])
-    return [run_once(llm, requests, use_tqdm=use_tqdm) for _ in range(runs)]
+    timed = []
+    for _ in range(runs):
+        llm.core.scheduler.kv.reset_prefix_cache()
+        timed.append(run_once(llm, requests, use_tqdm=use_tqdm))
+    return timed
 
 
 def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = False) -> ThroughputRun:
