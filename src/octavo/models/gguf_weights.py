@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo.errors import CorruptModelError
@@ -34,17 +37,20 @@ class GGUFWeights:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(name)
-        values = _dequantize(self._file, tensor, dtype)
-        order = rotary_row_order(tensor.name, self._config)
-        return values if order is None else values[torch.from_numpy(order)]
+        return _dequantize(self._rows(tensor), tensor, dtype)
 
     def raw(self, name: str) -> RawTensor | None:
         tensor = self._tensor(name)
         if tensor.type.name in _FLOATS:
             return None
+        return RawTensor(self._rows(tensor), tensor.type, tensor.shape)
+
+    def _rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         rows = self._file.raw(tensor.name)
         order = rotary_row_order(tensor.name, self._config)
-        return RawTensor(rows if order is None else rows[order], tensor.type, tensor.shape)
+        if order is None:
+            return rows
+        return rows.reshape(len(order), -1)[order].reshape(rows.shape)  # a bias is one row of many values
 
     def _tensor(self, name: str) -> GGUFTensor:
         try:
@@ -56,19 +62,19 @@ class GGUFWeights:
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _dequantize(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the file's row order: float32 equal bit by bit to gguf's, then rounded to `dtype`.
+def _dequantize(rows: npt.NDArray[np.uint8], tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stored bytes [rows, row_bytes] to values: float32 equal bit by bit to gguf's, then rounded to `dtype`.
 
     The types that small models come in are spelled out in torch: gguf's numpy takes 1 s for 135M parameters, this 0.3.
     """
     kind = tensor.type.name
     if kind in _FLOATS:
-        stored = torch.from_numpy(file.raw(tensor.name).reshape(-1)).view(_FLOATS[kind])
+        stored = torch.from_numpy(rows.reshape(-1)).view(_FLOATS[kind])
         return stored.view(tensor.shape).to(dtype, copy=True)  # a copy, to let go of the file
     if kind not in _UNPACK:
-        return torch.from_numpy(file.dequantize(tensor.name)).to(dtype)
+        return torch.from_numpy(gguf.dequantize(rows, tensor.type)).view(tensor.shape).to(dtype)
     unpack, block_bytes = _UNPACK[kind]
-    blocks = torch.from_numpy(file.raw(tensor.name)).view(-1, block_bytes)
+    blocks = torch.from_numpy(rows).view(-1, block_bytes)
     values = torch.empty(len(blocks), _BLOCK_SIZE, dtype=dtype)
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         values[start : start + _BLOCKS_AT_ONCE] = unpack(blocks[start : start + _BLOCKS_AT_ONCE])
