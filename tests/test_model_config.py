@@ -19,7 +19,7 @@ from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedMode
 from octavo.hf_config import read_hf_config
 from octavo.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
 from octavo.model_source import ModelFormat, load_model_config, resolve_model
-from octavo.models.layers import ACTIVATIONS
+from octavo.models.ops import ACTIVATIONS
 from tests.models import tiny
 
 LLAMA = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
@@ -44,6 +45,11 @@ class LLM:
         return self.core.config
 
     @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output, in tokens."""
+        return self.core.max_model_len
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Raises RequestError where the model came without one."""
         if self.core.tokenizer is None:
@@ -66,7 +72,8 @@ class LLM:
             use_tqdm: show a progress bar on standard error.
 
         Raises:
-            RequestError: before anything is computed; the message begins with the prompt's index where there are several.
+            RequestError: before anything is computed; where there are several prompts, the message begins
+                with the index of the one.
         """
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         requests = self._make_requests([_read_prompt(p) for p in prompts], sampling_params)
@@ -97,6 +104,10 @@ class LLM:
                 yield from self.core.step()
         finally:
             self.core.abort(request.request_id)
+
+    def reset_prefix_cache(self) -> int:
+        """Give up every cached block; returns how many there were."""
+        return self.core.scheduler.kv.reset_prefix_cache()
 
     def close(self) -> None:
         """Abort what is left. The object must not be used afterwards."""
@@ -141,15 +152,15 @@ class LLM:
         for request, prompt in requests:
             self.core.add(request, prompt=prompt)
         outputs: dict[RequestId, RequestOutput] = {}
-        generated = self.core.stats.generation_tokens
+        generated, started = self.core.stats.generation_tokens, time.perf_counter()
         with tqdm(total=len(requests), desc="Completions", disable=not use_tqdm, dynamic_ncols=True) as bar:
             try:
                 while len(outputs) < len(requests):
                     for output in self.core.step():
                         outputs[output.request_id] = output
                         bar.update()
-                        tokens = self.core.stats.generation_tokens - generated
-                        bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+                        rate = (self.core.stats.generation_tokens - generated) / (time.perf_counter() - started)
+                        bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
             except BaseException:
                 # Ctrl-C, or a failure in a step: nothing of this call may go on holding blocks.
                 for request, _ in requests:

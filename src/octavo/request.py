@@ -17,11 +17,15 @@ _sequence_ids = itertools.count(1)
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are OpenAI's, and "abort" for a request its client gave up."""
+    """Why a sequence ended; "stop" and "length" are OpenAI's.
+
+    ABORT: its client gave it up. ERROR: the model gave no usable logits for it.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 class SequenceStatus(Enum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.request import Sequence
@@ -18,10 +18,8 @@ LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding
 
 
 class CacheMachine(RuleBasedStateMachine):
-    sequences = Bundle("sequences")
-
     @initialize(
-        num_blocks=st.integers(2, 24),
+        num_blocks=st.sampled_from([40, 24, 12, 6, 2]),
         block_size=st.sampled_from([1, 2, 4]),
         layers=st.sampled_from(LAYERS),
         caching=st.booleans(),
@@ -30,7 +28,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager = make_manager(num_blocks, block_size, layers, caching)
         self.block_size = block_size
         self.written: dict[tuple[BlockId, int], tuple[int, tuple[int, ...]]] = {}
-        self.live: set[Sequence] = set()
+        self.live: list[Sequence] = []
+        self.waiting: list[Sequence] = []
 
     def write(self, seq: Sequence, count: int) -> None:
         """What the runner does: store each new token, with all before it, at its slot."""
@@ -41,57 +40,70 @@ class CacheMachine(RuleBasedStateMachine):
         seq.num_computed += count
         self.manager.commit(seq)
 
-    @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from("ab"))
-    def arrive(self, tokens: list[int], salt: str) -> Sequence:
-        return make_sequence(tokens, salt)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from("aab"))
+    def arrive(self, tokens: list[int], salt: str) -> None:
+        self.waiting.append(make_sequence(tokens, salt))
 
-    @rule(seq=sequences, chunk=st.integers(1, 20))
-    def admit(self, seq: Sequence, chunk: int) -> None:
-        if seq in self.live or seq.finished:
-            return
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), chunk=st.integers(1, 20))
+    def admit(self, data: st.DataObject, chunk: int) -> None:
+        seq = data.draw(st.sampled_from(self.waiting))
         hit = self.manager.match(seq)
         chunk = min(chunk, seq.num_tokens - hit.num_tokens)
         if self.manager.admit(seq, hit, chunk):
-            self.live.add(seq)
+            self.waiting.remove(seq)
+            self.live.append(seq)
             seq.num_computed = hit.num_tokens
             self.write(seq, chunk)
 
-    @rule(seq=sequences, token=st.integers(0, 1), chunk=st.integers(1, 6))
+    @precondition(lambda self: self.live)
+    @rule(chunk=st.integers(1, 6))
+    def step(self, chunk: int) -> None:
+        """All live sequences go on, each its own way."""
+        for index, seq in enumerate(self.live):
+            self.compute(seq, index, chunk)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token=st.integers(0, 1), chunk=st.integers(1, 6))
+    def compute_one(self, data: st.DataObject, token: int, chunk: int) -> None:
+        self.compute(data.draw(st.sampled_from(self.live)), token, chunk)
+
     def compute(self, seq: Sequence, token: int, chunk: int) -> None:
-        if seq not in self.live:
-            return
         if seq.num_computed == seq.num_tokens:
             seq.token_ids.append(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
         copies = self.manager.extend(seq, chunk)
-        if copies is None:
-            return
-        for copy in copies:
+        for copy in copies or ():
             for offset in range(self.block_size):
                 if (copy.source, offset) in self.written:
                     self.written[copy.destination, offset] = self.written[copy.source, offset]
-        self.write(seq, chunk)
+        if copies is not None:
+            self.write(seq, chunk)
 
-    @rule(target=sequences, parent=sequences)
-    def fork(self, parent: Sequence) -> Sequence:
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.live))
         child = make_sequence(list(parent.token_ids), parent.request.cache_salt)
-        if parent in self.live:
-            self.manager.fork(parent, child)
-            child.num_computed = parent.num_computed
-            self.live.add(child)
-        return child
+        self.manager.fork(parent, child)
+        child.num_computed = parent.num_computed
+        self.live.append(child)
 
-    @rule(seq=sequences)
-    def preempt(self, seq: Sequence) -> None:
-        if seq in self.live:
-            self.manager.release(seq)
-            seq.num_computed = 0
-            self.live.discard(seq)
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.live))
+        self.manager.release(seq)
+        seq.num_computed = 0
+        self.live.remove(seq)
+        self.waiting.append(seq)
 
-    @rule(seq=consumes(sequences))
-    def finish(self, seq: Sequence) -> None:
+    @precondition(lambda self: self.live or self.waiting)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([*self.live, *self.waiting]))
         self.manager.forget(seq)
-        self.live.discard(seq)
+        (self.live if seq in self.live else self.waiting).remove(seq)
 
     @rule()
     def reset(self) -> None:

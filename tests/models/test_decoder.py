@@ -13,14 +13,9 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.decoder import Decoder
-from octavo.models.layers import (
-    LayerOps,
-    PackedLinear,
-    PlainLinear,
-    RotaryTable,
-    inverse_frequencies,
-    make_linear,
-)
+from octavo.models.linear import PackedLinear, PlainLinear, make_linear
+from octavo.models.ops import LayerOps
+from octavo.models.rotary import RotaryTable, inverse_frequencies
 from tests.attention.batches import PagedSequences
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences
 
@@ -236,7 +231,8 @@ def test_rotary_frequencies_are_bit_for_bit_those_of_transformers(case: str) -> 
 def test_partial_rotation_leaves_the_other_dimensions_alone() -> None:
     table = RotaryTable(RopeConfig(rotary_dim=4), torch.device("cpu"))
     heads = torch.randn(5, 2, 10)
-    rotated = LayerOps().rotate(heads, *table.lookup(torch.arange(5) + 2000, 2005))
+    rotation = table.at(torch.arange(5) + 2000, 2005)
+    rotated = LayerOps().rotate(heads, rotation.token_cos, rotation.token_sin)
     assert torch.equal(rotated[..., 4:], heads[..., 4:])
     torch.testing.assert_close(rotated[..., :4].norm(dim=-1), heads[..., :4].norm(dim=-1))
 

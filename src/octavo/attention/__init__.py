@@ -7,17 +7,22 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.errors import ConfigError
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "native", "reference")
 
 
 def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
     """The backend called `name`; "auto" is the fastest that runs on `device`.
 
     Raises:
-        ConfigError: no such backend.
+        ConfigError: no such backend, or it does not run here.
     """
+    from octavo import kernels
+    from octavo.attention.native import NativeAttention
     from octavo.attention.reference import ReferenceAttention
 
-    if name in ("auto", "reference"):
-        return ReferenceAttention()
-    raise ConfigError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    if name not in BACKENDS:
+        raise ConfigError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    runs_natively = torch.device(device).type == "cpu" and kernels.available()
+    if name == "native" and not runs_natively:
+        raise ConfigError("attention_backend 'native' needs the compiled C++ kernels and device 'cpu'; use 'auto'")
+    return NativeAttention() if runs_natively and name != "reference" else ReferenceAttention()

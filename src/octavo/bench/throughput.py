@@ -46,7 +46,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: 
     run_once(llm, requests[:WARM_UP_REQUESTS])
     timed = []
     for _ in range(runs):
-        llm.core.scheduler.kv.reset_prefix_cache()
+        llm.reset_prefix_cache()
         timed.append(run_once(llm, requests, use_tqdm=use_tqdm))
     return timed
 

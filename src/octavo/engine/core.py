@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from collections.abc import Sequence as Seq
@@ -10,14 +11,17 @@ from collections.abc import Sequence as Seq
 from octavo.config import EngineConfig
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
+from octavo.engine.recorder import StatsRecorder
 from octavo.errors import ContextLengthError, RequestError
 from octavo.models.tokenizer import Tokenizer
-from octavo.engine.recorder import StatsRecorder
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.runner.runner import ModelRunner
+from octavo.runner.sampler import LogitsError
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Seq[int]
 
@@ -106,21 +110,21 @@ class EngineCore:
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
         """End a request and free its blocks at once; returns its last output, None where it is over already."""
-        request = self.scheduler.abort(request_id)
-        if request is None:
-            return None
-        self._recorder.on_abort(request)
-        return self._processor.end(request)
+        return self._end(request_id, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns what is new, one output per request concerned."""
         plan = self.scheduler.schedule()
         if not plan:
             return []
-        result = self.runner.execute(plan)
+        self._recorder.on_planned(plan)
+        try:
+            result = self.runner.execute(plan)
+        except LogitsError as error:
+            return self._end_faulty(error)
         updates = self.scheduler.update(plan, result)
         outputs = self._processor.process(updates)
-        self._recorder.on_step(plan, updates)
+        self._recorder.on_step(updates)
         return outputs
 
     def close(self) -> None:
@@ -128,8 +132,21 @@ class EngineCore:
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
 
+    def _end_faulty(self, error: LogitsError) -> list[RequestOutput]:
+        """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
+        logger.error("%s", error)
+        outputs = (self._end(request_id, FinishReason.ERROR) for request_id in error.request_ids)
+        return [output for output in outputs if output is not None]
+
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
+
+    def _end(self, request_id: RequestId, reason: FinishReason) -> RequestOutput | None:
+        request = self.scheduler.end_request(request_id, reason)
+        if request is None:
+            return None
+        self._recorder.on_ended(request, reason)
+        return self._processor.end(request)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, str):

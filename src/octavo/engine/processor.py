@@ -75,11 +75,7 @@ class OutputProcessor:
             if tracked is None:
                 tracked = touched[request_id] = self._tracked[request_id]
             self._take_in(tracked.completions[update.seq.index], update)
-        outputs = []
-        for tracked in touched.values():
-            if (output := self._output(tracked)) is not None:
-                outputs.append(output)
-        return outputs
+        return [output for tracked in touched.values() if (output := self._output(tracked)) is not None]
 
     def end(self, request: Request) -> RequestOutput | None:
         """The last output of a request that was aborted; None where it is over already."""

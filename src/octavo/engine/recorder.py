@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from octavo.observe.stats import EngineStats
-from octavo.request import FinishReason, Request, SequenceId
+from octavo.request import FinishReason, Request, RequestId, SequenceId
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
 
@@ -21,8 +21,8 @@ class StatsRecorder:
         self._last_token: dict[SequenceId, float] = {}
         self._preemptions = 0
 
-    def on_step(self, plan: StepPlan, updates: Iterable[SequenceUpdate]) -> None:
-        """After a step, once stop strings have ended what they end."""
+    def on_planned(self, plan: StepPlan) -> None:
+        """Before a step is computed: who was admitted in it."""
         now = time.monotonic()
         for item in plan.scheduled:
             if item.fresh and item.seq.index == 0 and item.seq.num_preemptions == 0:
@@ -32,9 +32,14 @@ class StatsRecorder:
                     queried_tokens=len(request.prompt_token_ids),
                     hit_tokens=request.num_cached_tokens or 0,
                 )
+
+    def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
+        """After a step, once stop strings have ended what they end."""
+        now = time.monotonic()
         prompt_tokens = generation_tokens = 0
         # Most sequences had their last token in the same step: one observation serves them all.
         last_tokens: Counter[float] = Counter()
+        finished: dict[RequestId, tuple[Request, FinishReason]] = {}
         for update in updates:
             seq, request = update.seq, update.seq.request
             generation_tokens += 1
@@ -47,15 +52,18 @@ class StatsRecorder:
             if not seq.finished:
                 self._last_token[seq.seq_id] = now
             elif request.finished:
-                self._on_finished(request, seq.finish_reason or FinishReason.STOP, now)
+                finished[request.request_id] = (request, seq.finish_reason or FinishReason.STOP)
             else:
                 self._last_token.pop(seq.seq_id, None)
+        for request, reason in finished.values():
+            self._on_finished(request, reason, now)
         for last, times in last_tokens.items():
             self._stats.on_tokens(now - last, times)
         self._note_queues(prompt_tokens, generation_tokens)
 
-    def on_abort(self, request: Request) -> None:
-        self._on_finished(request, FinishReason.ABORT, time.monotonic())
+    def on_ended(self, request: Request, reason: FinishReason) -> None:
+        """A request was ended from outside, between two steps."""
+        self._on_finished(request, reason, time.monotonic())
         self._note_queues()
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:

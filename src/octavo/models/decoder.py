@@ -20,7 +20,9 @@ from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
-from octavo.models.layers import ACTIVATIONS, LayerOps, Linear, LinearFactory, RotaryTable, make_linear
+from octavo.models.linear import Linear, LinearFactory, make_linear
+from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops
+from octavo.models.rotary import RotaryTable, Rotation
 from octavo.storage.arena import LayerKV
 
 
@@ -36,8 +38,7 @@ class Weights(Protocol):
 class _Layer:
     input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: QKNorm | None
     output: Linear
     post_attention_norm: torch.Tensor
     gate_up: Linear
@@ -50,7 +51,7 @@ class Decoder(CausalLM):
     Args:
         weights: tensors under Hugging Face's names, such as "model.layers.0.self_attn.q_proj.weight".
         dtype: of weights and activations.
-        ops: the row-wise steps; plain torch unless a native library brings its own.
+        ops: the row-wise steps; the fastest that run here by default.
         linear: how a weight matrix is kept.
 
     Raises:
@@ -83,7 +84,8 @@ class Decoder(CausalLM):
             LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window)
             for window in config.layer_windows
         )
-        self._ops = ops or LayerOps()
+        self._ops = ops or make_layer_ops(dtype, self.device)
+        self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5
         self._rotary = RotaryTable(config.rope, self.device)
         reader = _WeightReader(config, weights, dtype, self.device, linear)
@@ -108,11 +110,11 @@ class Decoder(CausalLM):
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
         ops, eps = self._ops, self.config.norm_eps
-        rotary = self._rotary.lookup(batch.positions, batch.max_context_len)
+        rotation = self._rotary.at(batch.positions, batch.max_context_len)
         residual = functional.embedding(token_ids, self._embedding)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer, hidden, rotary, batch, kv[index], attention)
+            attended = self._attend(layer, hidden, rotation, batch, kv[index], attention)
             if index + 1 == len(self._layers):
                 # Every key and value is stored by now: only the rows that become logits need the rest.
                 attended, residual = attended[logits_indices], residual[logits_indices]
@@ -128,23 +130,15 @@ class Decoder(CausalLM):
         self,
         layer: _Layer,
         hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         batch: AttentionBatch,
         kv: LayerKV,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """hidden [num_tokens, hidden_size] -> [num_tokens, num_heads * value_dim]."""
-        config, ops = self.config, self._ops
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        query, key, value = torch.split(
-            layer.qkv(hidden), [heads * head_dim, kv_heads * head_dim, kv_heads * config.value_dim], dim=-1
+        query = self._ops.rotate_and_store(
+            layer.qkv(hidden), self._heads, layer.qk_norm, rotation, kv, batch, attention
         )
-        query, key = query.view(-1, heads, head_dim), key.view(-1, kv_heads, head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = ops.rms_norm(query, layer.q_norm, config.norm_eps)
-            key = ops.rms_norm(key, layer.k_norm, config.norm_eps)
-        query, key = ops.rotate(query, *rotary), ops.rotate(key, *rotary)
-        attention.write(kv, key, value.view(-1, kv_heads, config.value_dim), batch)
         return attention.attend(kv, query, batch, scale=self._scale).flatten(1)
 
 
@@ -197,8 +191,13 @@ class _WeightReader:
                 hidden,
                 bias=config.qkv_bias,
             ),
-            q_norm=self.tensor(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self.tensor(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            qk_norm=QKNorm(
+                self.tensor(f"{attention}.q_norm.weight", config.head_dim),
+                self.tensor(f"{attention}.k_norm.weight", config.head_dim),
+                config.norm_eps,
+            )
+            if config.qk_norm
+            else None,
             output=self.linear(
                 [f"{attention}.o_proj"], [hidden], config.num_heads * config.value_dim, bias=config.output_bias
             ),

@@ -116,12 +116,12 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.push(request.sequences[0])
 
-    def abort(self, request_id: RequestId) -> Request | None:
+    def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None where it is not (any more) known."""
         request = self._requests.get(request_id)
         if request is not None:
             for seq in request.sequences:
-                self.finish(seq, FinishReason.ABORT)
+                self.finish(seq, reason)
         return request
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -1,0 +1,178 @@
+"""From options to an engine: finds and loads the model, sizes the cache, joins the parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from octavo import kernels
+from octavo.attention import make_backend
+from octavo.config import EngineConfig, format_bytes
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError, ModelNotFoundError
+from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
+from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
+from octavo.models.base import CausalLM
+from octavo.models.decoder import Decoder
+from octavo.models.loader import open_weights
+from octavo.models.ops import LayerOps
+from octavo.models.tokenizer import Tokenizer
+from octavo.planner.calculator import PoolSize, pool_for_memory
+from octavo.planner.machine import available_memory
+from octavo.runner.runner import ModelRunner
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.storage.arena import KVArena
+
+logger = logging.getLogger(__name__)
+
+# Of the RAM that is available once the weights are loaded. Pages are taken only as blocks are first written.
+CPU_MEMORY_SHARE = 0.4
+
+# A block of "max" is rounded up to whole tiles of the kernels.
+MAX_BLOCK_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    source: ModelSource
+    model: CausalLM
+    tokenizer: Tokenizer | None
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load `config.model` and make an engine of it.
+
+    Raises:
+        ModelError: the model cannot be found, read or run.
+        ConfigError: the options contradict each other, the model or the machine.
+    """
+    started = time.perf_counter()
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    if kernels.available():
+        kernels.set_num_threads(num_threads)
+    device = _device(config)
+    loaded = _load(config, device)
+    model = loaded.model
+    max_model_len = _max_model_len(config, model)
+    spec = KVCacheSpec.build(model.kv_layers, _block_size(config, max_model_len), _kv_dtype(config, model))
+    pool = _pool_size(config, spec, max_model_len, device)
+    arena = KVArena(spec, pool.num_blocks, device)
+    attention = make_backend(config.attention_backend, device)
+    kv = KVCacheManager(
+        spec, pool.num_blocks, _prefix_cache(config, spec, loaded.source), make_eviction_policy(config.eviction_policy)
+    )
+    scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, max_model_len), kv)
+    runner = ModelRunner(model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+    logger.info(
+        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), attention: %s, ready in %.1f s",
+        config.model,
+        format_bytes(model.weight_bytes),
+        pool.usable_blocks,
+        spec.block_size,
+        format_bytes(pool.num_bytes),
+        attention.name,
+        time.perf_counter() - started,
+    )
+    tokenizer = loaded.tokenizer
+    return EngineCore(
+        config=config,
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no CUDA device here; use device='cpu'")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _load(config: EngineConfig, device: torch.device) -> _Loaded:
+    source = resolve_model(config.model)
+    dtype = _dtype(config, device)
+    model_config = load_model_config(source)
+    model: CausalLM
+    if model_config.runs_natively:
+        # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
+        ops = LayerOps() if config.attention_backend == "reference" else None
+        model = Decoder(model_config, open_weights(source, model_config), dtype=dtype, device=device, ops=ops)
+    else:
+        logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
+        from octavo.models.transformers import TransformersModel
+
+        model = TransformersModel.load(source.path, dtype=dtype, device=device)
+    try:
+        tokenizer = Tokenizer.from_source(source)
+    except ModelNotFoundError as error:
+        logger.warning("%s; prompts must be token ids", error)
+        tokenizer = None
+    return _Loaded(source, model, tokenizer)
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    # Without hardware bf16 a CPU emulates it, several times slower than float32.
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return torch.bfloat16
+
+
+def _kv_dtype(config: EngineConfig, model: CausalLM) -> str:
+    return str(model.dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but {config.model} was made for {limit} tokens")
+    return config.max_model_len
+
+
+def _block_size(config: EngineConfig, max_model_len: int) -> int:
+    if config.block_size != "max":
+        return config.block_size
+    return -(-max_model_len // MAX_BLOCK_MULTIPLE) * MAX_BLOCK_MULTIPLE
+
+
+def _pool_size(config: EngineConfig, spec: KVCacheSpec, max_model_len: int, device: torch.device) -> PoolSize:
+    if config.num_blocks is not None:
+        return PoolSize(config.num_blocks, config.num_blocks * spec.block_bytes)
+    if isinstance(config.kv_cache_memory, int):
+        budget = config.kv_cache_memory
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - total * (1.0 - config.gpu_memory_utilization))
+    else:
+        budget = int(available_memory() * CPU_MEMORY_SHARE)
+    return pool_for_memory(
+        spec,
+        budget,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        max_step=config.max_num_batched_tokens,
+    )
+
+
+def _prefix_cache(config: EngineConfig, spec: KVCacheSpec, source: ModelSource) -> PrefixCache:
+    if not config.enable_prefix_caching:
+        return NullPrefixCache()
+    return HashedPrefixCache((model_fingerprint(Path(source.path)), spec.dtype), spec.block_size)

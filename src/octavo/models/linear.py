@@ -1,0 +1,68 @@
+"""How a weight matrix is kept and multiplied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+
+class Linear(ABC):
+    """x [rows, in_features] -> x @ weight.T + bias [rows, out_features], in x's dtype.
+
+    Attributes:
+        nbytes: memory of the weight and the bias as they are kept.
+    """
+
+    nbytes: int
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+LinearFactory = Callable[[torch.Tensor, "torch.Tensor | None"], Linear]
+"""Takes weight [out_features, in_features] and bias [out_features] or None."""
+
+
+class PlainLinear(Linear):
+    """The weight as it came."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class PackedLinear(Linear):
+    """The weight reordered once into oneDNN's own blocked layout, instead of anew in every call.
+
+    Results are those of `PlainLinear` (bit for bit in bf16), 1.2 to 5 times sooner at 1 to 64 rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self.bias = bias
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
+
+    @staticmethod
+    def supports(weight: torch.Tensor) -> bool:
+        """Whether oneDNN can pack this weight on this machine."""
+        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return False
+        if weight.dtype is torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return weight.dtype is torch.float32
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """The default `LinearFactory`: packed where oneDNN can, plain elsewhere."""
+    return (PackedLinear if PackedLinear.supports(weight) else PlainLinear)(weight, bias)

@@ -1,0 +1,155 @@
+"""The row-wise steps between the matrix products: in plain torch, and by the C++ kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from octavo import kernels
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.native import NativeAttention
+from octavo.models.rotary import Rotation
+from octavo.storage.arena import LayerKV
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a fused projection divides: | num_heads * key_dim | kv_heads * key_dim | kv_heads * value_dim |."""
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Weights [key_dim] of the normalisation of each query and key head (Qwen 3)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class LayerOps:
+    """The row-wise steps between the matrix products, with transformers' order of roundings."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019), weight [x.shape[-1]].
+
+        The variance is float32; the normalised row is cast to x's dtype before the weight multiplies it.
+        """
+        return weight * functional.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised sum, sum) of x and residual, both [rows, hidden]. May reuse the memory of either."""
+        residual = residual + x
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate the leading 2 * half dimensions of heads [tokens, num_heads, head_dim] by cos, sin [tokens, half].
+
+        Dimension i is paired with i + half, as transformers' `rotate_half` does (not with i + 1, as the paper does).
+        """
+        half = cos.shape[-1]
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+        if 2 * half == heads.shape[-1]:
+            return rotated
+        return torch.cat((rotated, heads[..., 2 * half :]), dim=-1)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norm: QKNorm | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Normalise and rotate the queries and keys of qkv [tokens, …]; store keys and values in their slots.
+
+        Returns:
+            the queries [tokens, num_heads, key_dim], which may be a view of qkv.
+        """
+        widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
+        query, key, value = torch.split(qkv, widths, dim=-1)
+        query, key = query.view(-1, heads.num_heads, heads.key_dim), key.view(-1, heads.kv_heads, heads.key_dim)
+        if norm is not None:
+            query, key = self.rms_norm(query, norm.query, norm.eps), self.rms_norm(key, norm.key, norm.eps)
+        query = self.rotate(query, rotation.token_cos, rotation.token_sin)
+        key = self.rotate(key, rotation.token_cos, rotation.token_sin)
+        attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)
+        return query
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * up [rows, n] of gate_up [rows, 2 n] = | gate | up |. `activation` is in `ACTIVATIONS`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+
+class NativeLayerOps(LayerOps):
+    """The same steps by the C++ kernels, on CPU tensors in bfloat16 or float32."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The kernel's first argument takes the sum.
+        return kernels.add_rms_norm(residual, x, weight, eps), residual
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norm: QKNorm | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        if not (isinstance(attention, NativeAttention) and attention.supports(kv) and kv.key.dtype is qkv.dtype):
+            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
+        kernels.rope_write(
+            qkv,
+            kv.key,
+            kv.value,
+            rotation.cos,
+            rotation.sin,
+            rotation.positions,
+            batch.groups[kv.group].slot_mapping,
+            query_norm=norm.query if norm else None,
+            key_norm=norm.key if norm else None,
+            eps=norm.eps if norm else 0.0,
+        )
+        query = qkv[:, : heads.num_heads * heads.key_dim]
+        return query.view(-1, heads.num_heads, heads.key_dim)
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation == "silu":
+            return kernels.silu_mul(gate_up)
+        if activation == "gelu_pytorch_tanh":
+            return kernels.gelu_tanh_mul(gate_up)
+        return super().gate(gate_up, activation)
+
+
+def make_layer_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
+    """The fastest that runs here."""
+    native = kernels.available() and device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+    return NativeLayerOps() if native else LayerOps()

@@ -1,0 +1,80 @@
+"""Rotary position embedding: frequencies and the tables made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import UnsupportedModelError
+from octavo.model_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """One step's positions in the tables.
+
+    Attributes:
+        cos, sin: float32 [positions known, rotary_dim / 2]
+        positions: int64 [tokens]
+        token_cos, token_sin: float32 [tokens, rotary_dim / 2], the tables' rows at `positions`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+    token_cos: torch.Tensor
+    token_sin: torch.Tensor
+
+
+class RotaryTable:
+    """cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32, grown as positions need it."""
+
+    _MIN_POSITIONS = 1024
+
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+        self.inv_freq = inverse_frequencies(config).to(device)
+        self._cos = self._sin = self.inv_freq.new_empty(0, len(self.inv_freq))
+
+    def at(self, positions: torch.Tensor, limit: int) -> Rotation:
+        """The rotation of int64 `positions` [tokens], all below `limit`."""
+        if limit > len(self._cos):
+            # Doubled, so that a growing context recomputes the table a logarithmic number of times.
+            size = max(self._MIN_POSITIONS, 1 << (limit - 1).bit_length())
+            angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
+            self._cos, self._sin = angles.cos(), angles.sin()
+        return Rotation(self._cos, self._sin, positions, self._cos[positions], self._sin[positions])
+
+
+def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
+    """float32 [rotary_dim / 2], bit for bit what transformers' `modeling_rope_utils` computes.
+
+    Raises:
+        UnsupportedModelError: `frequency_factors` of another length.
+    """
+    dim = config.rotary_dim
+    inv_freq = 1.0 / (config.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    if config.frequency_factors is not None:
+        if len(config.frequency_factors) != len(inv_freq):
+            raise UnsupportedModelError(
+                f"{len(config.frequency_factors)} RoPE frequency factors for {len(inv_freq)} frequencies"
+            )
+        return inv_freq / torch.tensor(config.frequency_factors, dtype=torch.float32)
+    if config.kind == "linear":
+        return inv_freq / config.factor
+    if config.kind == "llama3":
+        return _llama3_frequencies(inv_freq, config)
+    return inv_freq
+
+
+def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: short wavelengths as they are, long ones slowed by `factor`, those between interpolated."""
+    old_context = config.original_max_position
+    wavelength = 2 * math.pi / inv_freq
+    longest_kept = old_context / config.high_freq_factor
+    shortest_slowed = old_context / config.low_freq_factor
+    stretched = torch.where(wavelength > shortest_slowed, inv_freq / config.factor, inv_freq)
+    smooth = (old_context / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    between = (wavelength >= longest_kept) & (wavelength <= shortest_slowed)
+    return torch.where(between, (1 - smooth) * stretched / config.factor + smooth * stretched, stretched)
