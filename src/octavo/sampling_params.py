@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError
@@ -58,9 +58,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", param="logit_bias"
+                )
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._validate()
 
@@ -85,6 +91,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
         for text in self.stop:
@@ -106,6 +115,14 @@ class SamplingParams:
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """The same parameters under a definite output limit."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
+
+def _tuple(name: str, value: object) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(f"{name} must be a list, got {value!r}", param=name)
+    return tuple(value)
 
 
 def _require_int(name: str, value: object, low: int, high: int | None) -> None:

@@ -235,6 +235,15 @@ def test_the_nucleus_of_a_flat_row_is_found_without_its_sort():
     assert max(tokens) > 2900
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1e300}, {"temperature": 1.1e-5}, {"repetition_penalty": 1e-300}, {"repetition_penalty": 1e300}],
+)
+def test_extreme_parameters_still_draw_a_token_that_is_not_masked(params):
+    seq = make_sequence(prompt=[1, 2], eos=[1], min_tokens=1, **params)
+    assert draw(torch.tensor([[0.5, 9.0, 2.0, -3.0]]), [seq])[0] != 1
+
+
 def test_equals_of_the_kth_stay():
     logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
     sequences = [make_sequence(top_k=2, temperature=4.0, seed=seed) for seed in range(200)]

@@ -16,6 +16,9 @@ import torch
 from octavo.request import Sequence
 from octavo.sampling_params import SamplingParams
 
+# A penalty of 1e-300 is 0 in float32, and would make infinities of logits: no request may do that to a step.
+_LARGEST = 1e30
+
 _Ids = npt.NDArray[np.int64]
 
 
@@ -82,11 +85,12 @@ def _penalise_repetition(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
     index, inside = _flat_index(pieces, vocab)
     if index.size:
         penalty = np.repeat(
-            np.array([r for *_, r in penalised], dtype=np.float32), [len(token_ids) for _, token_ids, _ in penalised]
+            np.array([min(r, _LARGEST) for *_, r in penalised], dtype=np.float32),
+            [len(token_ids) for _, token_ids, _ in penalised],
         )
-        where, r = _to(flat, index), _to(flat, penalty[inside])
+        where, r = _to(flat, index), _to(flat, penalty[inside].clip(1 / _LARGEST, _LARGEST))
         x = flat[where]
-        flat[where] = torch.where(x > 0, x / r, x * r)
+        flat[where] = torch.where(x > 0, (x / r).clamp(max=_LARGEST), x * r)
 
 
 def _penalise_counts(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:

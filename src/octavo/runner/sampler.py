@@ -31,6 +31,8 @@ ArgMax = Callable[[torch.Tensor], torch.Tensor]
 # Rows scored at a time: log-softmax of a long prompt's chunk would need as much memory again as its logits.
 _SCORED_ROWS = 64
 
+_HOTTEST = 1e30
+
 
 class LogitsError(OctavoError):
     """Some requests' logits hold NaN or infinity, or no token that may be drawn. `request_ids` names them."""
@@ -145,7 +147,8 @@ def _partition(sequences: Seq[Sequence], vocab: int) -> tuple[list[int], list[in
 def _draw_params(sequences: Seq[Sequence], logits: torch.Tensor) -> DrawParams:
     u = uniforms((seq.seed for seq in sequences), (seq.num_output_tokens for seq in sequences))
     params = [seq.request.params for seq in sequences]
-    floats = np.array([(p.temperature, p.min_p, p.top_p) for p in params])
+    # Infinite in float32, a temperature would make NaN of masked logits.
+    floats = np.array([(min(p.temperature, _HOTTEST), p.min_p, p.top_p) for p in params])
     vocab = logits.shape[1]
     top_k = np.array([p.top_k if p.top_k < vocab else 0 for p in params], dtype=np.float64)
     # One transfer to the device; float64 holds every top_k exactly.

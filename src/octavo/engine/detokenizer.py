@@ -1,0 +1,213 @@
+"""Text of a growing sequence of tokens, without decoding it all again for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from octavo.engine.stop_strings import StopStringMatcher
+from octavo.sampling_params import SamplingParams
+
+# What tokenizers decode bytes to that are not (yet) UTF-8.
+REPLACEMENT = "\ufffd"
+
+# Tokens before the window whose text tells how it goes on: whether a leading space is the text's or the tokenizer's.
+_CONTEXT = 6
+_MAX_CONTEXT = 24
+# A UTF-8 character has at most 4 bytes, so at most 3 tokens at the end can be a beginning of one.
+_MAX_PARTIAL = 3
+# Undecodable tokens kept in wait for their sequel before those that can have none are given out.
+_MAX_PENDING = 8
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer needed here."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class TokenDecoder:
+    """Text of tokens as the continuation of a prompt, never half a character.
+
+        context (its text was given out)      pending (some of it may have been)
+        ┌────────────────────────────────┐┌──────────────────┐
+          … ▁it  ▁is  ▁done  .             ▁  <0xF0> <0x9F>        decode(context + pending) = "…it is done. �"
+                                                                                               └─ given ──┘└─ waits
+
+    Each `append` decodes context and pending once. When the decoded text ends in a whole character, pending joins the
+    context, and the context is cut back once it is long: O(1) a token. Undecodable bytes come out as U+FFFD when
+    something follows that shows they are no beginning of a character, or at `flush`.
+
+    The deltas add up to the decoded whole, with one exception: where tokens stand for single bytes outside UTF-8
+    (SentencePiece's byte fallback), decoders turn a whole run of them into U+FFFD when any byte of it is wrong. What
+    was given out of such a run stays as it was.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._pending: list[int] = []
+        self._context: list[int] = []
+        self._context_text = ""
+        # Characters of the window's text that were given out.
+        self._given = 0
+        self._max_pending = _MAX_PENDING
+        length = _CONTEXT
+        self._set_context(list(prompt_token_ids[-length:]))
+        # Special tokens leave no text: go back to some that do, or the first word would lose its space.
+        while not self._context_text and length < len(prompt_token_ids):
+            length *= 4
+            self._set_context(list(prompt_token_ids[-length:]))
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The new text that no further token can change."""
+        self._pending += token_ids
+        window = self._decode(self._context + self._pending)
+        if window.endswith(REPLACEMENT):
+            return self._partial(window)
+        return self._commit(window)
+
+    def flush(self) -> str:
+        """The rest, once no token follows."""
+        if not self._pending:
+            return ""
+        return self._commit(self._decode(self._context + self._pending))
+
+    def _partial(self, window: str) -> str:
+        """Give out what precedes the undecodable end, and that end too as far as it can no longer become anything."""
+        if len(self._pending) > self._max_pending:
+            if (cut := self._cut(window)) is not None:
+                place, text = cut
+                rest = self._pending[place:]
+                del self._pending[place:]
+                delta = self._commit(text)
+                self._pending = rest
+                return delta
+            # No token begins with a character. Try again when there are twice as many, to stay O(1) a token.
+            self._max_pending = 2 * len(self._pending)
+        stable = window.rstrip(REPLACEMENT)
+        if not stable.startswith(self._context_text) or len(stable) <= self._given:
+            return ""
+        delta = stable[self._given :]
+        self._given = len(stable)
+        return delta
+
+    def _cut(self, window: str) -> tuple[int, str] | None:
+        """Where pending can be cut between two characters, few tokens before its end, and the window's text up to it.
+
+        Best where a whole character ends: under byte fallback a last half character hides the whole ones before it.
+        Else among bytes that are none: cut within a character, the halves would decode to other text than the whole.
+        """
+        places = range(len(self._pending) - 1, len(self._pending) - 1 - _MAX_PARTIAL, -1)
+        texts = [(place, self._decode(self._context + self._pending[:place])) for place in places]
+        # A token may be text with half a character after it, and its text be out already: no cut before that one.
+        texts = [(place, text) for place, text in texts if len(text) >= self._given]
+        for place, text in texts:
+            if not text.endswith(REPLACEMENT):
+                return place, text
+        for place, text in texts:
+            rest = self._decode(self._pending[place:])
+            # Without text of its own, the rest says nothing about where a character ends.
+            if rest and text + rest == window:
+                return place, text
+        return None
+
+    def _commit(self, window: str) -> str:
+        """Give out the whole window, and make pending tokens context."""
+        if window.startswith(self._context_text):
+            delta = window[self._given :]
+        elif self._context_text.endswith(REPLACEMENT):
+            # The prompt ended within a character that is now complete.
+            delta = window[_common_length(window, self._context_text) :]
+        else:
+            # Byte fallback: bytes that are no character made U+FFFD of the ones before them, which are out already.
+            delta = self._decode(self._pending)
+        # Tokens without text (special ones) are dropped: a context of them alone would be none. But at the very
+        # beginning a lone "▁" has no text either, and yet the next one is then a space.
+        if not delta and not self._context_text:
+            self._context += [t for t in self._pending if not self._decoder.decode([t], skip_special_tokens=False)]
+        elif delta or self._given > len(self._context_text):
+            self._context += self._pending
+            self._context_text, self._given = window, len(window)
+            if len(self._context) > _MAX_CONTEXT:
+                self._set_context(self._pending[-_MAX_CONTEXT:])
+        self._pending = []
+        self._max_pending = _MAX_PENDING
+        return delta
+
+    def _set_context(self, token_ids: list[int]) -> None:
+        self._context = token_ids
+        self._context_text = self._decode(token_ids)
+        self._given = len(self._context_text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _common_length(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+class IncrementalDetokenizer:
+    """What a client may see of a sequence: whole characters, and no part of a stop string that ends it.
+
+    Attributes:
+        num_tokens: output tokens taken in; after a match, up to and with the one that completed it.
+    """
+
+    def __init__(self, tokenizer: Decoder, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.num_tokens = 0
+        self._text: list[str] = []
+        self._min_tokens = params.min_tokens
+        self._tokens = (
+            TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            if params.detokenize
+            else None
+        )
+        self._matcher = StopStringMatcher(tuple(params.stop)) if params.stop else None
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._text)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found; what is appended after it is ignored."""
+        return self._matcher.matched if self._matcher else None
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens; return the new text that is safe to send.
+
+        Stop strings count only where they end after `min_tokens` tokens, as in vLLM.
+        """
+        if self._tokens is None:
+            self.num_tokens += len(token_ids)
+            return ""
+        if self._matcher is None:
+            self.num_tokens += len(token_ids)
+            return self._give(self._tokens.append(token_ids))
+        pieces = []
+        for token_id in token_ids:
+            if self._matcher.matched is not None:
+                break
+            self.num_tokens += 1
+            new_text = self._tokens.append((token_id,))
+            pieces.append(self._matcher.feed(new_text, may_match=self.num_tokens > self._min_tokens))
+        return self._give("".join(pieces))
+
+    def flush(self) -> str:
+        """The rest of the text, once no token follows: undecodable bytes, and beginnings of stop strings."""
+        if self._tokens is None or self.stop_string is not None:
+            return ""
+        rest = self._tokens.flush()
+        if self._matcher is not None:
+            rest = self._matcher.feed(rest, may_match=self.num_tokens > self._min_tokens)
+            rest += self._matcher.flush()
+        return self._give(rest)
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._text.append(text)
+        return text
