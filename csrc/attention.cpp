@@ -65,38 +65,54 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
              std::to_string(call.kv.num_blocks));
 }
 
+// How a sequence's queries are dealt into items.
+struct Shape {
+    int tokens;    // per item
+    int kv_heads;  // per item
+    int members;   // query heads of a KV head per item: all of them, but for groups larger than a task
+};
+
+Shape choose_shape(const AttentionCall& call, int query_len, bool many_sequences) {
+    const int group = call.num_heads / call.kv.kv_heads;
+    const int parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, members = (group + parts - 1) / parts;
+    // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
+    // lie side by side in memory, unless that would leave threads without work.
+    if (parts == 1 && many_sequences && query_len * call.num_heads <= kMaxTaskRows)
+        return {query_len, call.kv.kv_heads, members};
+    return {std::max(1, kMaxTaskRows / members), 1, members};
+}
+
 void add_items(const AttentionCall& call, Plan& plan, int seq) {
     const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
     const int context_len = call.context_lens[seq];
     check_sequence(call, seq, query_len, context_len);
     const int group = call.num_heads / call.kv.kv_heads;
-    const int head_parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, part = (group + head_parts - 1) / head_parts;
-    const int tokens_per_task = std::max(1, kMaxTaskRows / part);
+    const Shape shape = choose_shape(call, query_len, call.num_seqs >= 2 * num_threads());
+    AttendTask task{};
+    task.kv = &call.kv;
+    task.query_token_stride = call.query_token_stride;
+    task.query_head_stride = call.query_head_stride;
+    task.out_token_stride = call.out_token_stride;
+    task.out_head_stride = call.out_head_stride;
+    task.block_table = call.block_tables + seq * call.block_table_stride;
+    task.scale = call.scale;
+    task.softcap = call.softcap;
+    task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
+    task.kv_heads = shape.kv_heads;
     // The last tokens see most: begin with them, so that no thread is left with a long task at the end.
-    for (int end = query_len; end > 0; end -= tokens_per_task) {
-        const int begin = std::max(0, end - tokens_per_task);
-        for (int kv_head = 0; kv_head < call.kv.kv_heads; ++kv_head)
-            for (int head = 0; head < group; head += part) {
-                AttendTask task{};
-                task.kv = &call.kv;
-                const int64_t token = query_begin + begin, first_head = int64_t{kv_head} * group + head;
-                task.query = call.query + token * call.query_token_stride + first_head * call.query_head_stride;
-                task.out = call.out + token * call.out_token_stride + first_head * call.out_head_stride;
-                task.query_token_stride = call.query_token_stride;
-                task.query_head_stride = call.query_head_stride;
-                task.out_token_stride = call.out_token_stride;
-                task.out_head_stride = call.out_head_stride;
-                task.block_table = call.block_tables + seq * call.block_table_stride;
-                task.sinks = call.sinks ? call.sinks + first_head : nullptr;
-                task.scale = call.scale;
-                task.softcap = call.softcap;
-                task.kv_head = kv_head;
-                task.group_size = std::min(part, group - head);
-                task.num_tokens = end - begin;
-                task.first_position = context_len - query_len + begin;
-                task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
-                task.split_begin = std::max(0, task.first_position - task.window + 1) / kSplit;
-                task.split_end = (task.first_position + task.num_tokens + kSplit - 1) / kSplit;
+    for (int end = query_len; end > 0; end -= shape.tokens) {
+        const int begin = std::max(0, end - shape.tokens);
+        task.num_tokens = end - begin;
+        task.first_position = context_len - query_len + begin;
+        task.split_begin = std::max(0, task.first_position - task.window + 1) / kSplit;
+        task.split_end = (task.first_position + task.num_tokens + kSplit - 1) / kSplit;
+        for (task.kv_head = 0; task.kv_head < call.kv.kv_heads; task.kv_head += shape.kv_heads)
+            for (int member = 0; member < group; member += shape.members) {
+                const int64_t token = query_begin + begin, head = int64_t{task.kv_head} * group + member;
+                task.query = call.query + token * call.query_token_stride + head * call.query_head_stride;
+                task.out = call.out + token * call.out_token_stride + head * call.out_head_stride;
+                task.sinks = call.sinks ? call.sinks + head : nullptr;
+                task.group_size = std::min(shape.members, group - member);
                 plan.items.push_back({task, -1, 1});
             }
     }
@@ -117,7 +133,7 @@ void cut(Plan& plan) {
         }
         item.num_tasks = (count + most - 1) / most;
         item.first_partial = static_cast<int>(lines);
-        lines += int64_t{count} * task.num_tokens * task.group_size * ((task.kv->value_dim + kRowState) / 16);
+        lines += int64_t{count} * task.kv_heads * task.rows_per_head() * ((task.kv->value_dim + kRowState) / 16);
         for (int begin = task.split_begin; begin < task.split_end; begin += most)
             plan.slices.push_back({index, begin, std::min(begin + most, task.split_end)});
     }
@@ -156,7 +172,7 @@ void attend(const AttentionCall& call) {
         if (item.first_partial < 0) return level.attend[call.kv.storage](task, scratch);
 
         float* partial = shared.partial[item.first_partial].values;
-        const int64_t split_size = int64_t{task.num_tokens} * task.group_size * (call.kv.value_dim + kRowState);
+        const int64_t split_size = int64_t{task.kv_heads} * task.rows_per_head() * (call.kv.value_dim + kRowState);
         task.partial = partial + (slice.split_begin - item.task.split_begin) * split_size;
         level.attend[call.kv.storage](task, scratch);
         if (shared.finished[slice.item].fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_tasks) return;

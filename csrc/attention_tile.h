@@ -1,4 +1,4 @@
-// Attention of up to 48 query rows over one KV head's blocks. Included inside an instruction set's namespace.
+// Attention of up to 48 query rows over the blocks of their KV heads. Included inside an instruction set's namespace.
 //
 // A tile is 64 tokens. A row's scores of one tile live in four vectors, then as 32-bit units of weights:
 //
@@ -14,7 +14,7 @@
 // order whatever rows it shares a pass with, and a tile that is masked for a row leaves the row's bits as they are.
 
 constexpr float kNoScore = -1e30f;  // the maximum of no scores: finite, so that differences are
-constexpr float kMasked = -__builtin_inff();
+constexpr float kMasked = -2e38f;   // weighs exactly nothing against any maximum
 constexpr int kVectors = kTile / 16;
 
 template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
@@ -36,14 +36,15 @@ inline float exp2_scalar(float x) {
     return lanes[0];
 }
 
-// The running state of rows: [row] of {weighted values [value_dim], max, sum, padding}.
+// The running state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. The lanes of a sum
+// are added up once, at the end.
 struct Rows {
     float* base;
     int value_dim;
     int stride() const { return value_dim + kRowState; }
     float* values(int row) const { return base + row * stride(); }
-    float& max(int row) const { return values(row)[value_dim]; }
-    float& sum(int row) const { return values(row)[value_dim + 1]; }
+    float* sum(int row) const { return values(row) + value_dim; }
+    float& max(int row) const { return values(row)[value_dim + 16]; }
     void clear(int rows) const {
         for (int r = 0; r < rows; ++r) {
             for (int d = 0; d < stride(); d += 16) F16::zero().store(values(r) + d);
@@ -58,9 +59,16 @@ struct Tile {
     int begin;                    // absolute position of the tile's first token
 };
 
+// Tiles come in pieces of one block and head each, too short for the hardware to foresee the next one: while one tile
+// is read, each of its loads asks for the same place in the next. Into L2: the few buffers for misses of L1 would
+// allow half the bandwidth.
+struct TilePair {
+    Tile now, next;
+};
+
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
 template <Storage S, int R, int N>
-inline void score_pass(const LayerKV& kv, const Tile& tile, int first, const uint32_t* query, float* scores) {
+inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query, float* scores) {
     F16 acc[R][N];
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
@@ -69,7 +77,10 @@ inline void score_pass(const LayerKV& kv, const Tile& tile, int first, const uin
     for (int u = 0; u < kv.key_units; ++u, at += unit_stride, query += R) {
         U16 k[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) k[n] = U16::load(tile.key[first + n] + at);
+        for (int n = 0; n < N; ++n) {
+            k[n] = U16::load(tiles.now.key[first + n] + at);
+            __builtin_prefetch(tiles.next.key[first + n] + at, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const U16 q = U16::set1(query[r]);
@@ -83,7 +94,7 @@ inline void score_pass(const LayerKV& kv, const Tile& tile, int first, const uin
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile.
 template <Storage S, int R, int N>
-inline void value_pass(const LayerKV& kv, const Tile& tile, int low, int high, int dim, const uint32_t* weights,
+inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim, const uint32_t* weights,
                        const float* rescale, const Rows& rows, int first_row) {
     constexpr int pair = kPair<S>;
     F16 acc[R][N];
@@ -91,11 +102,12 @@ inline void value_pass(const LayerKV& kv, const Tile& tile, int low, int high, i
         for (int n = 0; n < N; ++n)
             acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
     const int64_t unit_stride = static_cast<int64_t>(kv.value_dim) * 4;
-    const auto step = [&](const char* v, int unit, auto first_of_pair_only) {
+    const auto step = [&](const char* v, const char* next, int unit, auto first_of_pair_only) {
         U16 loaded[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             loaded[n] = U16::load(v + n * 64);
+            __builtin_prefetch(next + n * 64, 0, 2);
             if constexpr (first_of_pair_only) loaded[n] = loaded[n] & U16::set1(0x0000ffffu);
         }
 #pragma GCC unroll 8
@@ -111,13 +123,15 @@ inline void value_pass(const LayerKV& kv, const Tile& tile, int low, int high, i
         constexpr int units_per_vector = 16 / pair;
         const int vector = unit / units_per_vector;
         const int stop = end_unit < (vector + 1) * units_per_vector ? end_unit : (vector + 1) * units_per_vector;
-        const char* v = tile.value[vector] + (unit - vector * units_per_vector) * unit_stride + dim * 4;
-        for (; unit < stop; ++unit, v += unit_stride) step(v, unit, whole);
+        const int64_t offset = (unit - vector * units_per_vector) * unit_stride + dim * 4;
+        const char *v = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
+        for (; unit < stop; ++unit, v += unit_stride, next += unit_stride) step(v, next, unit, whole);
     }
     // The pair's second token is not written yet, and what lies there may be another sequence's infinity.
     if (high % pair) {
         const int vector = high / 16;
-        step(tile.value[vector] + (high % 16 / pair) * unit_stride + dim * 4, end_unit, std::bool_constant<true>{});
+        const int64_t offset = (high % 16 / pair) * unit_stride + dim * 4;
+        step(tiles.now.value[vector] + offset, tiles.next.value[vector] + offset, end_unit, std::bool_constant<true>{});
     }
     for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
@@ -125,12 +139,13 @@ inline void value_pass(const LayerKV& kv, const Tile& tile, int low, int high, i
 
 // One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
 template <Storage S, int R>
-void tile_rows(const AttendTask& task, const Tile& tile, int first_row, const uint32_t* query, const Rows& rows,
+void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query, const Rows& rows,
                AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
+    const int begin = tiles.now.begin;
     // Token range [low, high) of the tile that some of these rows sees, and vectors that hold it.
-    const int first = task.first_position + first_row / task.group_size - tile.begin;
-    const int last = task.first_position + (first_row + R - 1) / task.group_size - tile.begin;
+    const int first = task.first_position + first_row / task.group_size - begin;
+    const int last = task.first_position + (first_row + R - 1) / task.group_size - begin;
     const int high = last + 1 < kTile ? last + 1 : kTile;
     const int low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
     if (high <= 0 || low >= kTile || low >= high) return;
@@ -138,25 +153,23 @@ void tile_rows(const AttendTask& task, const Tile& tile, int first_row, const ui
 
     float* scores = scratch.scores;
     if (kVectorsPerPass == kVectors && first_vector == 0 && end_vector == kVectors)
-        score_pass<S, R, kVectors>(kv, tile, 0, query, scores);
+        score_pass<S, R, kVectors>(kv, tiles, 0, query, scores);
     else
-        for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1>(kv, tile, v, query, scores);
+        for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1>(kv, tiles, v, query, scores);
 
-    alignas(64) float rescale[16] = {}, sums[R];
+    const float factor = task.softcap != 0.0f ? task.scale / task.softcap : task.scale * kLog2E;
+    alignas(64) float rescale[16] = {};
+    F16 sums[R];
     for (int r = 0; r < R; ++r) {
-        const int position = task.first_position + (first_row + r) / task.group_size - tile.begin;
+        const int position = task.first_position + (first_row + r) / task.group_size - begin;
         const int row_low = position - task.window + 1, row_high = position + 1;
         float* row_scores = scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
         for (int v = 0; v < kVectors; ++v) {
             s[v] = F16::set1(kMasked);
             if (v < first_vector || v >= end_vector) continue;
-            s[v] = F16::load(row_scores + v * 16) * F16::set1(task.scale);
-            if (task.softcap != 0.0f) {
-                const F16 cap = F16::set1(task.softcap);
-                s[v] = tanh16(s[v] / cap) * cap;
-            }
-            s[v] = s[v] * F16::set1(kLog2E);
+            s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
+            if (task.softcap != 0.0f) s[v] = tanh16(s[v]) * F16::set1(task.softcap * kLog2E);
             if (row_low > v * 16 || row_high < v * 16 + 16)
                 s[v] = keep_lanes(s[v], row_low - v * 16, row_high - v * 16, F16::set1(kMasked));
             top = max(top, s[v]);
@@ -166,53 +179,57 @@ void tile_rows(const AttendTask& task, const Tile& tile, int first_row, const ui
         F16 sum = F16::zero();
         auto* weights = reinterpret_cast<Element<S>*>(scratch.weights + r * kTile);
         for (int v = 0; v < kVectors; ++v) {
-            const F16 w = exp2(s[v] - F16::set1(new_max));
+            const F16 w = exp2_nonpositive(s[v] - F16::set1(new_max));
             sum = sum + w;
             w.store(weights + v * 16);
         }
         rescale[r] = old_max - new_max;
-        sums[r] = reduce_add(sum);
+        sums[r] = sum;
         rows.max(first_row + r) = new_max;
     }
     exp2(F16::load(rescale)).store(rescale);
-    for (int r = 0; r < R; ++r) rows.sum(first_row + r) = rows.sum(first_row + r) * rescale[r] + sums[r];
+    for (int r = 0; r < R; ++r) {
+        float* sum = rows.sum(first_row + r);
+        fma(F16::load(sum), F16::set1(rescale[r]), sums[r]).store(sum);
+    }
 
     int dim = 0;
     if constexpr (kVectorsPerPass > 1)
         for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            value_pass<S, R, kVectorsPerPass>(kv, tile, low, high, dim, scratch.weights, rescale, rows, first_row);
+            value_pass<S, R, kVectorsPerPass>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
     for (; dim < kv.value_dim; dim += 16)
-        value_pass<S, R, 1>(kv, tile, low, high, dim, scratch.weights, rescale, rows, first_row);
+        value_pass<S, R, 1>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
 }
 
 template <Storage S>
-inline void dispatch_rows(int count, const AttendTask& task, const Tile& tile, int first_row, const uint32_t* query,
+inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query,
                           const Rows& rows, AttendScratch& scratch) {
     switch (count) {
-        case 1: return tile_rows<S, 1>(task, tile, first_row, query, rows, scratch);
-        case 2: return tile_rows<S, 2>(task, tile, first_row, query, rows, scratch);
-        case 3: return tile_rows<S, 3>(task, tile, first_row, query, rows, scratch);
-        case 4: return tile_rows<S, 4>(task, tile, first_row, query, rows, scratch);
-        case 5: return tile_rows<S, kMaxRows < 5 ? 1 : 5>(task, tile, first_row, query, rows, scratch);
-        case 6: return tile_rows<S, kMaxRows < 6 ? 1 : 6>(task, tile, first_row, query, rows, scratch);
+        case 1: return tile_rows<S, 1>(task, tiles, first_row, query, rows, scratch);
+        case 2: return tile_rows<S, 2>(task, tiles, first_row, query, rows, scratch);
+        case 3: return tile_rows<S, 3>(task, tiles, first_row, query, rows, scratch);
+        case 4: return tile_rows<S, 4>(task, tiles, first_row, query, rows, scratch);
+        case 5: return tile_rows<S, kMaxRows < 5 ? 1 : 5>(task, tiles, first_row, query, rows, scratch);
+        case 6: return tile_rows<S, kMaxRows < 6 ? 1 : 6>(task, tiles, first_row, query, rows, scratch);
     }
 }
 
 // [row][unit] in memory -> [group of kMaxRows rows][unit][row in group], where broadcasts are read in order.
-template <Storage S> void pack_query(const AttendTask& task, int num_rows, uint32_t* packed) {
-    const int units = task.kv->key_units;
+template <Storage S> void pack_query(const AttendTask& task, int head, uint32_t* packed) {
+    const int units = task.kv->key_units, num_rows = task.rows_per_head();
     for (int first = 0; first < num_rows; first += kMaxRows) {
         const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
         for (int r = 0; r < count; ++r) {
-            const int token = (first + r) / task.group_size, head = (first + r) % task.group_size;
-            const char* row = task.query + token * task.query_token_stride + head * task.query_head_stride;
+            const int token = (first + r) / task.group_size, member = (first + r) % task.group_size;
+            const char* row = task.query + token * task.query_token_stride +
+                              (head * task.group_size + member) * task.query_head_stride;
             for (int u = 0; u < units; ++u) __builtin_memcpy(&packed[u * count + r], row + u * 4, 4);
         }
         packed += units * count;
     }
 }
 
-inline Tile locate_tile(const AttendTask& task, int begin, int end_position) {
+inline Tile locate_tile(const AttendTask& task, int head, int begin, int end_position) {
     const LayerKV& kv = *task.kv;
     Tile tile;
     tile.begin = begin;
@@ -220,20 +237,11 @@ inline Tile locate_tile(const AttendTask& task, int begin, int end_position) {
         const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
         const int64_t block = task.block_table[position / kv.block_size];
         const int64_t offset = position % kv.block_size;
-        tile.key[v] = kv.key + block * kv.key_block_stride + task.kv_head * kv.key_head_stride + offset * 4;
-        tile.value[v] = kv.value + block * kv.value_block_stride + task.kv_head * kv.value_head_stride +
+        tile.key[v] = kv.key + block * kv.key_block_stride + (task.kv_head + head) * kv.key_head_stride + offset * 4;
+        tile.value[v] = kv.value + block * kv.value_block_stride + (task.kv_head + head) * kv.value_head_stride +
                         offset * kv.value_dim * (kv.storage == kBf16 ? 2 : 4);
     }
     return tile;
-}
-
-// A tile's bytes are in pieces of one block and head each, too short for the hardware to foresee the next one.
-inline void prefetch_tile(const LayerKV& kv, const Tile& tile) {
-    const int value_bytes = 16 * kv.value_dim * (kv.storage == kBf16 ? 2 : 4);
-    for (int v = 0; v < kVectors; ++v) {
-        for (int u = 0; u < kv.key_units; ++u) __builtin_prefetch(tile.key[v] + int64_t{u} * kv.block_size * 4);
-        for (int at = 0; at < value_bytes; at += 64) __builtin_prefetch(tile.value[v] + at);
-    }
 }
 
 // total <- total merged with one split: softmax is associative up to the rescaling of sums to a common maximum.
@@ -242,17 +250,18 @@ inline void merge_split(const Rows& total, const Rows& split, int num_rows, int 
         const float new_max = split.max(r) > total.max(r) ? split.max(r) : total.max(r);
         const float keep = exp2_scalar(total.max(r) - new_max), add = exp2_scalar(split.max(r) - new_max);
         total.max(r) = new_max;
-        total.sum(r) = total.sum(r) * keep + split.sum(r) * add;
         float *t = total.values(r), *s = split.values(r);
-        for (int d = 0; d < value_dim; d += 16)
+        for (int d = 0; d < value_dim + 16; d += 16)  // the sum lies behind the values
             fma(F16::load(s + d), F16::set1(add), F16::load(t + d) * F16::set1(keep)).store(t + d);
     }
 }
 
-template <Storage S> void write_rows(const AttendTask& task, const Rows& total, int num_rows) {
+template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
+    const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
-        const int token = r / task.group_size, head = r % task.group_size;
-        float keep = 1.0f, sum = total.sum(r);
+        const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
+        const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
+        float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));
         if (task.sinks) {
             const float sink = task.sinks[head] * kLog2E;
             const float new_max = sink > total.max(r) ? sink : total.max(r);
@@ -265,43 +274,59 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total, 
     }
 }
 
-template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
-    const LayerKV& kv = *task.kv;
-    const int num_rows = task.num_tokens * task.group_size;
+// One split of the context, into the state of all the task's rows.
+template <Storage S> void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScratch& scratch) {
+    const int rows_per_head = task.rows_per_head(), units = task.kv->key_units;
     const int end_position = task.first_position + task.num_tokens;
     const int first_seen = task.first_position - task.window + 1 > 0 ? task.first_position - task.window + 1 : 0;
-    const Rows total{scratch.total, kv.value_dim};
-    pack_query<S>(task, num_rows, scratch.query);
-    const bool stream = num_rows <= kMaxRows;  // decode: bound by memory
-    for (int split = task.split_begin; split < task.split_end; ++split) {
-        const bool only = split == task.split_begin;
-        Rows rows{only ? scratch.total : scratch.split_sum, kv.value_dim};
-        if (task.partial) rows.base = task.partial + int64_t{split - task.split_begin} * num_rows * rows.stride();
-        rows.clear(num_rows);
-        const int split_end = (split + 1) * kSplit < end_position ? (split + 1) * kSplit : end_position;
-        const int split_start = split * kSplit > first_seen ? split * kSplit : first_seen;
-        for (int begin = split_start / kTile * kTile; begin < split_end; begin += kTile) {
-            const Tile tile = locate_tile(task, begin, end_position);
-            if (stream && begin + kTile < end_position)
-                prefetch_tile(kv, locate_tile(task, begin + kTile, end_position));
-            const uint32_t* query = scratch.query;
-            for (int first = 0; first < num_rows; first += kMaxRows) {
-                const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
-                dispatch_rows<S>(count, task, tile, first, query, rows, scratch);
-                query += kv.key_units * count;
+    const int start = (split * kSplit > first_seen ? split * kSplit : first_seen) / kTile * kTile;
+    const int end = (split + 1) * kSplit < end_position ? (split + 1) * kSplit : end_position;
+    rows.clear(task.kv_heads * rows_per_head);
+    TilePair tiles;
+    tiles.next = locate_tile(task, 0, start, end_position);
+    for (int begin = start; begin < end; begin += kTile)
+        // All the heads of a few blocks one after the other: they are neighbours in memory.
+        for (int head = 0; head < task.kv_heads; ++head) {
+            const bool last_head = head + 1 == task.kv_heads, last_tile = begin + kTile >= end_position;
+            tiles.now = tiles.next;
+            if (!last_head || !last_tile)
+                tiles.next = locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
+            const Rows head_rows{rows.values(head * rows_per_head), rows.value_dim};
+            const uint32_t* query = scratch.query + head * rows_per_head * units;
+            for (int first = 0; first < rows_per_head; first += kMaxRows) {
+                const int count = rows_per_head - first < kMaxRows ? rows_per_head - first : kMaxRows;
+                dispatch_rows<S>(count, task, tiles, first, query, head_rows, scratch);
+                query += units * count;
             }
         }
-        if (!task.partial && !only) merge_split(total, rows, num_rows, kv.value_dim);
+}
+
+template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
+    const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
+    for (int head = 0; head < task.kv_heads; ++head)
+        pack_query<S>(task, head, scratch.query + head * task.rows_per_head() * task.kv->key_units);
+    const Rows total{scratch.total, value_dim};
+    for (int split = task.split_begin; split < task.split_end; ++split) {
+        if (task.partial) {
+            float* partial = task.partial + int64_t{split - task.split_begin} * num_rows * total.stride();
+            attend_split<S>(task, split, Rows{partial, value_dim}, scratch);
+        } else if (split == task.split_begin) {
+            attend_split<S>(task, split, total, scratch);
+        } else {
+            const Rows rows{scratch.split_sum, value_dim};
+            attend_split<S>(task, split, rows, scratch);
+            merge_split(total, rows, num_rows, value_dim);
+        }
     }
-    if (!task.partial) write_rows<S>(task, total, num_rows);
+    if (!task.partial) write_rows<S>(task, total);
 }
 
 template <Storage S> void merge(const AttendTask& task, int splits, AttendScratch& scratch) {
-    const int num_rows = task.num_tokens * task.group_size, value_dim = task.kv->value_dim;
+    const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
     const Rows total{scratch.total, value_dim};
     const int64_t partial_size = int64_t{num_rows} * total.stride();
     __builtin_memcpy(total.base, task.partial, partial_size * sizeof(float));
     for (int split = 1; split < splits; ++split)
         merge_split(total, Rows{task.partial + split * partial_size, value_dim}, num_rows, value_dim);
-    write_rows<S>(task, total, num_rows);
+    write_rows<S>(task, total);
 }

@@ -25,24 +25,27 @@ struct LayerKV {
 // on the batch, the chunk or the threads.
 constexpr int kTile = 64;    // tokens between two updates of the running maximum
 constexpr int kSplit = 512;  // tokens whose partial results are merged, in order, at the end
-constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads of one KV head) that share one pass over the KV
+constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads) that share one pass over the KV
 constexpr int kMaxHeadDim = 256;
-constexpr int kRowState = 16;  // floats beside a row's weighted values: their max and sum, padded to a cache line
+constexpr int kRowState = 32;  // floats beside a row's weighted values: their sum in 16 lanes, and their max
 
-// A few query tokens of one sequence, all the query heads of one KV head, over some splits of the context.
+// A few query tokens of one sequence, the query heads of some KV heads, over some splits of the context. Rows are
+// [kv head][token][query head of the KV head].
 struct AttendTask {
     const LayerKV* kv;
     const char* query;  // of the first token and head; bytes below
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;
     const int32_t* block_table;
-    const float* sinks;  // [group_size], of these query heads; or null
+    const float* sinks;  // of these query heads; or null
     float* partial;      // null: merge and write `out`; else the state of [split][row], value_dim + kRowState each
     float scale, softcap;  // softcap 0: none
-    int kv_head, group_size;
+    int kv_head, kv_heads;  // first and count
+    int group_size;         // query heads of each KV head
     int num_tokens, first_position;
     int window;  // a token sees itself and window - 1 before it
     int split_begin, split_end;
+    int rows_per_head() const { return num_tokens * group_size; }
 };
 
 // Working memory of one thread.

@@ -71,7 +71,7 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
 
 template <Storage S> int64_t argmax(const char* bytes, int64_t count, float* value) {
     const auto* x = reinterpret_cast<const Element<S>*>(bytes);
-    float best = kMasked;
+    float best = -__builtin_inff();
     int64_t best_index = 0, i = 0;
     const auto consider = [&](int64_t index) {
         float candidate;

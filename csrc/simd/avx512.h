@@ -59,14 +59,16 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return {_mm512_mask_blend_ps(keep, other.v, a.v)};
 }
 
-inline F16 exp2(F16 x) {
-    x = max(F16::set1(-200.0f), min(F16::set1(200.0f), x));
+// For x <= 0 and finite, however small; 2^0 is exactly 1.
+inline F16 exp2_nonpositive(F16 x) {
     const __m512 n = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F16 f{_mm512_sub_ps(x.v, n)};
     F16 p = F16::set1(kExp2Poly[5]);
+#pragma GCC unroll 5
     for (int i = 4; i >= 0; --i) p = fma(p, f, F16::set1(kExp2Poly[i]));
     return {_mm512_scalef_ps(p.v, n)};
 }
+inline F16 exp2(F16 x) { return exp2_nonpositive(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
 
 // acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.
 inline F16 mac_bf16(F16 acc, U16 a, U16 b) {

@@ -135,6 +135,8 @@ inline F16 exp2(F16 x) {
     return x;
 }
 
+inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+
 inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
     OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] << 16) * bits_to_float(b.v[i] << 16);
     OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] & 0xffff0000u) * bits_to_float(b.v[i] & 0xffff0000u);
