@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +58,16 @@ def build_engine(config: EngineConfig) -> EngineCore:
     """
     started = time.perf_counter()
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
+    device = _device(config)
+    # Loading is thousands of short steps: with several threads each would wait for the slowest, which on a busy machine
+    # took four times as long.
+    torch.set_num_threads(1)
+    try:
+        loaded = _load(config, device)
+    finally:
+        torch.set_num_threads(num_threads)
     if kernels.available():
         kernels.set_num_threads(num_threads)
-    device = _device(config)
-    loaded = _load(config, device)
     model = loaded.model
     max_model_len = _max_model_len(config, model)
     spec = KVCacheSpec.build(model.kv_layers, _block_size(config, max_model_len), _kv_dtype(config, model))
@@ -104,24 +110,32 @@ def _device(config: EngineConfig) -> torch.device:
 
 def _load(config: EngineConfig, device: torch.device) -> _Loaded:
     source = resolve_model(config.model)
-    dtype = _dtype(config, device)
     model_config = load_model_config(source)
-    model: CausalLM
-    if model_config.runs_natively:
+    if not model_config.runs_natively:
+        logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
+        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
+        return _Loaded(source, _load_through_transformers(config, source, device), _load_tokenizer(source))
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        tokenizer = beside.submit(_load_tokenizer, source)
         # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
         ops = LayerOps() if config.attention_backend == "reference" else None
-        model = Decoder(model_config, open_weights(source, model_config), dtype=dtype, device=device, ops=ops)
-    else:
-        logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
-        from octavo.models.transformers import TransformersModel
+        weights = open_weights(source, model_config)
+        model = Decoder(model_config, weights, dtype=_dtype(config, device), device=device, ops=ops)
+        return _Loaded(source, model, tokenizer.result())
 
-        model = TransformersModel.load(source.path, dtype=dtype, device=device)
+
+def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
+    from octavo.models.transformers import TransformersModel
+
+    return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device)
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
     try:
-        tokenizer = Tokenizer.from_source(source)
+        return Tokenizer.from_source(source)
     except ModelNotFoundError as error:
         logger.warning("%s; prompts must be token ids", error)
-        tokenizer = None
-    return _Loaded(source, model, tokenizer)
+        return None
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
