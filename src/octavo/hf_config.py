@@ -47,6 +47,16 @@ def read_hf_config(folder: Path) -> ModelConfig:
     raw = read_json(path)
     if raw is None:
         raise ModelNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    return hf_model_config(raw, path)
+
+
+def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
+    """The same from a `config.json` that is already read; `path` is named in errors, and need not exist.
+
+    Raises:
+        CorruptModelError, UnsupportedModelError: as `read_hf_config`.
+    """
+    folder = path.parent
     architecture = _architecture(raw, path)
     fields = _Fields({**raw, **raw.get("text_config", {})}, path)
     native = NATIVE_ARCHITECTURES.get(architecture)
