@@ -90,7 +90,8 @@ class LayerOps:
         query, key, value = torch.split(qkv, widths, dim=-1)
         query, key = query.view(-1, heads.num_heads, heads.key_dim), key.view(-1, heads.kv_heads, heads.key_dim)
         if norm is not None:
-            query, key = self.rms_norm(query, norm.query, norm.eps), self.rms_norm(key, norm.key, norm.eps)
+            query = self.rms_norm(query.reshape(-1, heads.key_dim), norm.query, norm.eps).view(query.shape)
+            key = self.rms_norm(key.reshape(-1, heads.key_dim), norm.key, norm.eps).view(key.shape)
         query = self.rotate(query, rotation.token_cos, rotation.token_sin)
         key = self.rotate(key, rotation.token_cos, rotation.token_sin)
         attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)

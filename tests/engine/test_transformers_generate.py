@@ -1,0 +1,135 @@
+"""Greedy output is that of transformers' `generate`, token for token, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from octavo.model_source import load_model_config, resolve_model
+from octavo.models.loader import iter_weights
+from octavo.sampling_params import SamplingParams
+from tests.conftest import MakeLLM
+from tests.models.test_transformers_bridge import build
+from tests.models.tiny import FAMILIES, write_hf_model
+
+SMOLLM2_PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Q: What is 17 + 25?\nA:",
+    "In the beginning",
+    "Water boils at",
+    "Dear Sir or Madam,\n\n",
+    "The three primary colours are",
+    "<|im_start|>user\nTell me a joke.<|im_end|>\n<|im_start|>assistant\n",
+    "SELECT name FROM",
+    "1, 2, 3, 4,",
+    "日本の首都は",
+    "Der schnelle braune Fuchs",
+    "import numpy as np\n\ndef softmax(x):\n    ",
+    "My favourite recipe for bread needs flour, water, salt and yeast. First, you",
+    "The mitochondria is the",
+    "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals, when",
+    "{\"name\": \"octavo\", \"pages\":",
+    "To be, or not to be, that is the question:\n",
+    "🙂",
+]  # fmt: skip
+
+# Beyond the native families: full attention without RoPE, mixed windows with soft-capping, experts, latent attention.
+THROUGH_TRANSFORMERS = ("GPT2", "Gemma2", "Mixtral", "DeepseekV3")
+
+
+def generate(model: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
+    """transformers' own greedy continuation of each prompt, all in one left-padded batch."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0, **options
+        )
+    return out[:, width:].tolist()
+
+
+def smollm2_of_transformers() -> Any:
+    """transformers' Llama with the weights as Octavo reads them, which tests/models/test_loader.py vouches for."""
+    source = resolve_model("smollm2")
+    c = load_model_config(source)
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        max_position_embeddings=c.max_position_embeddings,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+        tie_word_embeddings=c.tie_word_embeddings,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    missing, unexpected = model.load_state_dict(dict(iter_weights(source, c, torch.float32)), strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.slow
+def test_smollm2_on_twenty_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm("smollm2", max_model_len=256, max_num_seqs=20)
+    outputs = llm.generate(
+        SMOLLM2_PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False
+    )
+    prompts = [output.prompt_token_ids for output in outputs]
+    expected = generate(smollm2_of_transformers(), prompts, 64, eos_token_id=None)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in (1, 2, 9, 30, 33, 50)]
+    expected = [generate(model, [p], 40, eos_token_id=None)[0] for p in prompts]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts), "the model is blind to its context"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str) -> None:
+    options = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
+    model = write_hf_model(tmp_path, family, **options)
+    llm = make_llm(tmp_path, block_size=4, max_num_batched_tokens=32)
+    assert type(llm.core.runner.model).__name__ == "Decoder"
+    assert_generates_the_same(llm, model, vocab=320)
+
+
+@pytest.mark.parametrize("name", THROUGH_TRANSFORMERS)
+def test_families_that_run_through_transformers(make_llm: MakeLLM, tmp_path: Path, name: str) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path, block_size=4, max_num_batched_tokens=32)
+    assert type(llm.core.runner.model).__name__ == "TransformersModel"
+    assert_generates_the_same(llm, model, vocab=61)
+
+
+def test_generation_ends_where_transformers_ends_it(make_llm: MakeLLM, tmp_path: Path) -> None:
+    model = write_hf_model(tmp_path, "Llama", tokenizer=True)
+    free = generate(model, [[5, 6, 7]], 30, eos_token_id=None)[0]
+    end = next(token for token in free[5:] if token not in free[:5])
+    model.generation_config.eos_token_id = [2, end]
+    model.generation_config.save_pretrained(tmp_path)
+    llm = make_llm(tmp_path)
+    (output,) = llm.generate(
+        {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False
+    )
+    assert output.outputs[0].token_ids == generate(model, [[5, 6, 7]], 30, eos_token_id=[2, end])[0]
+    assert output.outputs[0].finish_reason == "stop"
