@@ -1,9 +1,9 @@
 """The engine behind an event loop: the step loop in a thread of its own, one wake-up of the loop a step.
 
-    event loop                                engine thread
-    generate() ── add / abort ──> inbox ──>   take in, step, step, …
-       ^                                         │ all requests' outputs of one step
-       └── stream <── _deliver <── call_soon_threadsafe
+event loop                                engine thread
+generate() ── add / abort ──> inbox ──>   take in, step, step, …
+   ^                                         │ all requests' outputs of one step
+   └── stream <── _deliver <── call_soon_threadsafe
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
@@ -29,17 +32,36 @@ logger = logging.getLogger(__name__)
 IDLE_AUDIT_SECONDS = 1.0
 
 _Stream = asyncio.Queue[RequestOutput | OctavoError]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    request: Request
+    prompt: str | None
+    kind: OutputKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
 
 
 class AsyncEngine:
-    """Many callers of one `EngineCore`. Everything but `start` is called from the event loop that started it."""
+    """Many callers of one `EngineCore`. All methods are called from the event loop that called `start`.
 
-    def __init__(self, core: EngineCore, model_name: str) -> None:
+    Args:
+        idle_audit_seconds: how long nothing must run before the block accounting is proven once.
+    """
+
+    def __init__(self, core: EngineCore, model_name: str, *, idle_audit_seconds: float = IDLE_AUDIT_SECONDS) -> None:
         self.core = core
         self.model_name = model_name
-        self._streams: dict[RequestId, _Stream] = {}
-        self._to_add: deque[tuple[Request, str | None, OutputKind]] = deque()
-        self._to_abort: deque[RequestId] = deque()
+        self._idle_audit_seconds = idle_audit_seconds
+        # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
+        self._streams: dict[RequestId, _Stream | None] = {}
+        # One queue for both, so that what is said of one id arrives in the order it was said.
+        self._inbox: deque[_Addition | _Abort] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._closing = False
@@ -100,27 +122,28 @@ class AsyncEngine:
         )
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        stream = self._streams[request.request_id] = asyncio.Queue()
-        self._to_add.append((request, prompt if isinstance(prompt, str) else None, output_kind))
-        self._wake.set()
-        finished = False
+        stream: _Stream = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._send(_Addition(request, prompt if isinstance(prompt, str) else None, output_kind))
         try:
+            finished = False
             while not finished:
                 output = await stream.get()
                 if isinstance(output, OctavoError):
-                    finished = True
                     raise output
                 finished = output.finished
                 yield output
         finally:
-            self._streams.pop(request.request_id, None)
-            if not finished:
+            if self._streams.get(request.request_id) is stream:
+                self._streams[request.request_id] = None
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step; unknown ids are ignored: it may just have finished."""
-        self._to_abort.append(RequestId(request_id))
-        self._wake.set()
+        """End a request before the next step; its stream gets what is left, with the reason "abort".
+
+        Unknown ids are ignored: it may just have finished.
+        """
+        self._send(_Abort(RequestId(request_id)))
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Take no more requests, let what runs finish for up to `drain_seconds`, abort the rest, stop the thread."""
@@ -139,45 +162,68 @@ class AsyncEngine:
             raise EngineDeadError("the server is shutting down")
         if self._error is not None:
             raise EngineDeadError(f"the engine has stopped: {self._error}") from self._error
+        if self._loop is None:
+            raise EngineDeadError("the engine has not been started")
+
+    def _send(self, message: _Addition | _Abort) -> None:
+        self._inbox.append(message)
+        self._wake.set()
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._take_in()
-                if self.core.has_work:
-                    if outputs := self.core.step():
-                        self._call_in_loop(outputs)
-                elif not self._wake.wait(IDLE_AUDIT_SECONDS):
-                    self.core.scheduler.kv.audit()
-                    self._wake.wait()
-            self._take_in()
+            while self._step():
+                pass
             self.core.close()
         except Exception as error:  # whatever it is, callers must hear of it
             logger.exception("the step loop died")
             self._error = error
-            if self._loop is not None and not self._loop.is_closed():
-                dead = EngineDeadError(f"the engine has stopped: {error}")
-                dead.__cause__ = error
-                self._loop.call_soon_threadsafe(self._fail_streams, dead)
+            dead = EngineDeadError(f"the engine has stopped: {error}")
+            dead.__cause__ = error
+            self._call_in_loop(self._fail_streams, dead)
 
-    def _take_in(self) -> None:
+    def _step(self) -> bool:
+        """Take in what has come, compute one step or wait; returns whether to go on."""
+        # Cleared before anything is looked at: what comes later, a stop too, sets it again.
         self._wake.clear()
-        while self._to_add:
-            request, prompt, kind = self._to_add.popleft()
-            self.core.add(request, prompt=prompt, kind=kind)
-        while self._to_abort:
-            self.core.abort(self._to_abort.popleft())
+        if self._stopping:
+            return False
+        outputs = self._take_in()
+        if self.core.has_work:
+            outputs += self.core.step()
+        if outputs:
+            self._call_in_loop(self._deliver, outputs)
+        elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
+            self.core.scheduler.kv.audit()
+            self._wake.wait()
+        return True
 
-    def _call_in_loop(self, outputs: list[RequestOutput]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+    def _take_in(self) -> list[RequestOutput]:
+        """Add and abort as asked; returns the last outputs of what was aborted."""
+        aborted = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, _Addition):
+                self.core.add(message.request, prompt=message.prompt, kind=message.kind)
+            elif (output := self.core.abort(message.request_id)) is not None:
+                aborted.append(output)
+        return aborted
+
+    def _call_in_loop(self, callback: Callable[[_T], None], argument: _T) -> None:
+        assert self._loop is not None  # `start` sets it before it starts the thread
+        # A loop that was closed under the engine has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, argument)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            # Without a stream its caller has left; the abort is on its way.
-            if (stream := self._streams.get(output.request_id)) is not None:
+            stream = self._streams.get(output.request_id)
+            if output.finished:
+                self._streams.pop(output.request_id, None)
+            if stream is not None:
                 stream.put_nowait(output)
 
     def _fail_streams(self, error: OctavoError) -> None:
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            if stream is not None:
+                stream.put_nowait(error)
+        self._streams.clear()

@@ -5,11 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypedDict
 
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, SequenceId
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
+
+
+class _Queues(TypedDict):
+    num_running: int
+    num_waiting: int
+    kv_usage: float
 
 
 class StatsRecorder:
@@ -59,12 +66,19 @@ class StatsRecorder:
             self._on_finished(request, reason, now)
         for last, times in last_tokens.items():
             self._stats.on_tokens(now - last, times)
-        self._note_queues(prompt_tokens, generation_tokens)
+        preemptions = self._scheduler.counters.num_preemptions - self._preemptions
+        self._preemptions += preemptions
+        self._stats.on_step(
+            **self._queues(),
+            prompt_tokens=prompt_tokens,
+            generation_tokens=generation_tokens,
+            preemptions=preemptions,
+        )
 
     def on_ended(self, request: Request, reason: FinishReason) -> None:
         """A request was ended from outside, between two steps."""
         self._on_finished(request, reason, time.monotonic())
-        self._note_queues()
+        self._stats.on_queues(**self._queues())
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         for seq in request.sequences:
@@ -76,15 +90,10 @@ class StatsRecorder:
             generation_tokens=sum(seq.num_output_tokens for seq in request.sequences),
         )
 
-    def _note_queues(self, prompt_tokens: int = 0, generation_tokens: int = 0) -> None:
+    def _queues(self) -> _Queues:
         scheduler = self._scheduler
-        preemptions = scheduler.counters.num_preemptions - self._preemptions
-        self._preemptions += preemptions
-        self._stats.on_step(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            kv_usage=scheduler.kv.usage,
-            prompt_tokens=prompt_tokens,
-            generation_tokens=generation_tokens,
-            preemptions=preemptions,
-        )
+        return {
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            "kv_usage": scheduler.kv.usage,
+        }

@@ -98,20 +98,24 @@ class EngineStats:
         generation_tokens: int = 0,
         preemptions: int = 0,
     ) -> None:
-        """After every step, and after what changes the queues between steps (an abort).
+        """After every step.
 
         Args:
             prompt_tokens: of requests whose prompt was completed in this step, cached tokens included, once each.
             generation_tokens: sampled in this step.
             preemptions: sequences that had to give up their blocks in this step.
         """
-        self.num_running = num_running
-        self.num_waiting = num_waiting
-        self.kv_usage = kv_usage
+        self.on_queues(num_running=num_running, num_waiting=num_waiting, kv_usage=kv_usage)
         self.num_steps += 1
         self.prompt_tokens += prompt_tokens
         self.generation_tokens += generation_tokens
         self.num_preemptions += preemptions
+
+    def on_queues(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+        """After what changes the queues between two steps: an abort."""
+        self.num_running = num_running
+        self.num_waiting = num_waiting
+        self.kv_usage = kv_usage
 
     def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
         """Once per request, when it is first scheduled: its wait, and what the prefix cache had of its prompt."""

@@ -1,0 +1,265 @@
+"""The engine behind an event loop: its callers come, leave and fail without disturbing one another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.core import EngineCore
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.errors import CacheError, ContextLengthError, EngineDeadError, RequestError
+from octavo.request import FinishReason
+from octavo.sampling_params import SamplingParams
+from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    with tiny_core() as core:
+        yield core
+
+
+@asynccontextmanager
+async def started(core: EngineCore, **options: Any) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(core, "tiny", **options)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.shutdown(0)
+    assert not engine.is_alive
+
+
+def tokens(count: int, **params: Any) -> SamplingParams:
+    """Exactly `count` greedy tokens."""
+    return SamplingParams(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **params})
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:
+    """The token ids of the first completion."""
+    ids: list[int] = []
+    async for output in engine.generate(prompt, params, **options):
+        ids += output.outputs[0].token_ids
+    return ids
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "still not so"
+        await asyncio.sleep(0.002)
+
+
+async def test_many_callers_at_once_each_get_what_they_get_alone(core: EngineCore) -> None:
+    prompts = [[5 + i, 6, 7] * (1 + i % 7) for i in range(24)]
+    async with started(core) as engine:
+        alone = [await collect(engine, prompt, tokens(3 + i)) for i, prompt in enumerate(prompts)]
+        before = core.stats.num_steps
+        together = await asyncio.gather(*(collect(engine, p, tokens(3 + i)) for i, p in enumerate(prompts)))
+        assert together == alone
+        assert core.stats.num_steps - before < sum(map(len, alone)) / 4  # they were computed side by side
+        await until(lambda: is_drained(core))
+        assert_drained(core)
+
+
+async def test_deltas_add_up_to_the_final_output(core: EngineCore) -> None:
+    params = tokens(12, n=2, temperature=1.0, seed=3, logprobs=2)
+    async with started(core) as engine:
+        deltas = [output async for output in engine.generate("the blocks", params)]
+        (final,) = [o async for o in engine.generate("the blocks", params, output_kind=OutputKind.FINAL)]
+    for whole in final.outputs:
+        parts = [part for output in deltas for part in output.outputs if part.index == whole.index]
+        assert "".join(part.text for part in parts) == whole.text
+        assert [token_id for part in parts for token_id in part.token_ids] == whole.token_ids
+        assert [entry for part in parts for entry in part.logprobs] == whole.logprobs
+        assert parts[-1].cumulative_logprob == whole.cumulative_logprob
+    assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineCore) -> None:
+    slow_down(core, 0.01)
+    async with started(core) as engine:
+        other = asyncio.ensure_future(collect(engine, PROMPT, tokens(40)))
+        async with aclosing(engine.generate([9] * 100, tokens(900))) as outputs:
+            await anext(outputs)
+        steps = core.stats.num_steps
+        await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
+        assert core.stats.num_steps - steps <= 1
+        assert len(await other) == 40
+        await until(lambda: is_drained(core))
+        assert_drained(core)
+
+
+async def test_a_request_can_be_given_up_before_it_was_ever_scheduled(core: EngineCore) -> None:
+    slow_down(core, 0.02)
+    async with started(core) as engine:
+        running = asyncio.ensure_future(collect(engine, PROMPT, tokens(5)))
+        await until(lambda: core.stats.num_running == 1)
+        waiting = asyncio.ensure_future(collect(engine, PROMPT, tokens(5)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert len(await running) == 5
+        await until(lambda: is_drained(core))
+        assert_drained(core)
+
+
+async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineCore) -> None:
+    slow_down(core, 0.005)
+    async with started(core) as engine:
+        outputs: list[RequestOutput] = []
+        async for output in engine.generate(PROMPT, tokens(900), request_id="mine"):
+            outputs.append(output)
+            engine.abort("mine")
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+        engine.abort("mine")  # it is over: nothing happens
+        engine.abort("nobody's")
+        assert len(await collect(engine, PROMPT, tokens(2), request_id="mine")) == 2
+        assert_drained(core)
+
+
+async def test_a_request_id_in_use_is_refused_and_its_holder_goes_on(core: EngineCore) -> None:
+    slow_down(core, 0.005)
+    async with started(core) as engine:
+        first = asyncio.ensure_future(collect(engine, PROMPT, tokens(10), request_id="mine"))
+        await until(lambda: core.stats.num_running == 1)
+        with pytest.raises(RequestError, match="'mine' is in use"):
+            await collect(engine, PROMPT, tokens(10), request_id="mine")
+        assert len(await first) == 10
+        assert len(await collect(engine, PROMPT, tokens(10), request_id="mine")) == 10
+
+
+async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_requests(core: EngineCore) -> None:
+    slow_down(core, 0.01)
+    async with started(core) as engine:
+        async with aclosing(engine.generate([9] * 50, tokens(900), request_id="mine")) as outputs:
+            await anext(outputs)
+        with pytest.raises(RequestError, match="'mine' is in use"):
+            await collect(engine, PROMPT, tokens(4), request_id="mine")
+        await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
+        await asyncio.sleep(0.005)
+        again = await collect(engine, PROMPT, tokens(4), request_id="mine")
+        assert again == await collect(engine, PROMPT, tokens(4))
+        assert_drained(core)
+
+
+async def test_a_refused_request_leaves_nothing_behind(core: EngineCore) -> None:
+    async with started(core) as engine:
+        with pytest.raises(ContextLengthError, match="1024"):
+            await collect(engine, PROMPT, tokens(1022), request_id="mine")
+        assert len(await collect(engine, PROMPT, tokens(2), request_id="mine")) == 2
+        assert_drained(core)
+
+
+async def test_unusable_logits_end_their_request_and_no_other(core: EngineCore) -> None:
+    poison(core)
+    async with started(core) as engine:
+        good = asyncio.ensure_future(collect(engine, PROMPT, tokens(30)))
+        outputs = [output async for output in engine.generate([5, POISON], tokens(30))]
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
+        assert len(await good) == 30
+        assert engine.is_alive
+        await until(lambda: is_drained(core))
+        assert_drained(core)
+
+
+async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
+    async with started(core) as engine:
+        slow_down(core, 0.002)
+        break_after(core, 10)
+        callers = [collect(engine, PROMPT, tokens(900)) for _ in range(3)]
+        errors = await asyncio.gather(*callers, return_exceptions=True)
+        assert all(isinstance(error, EngineDeadError) for error in errors)
+        assert isinstance(errors[0].__cause__, RuntimeError)
+        assert not engine.is_alive
+        with pytest.raises(EngineDeadError, match="the engine has stopped: secret insides"):
+            await collect(engine, PROMPT, tokens(1))
+    assert "the step loop died" in caplog.text
+    assert "RuntimeError: secret insides" in caplog.text
+
+
+async def test_an_idle_engine_proves_its_accounting(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    audits: list[object] = []
+    kv = core.scheduler.kv
+    audit = kv.audit
+    monkeypatch.setattr(kv, "audit", lambda: audits.append(audit()))
+    async with started(core, idle_audit_seconds=0.02) as engine:
+        await collect(engine, PROMPT, tokens(3))
+        await until(lambda: len(audits) == 1)
+        await asyncio.sleep(0.1)
+        assert len(audits) == 1  # once is enough as long as nothing happens
+        await collect(engine, PROMPT, tokens(3))
+        await until(lambda: len(audits) == 2)
+
+
+async def test_a_failed_audit_stops_the_engine_loudly(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
+    async with started(core, idle_audit_seconds=0.02) as engine:
+        await collect(engine, PROMPT, tokens(3))
+        core.scheduler.kv.pool.allocate(1)  # a block that no table holds
+        await collect(engine, PROMPT, tokens(3))
+        await until(lambda: not engine.is_alive)
+        with pytest.raises(EngineDeadError, match="audit failed: block") as caught:
+            await collect(engine, PROMPT, tokens(3))
+        assert isinstance(caught.value.__cause__, CacheError)
+    assert any(record.levelno >= logging.ERROR for record in caplog.records)
+
+
+async def test_shutdown_lets_what_runs_finish(core: EngineCore) -> None:
+    slow_down(core, 0.005)
+    async with started(core) as engine:
+        running = asyncio.ensure_future(collect(engine, PROMPT, tokens(20)))
+        await until(lambda: core.stats.num_running == 1)
+        leaving = asyncio.ensure_future(engine.shutdown(10))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await collect(engine, PROMPT, tokens(1))
+        assert len(await running) == 20
+        await leaving
+        assert_drained(core)
+
+
+async def test_shutdown_aborts_what_does_not_finish_in_time(core: EngineCore) -> None:
+    slow_down(core, 0.005)
+    async with started(core) as engine:
+        running = asyncio.ensure_future(collect(engine, PROMPT, tokens(900)))
+        await until(lambda: core.stats.num_running == 1)
+        began = time.monotonic()
+        await engine.shutdown(0.05)
+        assert time.monotonic() - began < 1
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await running
+        assert_drained(core)
+
+
+async def test_an_engine_that_was_never_started_says_so(core: EngineCore) -> None:
+    engine = AsyncEngine(core, "tiny")
+    with pytest.raises(EngineDeadError, match="not been started"):
+        await collect(engine, PROMPT, tokens(1))
+    await engine.shutdown(0)
+
+
+async def test_a_stop_is_never_missed(core: EngineCore) -> None:
+    """The stop may fall anywhere in the loop of the engine's thread: before, in, or after it looks for work."""
+    for delay in range(40):
+        async with started(core) as engine:
+            await collect(engine, PROMPT, tokens(1))
+            await asyncio.sleep(delay * 2e-5)
+            async with asyncio.timeout(5):
+                await engine.shutdown(0)

@@ -1,0 +1,86 @@
+"""Engines over a tiny random model, small enough that a step takes less than a millisecond."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.engine.builder import build_engine
+from octavo.engine.core import EngineCore
+from tests.conftest import assert_idle
+from tests.models.tiny import write_hf_model
+
+VOCAB_SIZE = 320
+MAX_MODEL_LEN = 1024
+NUM_BLOCKS = 1024
+# An embedding that `poison` makes NaN, so that whatever has read this token has no logits to sample from.
+POISON = VOCAB_SIZE - 1
+
+
+@cache
+def tiny_model() -> Path:
+    """A float32 Llama with a tokenizer and a chat template."""
+    folder = Path(tempfile.mkdtemp(prefix="octavo-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_hf_model(folder, "Llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    return folder
+
+
+@contextmanager
+def tiny_core(**options: Any) -> Iterator[EngineCore]:
+    """An engine that computes in one thread: a second one would only wait."""
+    threads = torch.get_num_threads()
+    defaults = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "max_num_seqs": 64, "num_threads": 1}
+    try:
+        yield build_engine(EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options}))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def poison(core: EngineCore) -> None:
+    core.runner.model._embedding[POISON] = float("nan")
+
+
+def slow_down(core: EngineCore, seconds: float) -> None:
+    """Let every step take that much longer."""
+    execute = core.runner.execute
+
+    def slowly(plan: Any) -> Any:
+        time.sleep(seconds)
+        return execute(plan)
+
+    core.runner.execute = slowly
+
+
+def break_after(core: EngineCore, steps: int) -> None:
+    """Let the step after `steps` more steps raise."""
+    execute, last = core.runner.execute, core.stats.num_steps + steps
+
+    def breaking(plan: Any) -> Any:
+        if core.stats.num_steps >= last:
+            raise RuntimeError("secret insides")
+        return execute(plan)
+
+    core.runner.execute = breaking
+
+
+def is_drained(core: EngineCore) -> bool:
+    """Nothing runs or waits, as far as the engine and its statistics say."""
+    return not core.has_work and core.stats.num_running == core.stats.num_waiting == 0
+
+
+def assert_drained(core: EngineCore) -> None:
+    """No request is left, no block is held, and the accounting is proven. Only while the engine is idle."""
+    assert_idle(core)
+    assert is_drained(core)
+    assert core.stats.kv_usage == 0
