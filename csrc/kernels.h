@@ -68,6 +68,33 @@ struct RopeTask {
     int num_heads, key_dim, rotary_dim;
 };
 
+enum QuantFormat { kQ4_0, kQ4_1, kQ8_0, kNumQuantFormats };
+// Bytes of 16 outputs x 32 inputs, see linear.h.
+constexpr int quant_block_bytes(QuantFormat format) {
+    return format == kQ4_0 ? 32 + 256 : format == kQ4_1 ? 64 + 256 : 32 + 512;
+}
+
+struct LinearOutput {
+    char* base;
+    int64_t stride;  // bytes
+    int64_t width;
+    const char* bias;  // [width] in `storage`, or null
+    Storage storage;
+};
+struct QuantLinearTask {
+    const uint8_t* weight;
+    const int8_t* quants;         // [rows][blocks * 32]
+    const float *scales, *sums;   // [rows][blocks]: of the activations, and scale * sum of their quants
+    LinearOutput out;
+    int blocks, rows;
+};
+struct Bf16LinearTask {
+    const char *x, *weight;
+    int64_t x_stride, weight_stride;  // bytes
+    LinearOutput out;
+    int inputs, rows;
+};
+
 struct Kernels {
     const char* name;
     void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
@@ -79,6 +106,10 @@ struct Kernels {
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
     // Index of the largest of x[0, count), the first of equals; NaN is never the largest.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
+    void (*quantise_row[kNumStorages])(const char* x, int width, int8_t* quants, float* scales, float* sums);
+    // Tiles of 16 outputs.
+    void (*quant_linear[kNumQuantFormats])(const QuantLinearTask&, int64_t tile_begin, int64_t tile_end);
+    void (*bf16_linear)(const Bf16LinearTask&, int64_t tile_begin, int64_t tile_end);
 };
 
 extern const Kernels kKernelsPortable, kKernelsAvx2, kKernelsAvx512, kKernelsAvx512Bf16;

@@ -13,6 +13,7 @@ namespace OCTAVO_LEVEL {
 #include "attention_tile.h"
 #include "rowwise.h"
 #include "rope.h"
+#include "linear.h"
 
 }  // namespace OCTAVO_LEVEL
 
@@ -26,6 +27,10 @@ const Kernels OCTAVO_TABLE = {
     .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>},
               {OCTAVO_LEVEL::gated<kF32, kSilu>, OCTAVO_LEVEL::gated<kF32, kGeluTanh>}},
     .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
+    .quantise_row = {OCTAVO_LEVEL::quantise_row<kBf16>, OCTAVO_LEVEL::quantise_row<kF32>},
+    .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
+                     OCTAVO_LEVEL::quant_linear<kQ8_0>},
+    .bf16_linear = OCTAVO_LEVEL::bf16_linear,
 };
 
 }  // namespace octavo

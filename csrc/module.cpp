@@ -205,6 +205,56 @@ void py_copy_blocks(const Tensor& arena, const Tensor& copies) {
     copy_blocks(blocks.base, blocks.width, copies.data<int64_t>(), copies.shape[0]);
 }
 
+QuantFormat quant_format(const std::string& name) {
+    if (name == "Q4_0") return kQ4_0;
+    if (name == "Q4_1") return kQ4_1;
+    require(name == "Q8_0", "quantised format '" + name + "' is not one of Q4_0, Q4_1, Q8_0");
+    return kQ8_0;
+}
+
+int64_t packed_bytes(QuantFormat format, int64_t outputs, int64_t inputs) {
+    return (outputs + 15) / 16 * (inputs / 32) * quant_block_bytes(format);
+}
+
+void py_pack_quant(const std::string& format_name, const Tensor& blocks, int64_t inputs, const Tensor& packed) {
+    const QuantFormat format = quant_format(format_name);
+    require(inputs > 0 && inputs % 32 == 0, "inputs must be a multiple of 32, got " + std::to_string(inputs));
+    check_shape(blocks, "blocks", {-1, inputs / 32 * gguf_block_bytes(format)});
+    check_dense(blocks, "blocks", DType::u8, {blocks.shape[0], blocks.shape[1]});
+    check_dense(packed, "packed", DType::u8, {packed_bytes(format, blocks.shape[0], inputs)});
+    nb::gil_scoped_release release;
+    pack_quant(format, blocks.data<uint8_t>(), blocks.shape[0], inputs, packed.data<uint8_t>());
+}
+
+LinearOutput linear_output(const Tensor& out, const Tensor& bias, int64_t rows) {
+    const Storage storage = storage_of(out, "out");
+    check_rows(out, "out", 2);
+    check_shape(out, "out", {rows, -1});
+    if (!bias.is_null()) check_dense(bias, "bias", out.dtype, {out.shape[1]});
+    return {out.base, out.stride_bytes(0), out.shape[1], bias.base, storage};
+}
+
+void py_quant_linear(const std::string& format_name, const Tensor& packed, const Tensor& x, const Tensor& bias,
+                     const Tensor& out) {
+    const QuantFormat format = quant_format(format_name);
+    const Storage storage = storage_of(x, "x");
+    const Matrix rows = matrix(x, "x", x.dtype);
+    require(rows.width > 0 && rows.width % 32 == 0, "x must be a multiple of 32 wide, got " + x.describe());
+    const LinearOutput output = linear_output(out, bias, rows.rows);
+    check_dense(packed, "packed", DType::u8, {packed_bytes(format, output.width, rows.width)});
+    nb::gil_scoped_release release;
+    quant_linear(format, packed.data<uint8_t>(), storage, rows, output);
+}
+
+void py_bf16_linear(const Tensor& weight, const Tensor& x, const Tensor& bias, const Tensor& out) {
+    const Matrix rows = matrix(x, "x", DType::bf16), weights = matrix(weight, "weight", DType::bf16);
+    require(rows.width > 0 && rows.width % 32 == 0, "x must be a multiple of 32 wide, got " + x.describe());
+    const LinearOutput output = linear_output(out, bias, rows.rows);
+    check_shape(weight, "weight", {output.width, rows.width});
+    nb::gil_scoped_release release;
+    bf16_linear(weights.base, weights.stride, rows, output);
+}
+
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (int isa = 0; isa < kNumIsas; ++isa)
@@ -240,6 +290,9 @@ NB_MODULE(_native, m) {
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);
     m.def("copy_blocks", &py_copy_blocks, "arena"_a, "copies"_a);
+    m.def("pack_quant", &py_pack_quant, "format"_a, "blocks"_a, "inputs"_a, "packed"_a);
+    m.def("quant_linear", &py_quant_linear, "format"_a, "packed"_a, "x"_a, "bias"_a.none(), "out"_a);
+    m.def("bf16_linear", &py_bf16_linear, "weight"_a, "x"_a, "bias"_a.none(), "out"_a);
     m.def("isa", [] { return std::string(isa_name(current_isa())); });
     m.def("supported_isas", &supported_isas);
     m.def("force_isa", &py_force_isa, "name"_a);

@@ -15,6 +15,7 @@ struct U16 {
 };
 inline U16 operator&(U16 a, U16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline U16 operator^(U16 a, U16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+inline U16 operator+(U16 a, U16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
 
 struct F16 {
@@ -127,6 +128,14 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     const U16 sum{_mm256_add_epi32(acc.lo, _mm256_slli_epi32(high.lo, 4)),
                   _mm256_add_epi32(acc.hi, _mm256_slli_epi32(high.hi, 4))};
     return dot_nibbles(sum, a & mask, b);
+}
+
+// Integers in [-128, 127], held as floats.
+inline void store_int8(F16 x, int8_t* p) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
 constexpr int kVectorsPerPass = 1;

@@ -10,6 +10,7 @@ struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the la
 };
 inline U16 operator&(U16 a, U16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline U16 operator+(U16 a, U16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm512_srli_epi32(a.v, N)}; }
 
 struct F16 {
@@ -103,6 +104,11 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
     return dot_nibbles({_mm512_add_epi32(acc.v, _mm512_slli_epi32(high.v, 4))}, a & mask, b);
 #endif
+}
+
+// Integers in [-128, 127], held as floats.
+inline void store_int8(F16 x, int8_t* p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators

@@ -30,6 +30,10 @@ inline U16 operator^(U16 a, U16 b) {
     OCTAVO_LANES a.v[i] ^= b.v[i];
     return a;
 }
+inline U16 operator+(U16 a, U16 b) {
+    OCTAVO_LANES a.v[i] += b.v[i];
+    return a;
+}
 template <int N> inline U16 shift_right(U16 a) {
     OCTAVO_LANES a.v[i] >>= N;
     return a;
@@ -157,6 +161,9 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return acc;
 }
 inline U16 dot_nibbles(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
+
+// Integers in [-128, 127], held as floats.
+inline void store_int8(F16 x, int8_t* p) { OCTAVO_LANES p[i] = static_cast<int8_t>(x.v[i]); }
 
 #undef OCTAVO_LANES
 

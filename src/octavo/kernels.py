@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch  # before the library: both then use torch's OpenMP runtime, hence one set of threads
 
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "QuantizedWeight",
     "add_rms_norm",
     "argmax",
     "attend",
     "available",
+    "bf16_linear",
     "copy_blocks",
     "force_isa",
     "gelu_tanh_mul",
@@ -225,3 +228,75 @@ def copy_blocks(arena: torch.Tensor, copies: torch.Tensor) -> None:
         copies: int64 [n, 2] of (source, destination); every source is read before any destination is written.
     """
     _native.copy_blocks(arena, copies)
+
+
+def bf16_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias [rows, outputs] for a few bfloat16 rows, reading the weight as it lies in memory.
+
+    Faster than oneDNN's packed product up to 4 rows, slower beyond. A row has the same bits whatever the other rows.
+
+    Args:
+        x: bfloat16 [rows, inputs], inputs a multiple of 32; weight: bfloat16 [outputs, inputs].
+        bias: [outputs] in out's dtype; out: [rows, outputs], bfloat16 (made when absent) or float32.
+    """
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    _native.bf16_linear(weight, x, bias, out)
+    return out
+
+
+QuantFormat = Literal["Q4_0", "Q4_1", "Q8_0"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A GGUF weight [outputs, inputs] in the kernels' order, byte for byte as large as in the file.
+
+    Activations are quantised to int8 in groups of 32, as llama.cpp does. A row has the same bits whatever the other
+    rows; at any number of rows the product is faster than oneDNN's in bfloat16.
+
+    Attributes:
+        packed: uint8, tiles of 16 outputs (drawn in `csrc/linear.h`).
+    """
+
+    format: QuantFormat
+    outputs: int
+    inputs: int
+    packed: torch.Tensor
+
+    BLOCK: ClassVar[int] = 32
+    BLOCK_BYTES: ClassVar[dict[str, int]] = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
+    @classmethod
+    def pack(cls, format: QuantFormat, blocks: torch.Tensor, inputs: int) -> QuantizedWeight:
+        """Reorder a tensor's bytes as they lie in a GGUF file: uint8 [outputs, inputs / 32 * block bytes].
+
+        Raises:
+            ValueError: another format, inputs no multiple of 32, or bytes that do not fit them.
+        """
+        if format not in get_args(QuantFormat):
+            raise ValueError(f"format {format!r} is not one of {', '.join(get_args(QuantFormat))}")
+        tiles = -(-blocks.shape[0] // 16)
+        packed = torch.empty(tiles * 16 * (inputs // cls.BLOCK) * cls.BLOCK_BYTES[format], dtype=torch.uint8)
+        _native.pack_quant(format, blocks, inputs, packed)
+        return cls(format, blocks.shape[0], inputs, packed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x @ weight.T + bias [rows, outputs].
+
+        Args:
+            x: [rows, inputs], bfloat16 or float32.
+            bias: [outputs] in out's dtype; out: [rows, outputs], bfloat16 or float32, made in x's dtype when absent.
+        """
+        if out is None:
+            out = x.new_empty(x.shape[0], self.outputs)
+        _native.quant_linear(self.format, self.packed, x, bias, out)
+        return out
