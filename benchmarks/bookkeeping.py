@@ -1,0 +1,104 @@
+"""What scheduler and KV cache cost per running sequence and step, without any model: `python benchmarks/bookkeeping.py`.
+
+A runner that draws token 7 for everyone plays the model. Only `schedule` and `update` are timed, in decode steps of
+`--num-seqs` sequences; blocks are taken as they fill, hashed and published as in serving. One JSON object on the last
+line of standard output; `--profile` shows where the time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import pstats
+import random
+import statistics
+import time
+
+from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix.base import NullPrefixCache
+from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.request import Request, RequestId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+
+MAX_MODEL_LEN = 4096
+
+
+def make_scheduler(arguments: argparse.Namespace) -> Scheduler:
+    layers = [LayerKVSpec(8, 128, 128, sliding_window=arguments.window if i % 2 else None) for i in range(32)]
+    spec = KVCacheSpec.build(layers, arguments.block_size, "bfloat16")
+    prefix = HashedPrefixCache(("bench",), arguments.block_size) if arguments.prefix_caching else NullPrefixCache()
+    blocks_per_seq = len(spec.groups) * spec.blocks_for_tokens(arguments.prompt_tokens + arguments.steps + 1)
+    num_blocks = arguments.num_seqs * blocks_per_seq * 2
+    kv = KVCacheManager(spec, num_blocks, prefix, make_eviction_policy("lru"))
+    return Scheduler(SchedulerConfig(arguments.num_seqs, arguments.num_seqs * MAX_MODEL_LEN, MAX_MODEL_LEN), kv)
+
+
+def play_runner(plan: StepPlan) -> StepResult:
+    return StepResult([[SampleResult(7) for _ in item.samples] for item in plan.scheduled])
+
+
+def measure(arguments: argparse.Namespace, profile: cProfile.Profile | None) -> list[float]:
+    """Seconds of `schedule` + `update` of each decode step."""
+    scheduler = make_scheduler(arguments)
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=arguments.steps + 1, ignore_eos=True)
+    for i in range(arguments.num_seqs):
+        # Lengths differ, or all sequences would fill their blocks in the same step.
+        prompt = [rng.randrange(50_000) for _ in range(arguments.prompt_tokens - rng.randrange(16))]
+        scheduler.add(Request(RequestId(f"r{i}"), prompt, params))
+    prompts = scheduler.schedule()
+    scheduler.update(prompts, play_runner(prompts))
+    seconds = []
+    while scheduler.has_work:
+        if profile is not None:
+            profile.enable()
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        planned = time.perf_counter()
+        result = play_runner(plan)
+        resumed = time.perf_counter()
+        scheduler.update(plan, result)
+        seconds.append(planned - started + time.perf_counter() - resumed)
+        if profile is not None:
+            profile.disable()
+        assert len(plan.scheduled) == arguments.num_seqs
+    scheduler.kv.audit()
+    return seconds[:-1]  # in the last step everything ends
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--window", type=int, default=None, help="every other layer slides by this many tokens")
+    parser.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    profile = cProfile.Profile() if arguments.profile else None
+    gc.freeze()
+    microseconds = sorted(s * 1e6 / arguments.num_seqs for s in measure(arguments, profile))
+    if profile is not None:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+    print(
+        json.dumps(
+            {
+                **{key: value for key, value in vars(arguments).items() if key != "profile"},
+                "us_per_seq_step_median": round(statistics.median(microseconds), 3),
+                "us_per_seq_step_mean": round(statistics.fmean(microseconds), 3),
+                "us_per_seq_step_p99": round(microseconds[int(len(microseconds) * 0.99)], 3),
+                "us_per_seq_step_min": round(microseconds[0], 3),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
