@@ -1,4 +1,4 @@
-"""What scheduler and KV cache cost per running sequence and step, without any model: `python benchmarks/bookkeeping.py`.
+"""What scheduler and KV cache cost per running sequence and step: `python benchmarks/bookkeeping.py`. No model.
 
 A runner that draws token 7 for everyone plays the model. Only `schedule` and `update` are timed, in decode steps of
 `--num-seqs` sequences; blocks are taken as they fill, hashed and published as in serving. One JSON object on the last
