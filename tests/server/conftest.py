@@ -1,4 +1,4 @@
-"""A real server on a free loopback port, in a thread of its own, over a `FakeEngine`."""
+"""A real server on a free loopback port, in a thread of its own, over a `FakeEngine` or a real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Running:
 
     url: str
     port: int
-    engine: FakeEngine
+    engine: Any
     client: httpx.Client
     server: Server
 
@@ -40,8 +40,11 @@ class Running:
         assert list(response.json()) == ["error"]
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert not self.engine.running
+        self.assert_nothing_runs()
         return error
+
+    def assert_nothing_runs(self) -> None:
+        assert not self.engine.running
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
@@ -54,7 +57,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
 
 
 @contextmanager
-def running_server(engine: FakeEngine, **options: Any) -> Iterator[Running]:
+def running_server(engine: Any, **options: Any) -> Iterator[Running]:
     config = ServerConfig(port=0, **options)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -63,7 +66,10 @@ def running_server(engine: FakeEngine, **options: Any) -> Iterator[Running]:
 
     async def run() -> None:
         await engine.start()
-        await server.serve(sockets=[listener])
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await engine.shutdown(0)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()

@@ -76,6 +76,17 @@ class ShuttingDownError(ApiError):
         super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="shutting_down")
 
 
+class GenerationFailedError(ApiError):
+    """The model's logits for this request cannot be sampled; the engine ended it and goes on."""
+
+    def __init__(self) -> None:
+        message = (
+            "The model gave no usable probabilities for this request (NaN or infinite logits, or every token masked), "
+            "so it was ended; the server's log names the likely causes."
+        )
+        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="unusable_logits")
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What the client is told about `error`. What nobody foresaw is logged here, and told without its insides."""
     if isinstance(error, ApiError):

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
+from octavo.server.errors import GenerationFailedError
 from octavo.server.prompts import Prompt
 
 
@@ -36,7 +38,10 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) as they come; closing it aborts what still runs. Raises what the engine raises."""
+        """(prompt index, output) as they come; closing it aborts what still runs.
+
+        Raises what the engine raises, and `GenerationFailedError` where it ended a request as faulty.
+        """
         streams = [
             engine.generate(
                 prompt.token_ids,
@@ -72,9 +77,15 @@ async def _close(stream: AsyncIterator[RequestOutput]) -> None:
         await aclose()
 
 
+def _refuse_faulty(output: RequestOutput) -> None:
+    if output.finished and any(choice.finish_reason is FinishReason.ERROR for choice in output.outputs):
+        raise GenerationFailedError
+
+
 async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     try:
         async for output in stream:
+            _refuse_faulty(output)
             yield 0, output
     finally:
         await _close(stream)
@@ -87,6 +98,7 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
     async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async for output in stream:
+                _refuse_faulty(output)
                 arrivals.put_nowait((index, output))
             arrivals.put_nowait(None)
         except Exception as error:
