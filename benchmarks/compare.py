@@ -1,0 +1,130 @@
+"""Octavo and its peers on the same work: engines in turn, several rounds, medians, a table and a plot.
+
+    benchmarks/peers/setup.sh openvino; benchmarks/peers/setup.sh llamacpp     # once; also: vllm, transformers
+    .venv/bin/python benchmarks/compare.py --workload single uniform64 mixed64 --engine octavo openvino llamacpp
+
+Each engine runs in a process and an environment of its own: two requests to warm up, then the whole workload. Greedy,
+end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine may carry
+the weights it runs on: `octavo:gguf`, `llamacpp:Q4_0`. Nothing else should be running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from octavo.bench.workload import named_workload
+
+HERE = Path(__file__).parent
+PEERS_HOME = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", default=["single", "uniform64", "mixed64"])
+    parser.add_argument("--engine", nargs="+", default=["octavo", "openvino", "llamacpp"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
+    args = parser.parse_args()
+    results: dict[str, dict[str, list[float]]] = {}
+    for workload in args.workload:
+        results[workload] = measure(workload, args.engine, args.rounds, args.timeout)
+        print(table({workload: results[workload]}), flush=True)
+    if args.output:
+        write(results, args.output)
+
+
+def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dict[str, list[float]]:
+    """Output tokens per second of each round, by engine."""
+    rates: dict[str, list[float]] = {}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        requests = named_workload(workload)
+        json.dump([{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests], file)
+        file.flush()
+        for _ in range(rounds):
+            for engine in engines:
+                if (result := run(engine, file.name, timeout)) is not None:
+                    rates.setdefault(f"{result['engine']} {result['weights']}", []).append(result["output_tok_s"])
+    return rates
+
+
+def run(engine: str, workload_file: str, timeout: int) -> dict | None:
+    """One run's JSON line; None, with a word on standard error, where the engine is missing or fails."""
+    name, _, weights = engine.partition(":")
+    python = Path(sys.executable) if name == "octavo" else PEERS_HOME / name / "bin" / "python"
+    if not python.exists():
+        print(f"{name} is not installed: run benchmarks/peers/setup.sh {name}", file=sys.stderr)
+        return None
+    environment = {**os.environ, "PEERS_HOME": str(PEERS_HOME), **({"WEIGHTS": weights} if weights else {})}
+    command = [str(python), str(HERE / "peers" / f"run_{name}.py"), workload_file]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"{engine}: {error}\n{(error.stderr or '')[-2000:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """Markdown: median output tokens per second (min to max), and the first engine over each."""
+    lines = ["| workload | engine | output tok/s | min to max | octavo's best / this |", "|---|---|---|---|---|"]
+    for workload, rates in results.items():
+        ours = max((statistics.median(v) for k, v in rates.items() if k.startswith("octavo")), default=None)
+        for engine, values in rates.items():
+            median = statistics.median(values)
+            ratio = f"{ours / median:.2f}" if ours else "–"
+            lines.append(f"| {workload} | {engine} | {median:.0f} | {min(values):.0f} to {max(values):.0f} | {ratio} |")
+    return "\n".join(lines)
+
+
+def write(results: dict[str, dict[str, list[float]]], output: Path) -> None:
+    machine = describe_machine()
+    output.with_suffix(".json").write_text(json.dumps({"machine": machine, "output_tok_s": results}, indent=1) + "\n")
+    output.with_suffix(".md").write_text(f"{machine}\n\n{table(results)}\n")
+    plot(results, machine, output.with_suffix(".png"))
+
+
+def describe_machine() -> str:
+    """Processor, cores and memory in one line."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def plot(results: dict[str, dict[str, list[float]]], machine: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 3.6), squeeze=False)
+    for axis, (workload, rates) in zip(axes[0], results.items(), strict=True):
+        names = sorted(rates, key=lambda name: statistics.median(rates[name]))
+        medians = [statistics.median(rates[name]) for name in names]
+        colours = ["#c2410c" if name.startswith("octavo") else "#94a3b8" for name in names]
+        bars = axis.barh(names, medians, color=colours)
+        axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axis.set_title(workload, fontsize=10)
+        axis.set_xlabel("output tokens per second", fontsize=8)
+        axis.margins(x=0.15)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(machine, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+import json
+import os
+import sys
+import time
+
+HOME = os.environ.get("PEERS_HOME", os.path.expanduser("~/.cache/peers"))
+HF_DIR = os.path.join(HOME, "smollm2-hf")
+
+
+def gguf(kind: str = "Q4_1") -> str:
+    return os.path.join(HOME, f"smollm2-{kind}.gguf")
+
+
+def load() -> list[dict]:
+    with open(sys.argv[1]) as f:
+        return json.load(f)
+
+
+def report(engine, version, weights, work, generated, seconds, startup):
+    prompt = sum(len(r["prompt_token_ids"]) for r in work)
+    print(
+        json.dumps(
+            {
+                "engine": engine,
+                "version": version,
+                "weights": weights,
+                "requests": len(work),
+                "prompt_tokens": prompt,
+                "output_tokens": generated,
+                "seconds": round(seconds, 3),
+                "output_tok_s": round(generated / seconds, 1),
+                "startup_s": round(startup, 1),
+            }
+        ),
+        flush=True,
+    )
+
+
+def timed(fn, *args):
+    t = time.perf_counter()
+    out = fn(*args)
+    return out, time.perf_counter() - t

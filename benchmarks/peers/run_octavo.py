@@ -1,0 +1,30 @@
+import os
+
+from common import HF_DIR, gguf, load, report, timed
+
+import octavo
+from octavo import LLM, SamplingParams
+
+work = load()
+weights = os.environ.get("WEIGHTS", "bf16")  # bf16: the dequantised folder; gguf: the packaged Q4_1 file
+llm, startup = timed(
+    lambda: LLM(
+        gguf() if weights == "gguf" else HF_DIR,
+        max_num_seqs=64,
+        kv_cache_memory="2GiB",
+        enable_prefix_caching=os.environ.get("PREFIX", "0") == "1",
+    )
+)
+
+
+def run(w):
+    outs = llm.generate(
+        [{"prompt_token_ids": r["prompt_token_ids"]} for r in w],
+        [SamplingParams(max_tokens=r["max_tokens"], ignore_eos=True, temperature=0, detokenize=False) for r in w],
+    )
+    return sum(len(o.outputs[0].token_ids) for o in outs)
+
+
+run(work[:2])
+n, s = timed(run, work)
+report("octavo", octavo.__version__, weights, work, n, s, startup)
