@@ -1,0 +1,200 @@
+"""Speeds of the C++ kernels beside this machine's measured limits.
+
+    python benchmarks/kernels.py [--threads N] [--only attention] [--json]
+
+Every figure is the median of repeated calls. GB/s counts each byte of weights or KV once; GFLOP/s counts a multiply-add
+as two. "cached" reads the same memory again and again, "DRAM" goes round more of it than the caches hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import get_args
+
+import gguf
+import torch
+
+from octavo import kernels
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena, LayerKV
+
+DRAM_BYTES = 256 << 20  # of working set, beyond any cache
+MODEL_SHAPES = ((576, 960), (576, 3072), (1536, 576), (576, 49152))  # SmolLM2-135M: qkv, gate-up, down, logits
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the report."""
+
+    kernel: str
+    microseconds: float
+    gb_per_s: float | None = None
+    gflop_per_s: float | None = None
+
+    def __str__(self) -> str:
+        rate = "" if self.gb_per_s is None else f"{self.gb_per_s:8.1f} GB/s"
+        work = "" if self.gflop_per_s is None else f"{self.gflop_per_s:8.1f} GFLOP/s"
+        return f"{self.kernel:<72}{self.microseconds:11.1f} us {rate:>13} {work:>16}"
+
+
+def measure(name: str, calls: Sequence[Callable[[], object]], *, nbytes: int = 0, flops: int = 0) -> Figure:
+    """Median time of one call, going round `calls` for about half a second."""
+    for call in calls[:3]:
+        call()
+    seconds: list[float] = []
+    deadline = time.perf_counter() + 0.5
+    for call in itertools.cycle(calls):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+        if time.perf_counter() > deadline and len(seconds) >= 5:
+            break
+    median = statistics.median(seconds)
+    return Figure(
+        name, median * 1e6, nbytes / median / 1e9 if nbytes else None, flops / median / 1e9 if flops else None
+    )
+
+
+def limits() -> Iterator[Figure]:
+    """What the machine can do: reading memory in order, and oneDNN's largest bf16 product."""
+    memory = torch.ones(DRAM_BYTES // 4, dtype=torch.float32)
+    yield measure("limit: torch.sum over 256 MiB", [memory.sum], nbytes=memory.nbytes)
+    a, b = torch.randn(2, 2048, 2048).bfloat16()
+    yield measure("limit: oneDNN bf16 2048 x 2048 x 2048", [lambda: a @ b], flops=2 * 2048**3)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one attention layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} heads of {self.dim}"
+
+
+SMALL, LARGE = Heads(9, 3, 64), Heads(32, 8, 128)
+
+
+def attention(
+    seqs: int, context: int, new: int, heads: Heads, *, block_size: int = 16, layers: int = 1, dtype: str = "bfloat16"
+) -> Figure:
+    spec = KVCacheSpec.build([LayerKVSpec(heads.kv, heads.dim, heads.dim)] * layers, block_size, dtype)
+    per_seq = spec.blocks_for_tokens(context)
+    arena = KVArena(spec, seqs * per_seq + 1)
+    for layer in arena.layers:
+        layer.key.fill_(0.5)
+        layer.value.fill_(0.5)
+    tables = (torch.randperm(seqs * per_seq) + 1).view(seqs, per_seq).int()
+    starts, lens = (torch.arange(seqs + 1) * new).int(), torch.full((seqs,), context).int()
+    query = torch.randn(seqs * new, heads.query, heads.dim).to(arena.dtype)
+    out = torch.empty_like(query)
+
+    def attend(kv: LayerKV) -> object:
+        return kernels.attend(kv.key, kv.value, query, tables, starts, lens, scale=heads.dim**-0.5, out=out)
+
+    kind, where = ("decode" if new == 1 else "prefill"), ("DRAM" if layers > 1 else "cached")
+    seen = sum(range(context - new + 1, context + 1)) * seqs
+    return measure(
+        f"{kind} {seqs} x {context}, {heads}, {dtype}, blocks of {block_size}, {where}",
+        [partial(attend, layer) for layer in arena.layers],
+        nbytes=seqs * context * heads.kv * heads.dim * 2 * arena.dtype.itemsize if new == 1 else 0,
+        flops=4 * heads.query * heads.dim * seen,
+    )
+
+
+def attentions() -> Iterator[Figure]:
+    yield attention(1, 1000, 1, SMALL)
+    yield attention(64, 200, 1, SMALL)
+    for block_size in (16, 1008):
+        yield attention(64, 1000, 1, SMALL, layers=8, block_size=block_size)
+    for block_size in (16, 16384):
+        yield attention(1, 16384, 1, LARGE, layers=6, block_size=block_size)
+    yield attention(1, 2048, 2048, SMALL)
+    yield attention(1, 2048, 2048, LARGE)
+    yield attention(8, 256, 256, SMALL)
+    yield attention(1, 2048, 2048, SMALL, dtype="float32")
+
+
+def products(inputs: int, outputs: int, rows: int) -> Iterator[Figure]:
+    copies = max(1, DRAM_BYTES // (inputs * outputs * 2))
+    plain = [torch.randn(outputs, inputs).bfloat16() for _ in range(copies)]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain]
+    x, out = torch.randn(rows, inputs).bfloat16(), torch.empty(rows, outputs).bfloat16()
+    size, flops = inputs * outputs, 2 * inputs * outputs * rows
+    shape = f"{rows} x {inputs} -> {outputs}"
+
+    def onednn(weight: torch.Tensor) -> object:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    calls = [partial(torch.nn.functional.linear, x, weight) for weight in plain]
+    yield measure(f"F.linear bf16 {shape}", calls, nbytes=2 * size, flops=flops)
+    yield measure(f"oneDNN packed bf16 {shape}", [partial(onednn, w) for w in packed], nbytes=2 * size, flops=flops)
+    calls = [partial(kernels.bf16_linear, x, weight, out=out) for weight in plain]
+    yield measure(f"bf16_linear {shape}", calls, nbytes=2 * size, flops=flops)
+    for name in get_args(kernels.QuantFormat):
+        raw = torch.from_numpy(gguf.quantize(plain[0].float().numpy(), gguf.GGMLQuantizationType[name]))
+        weights = [kernels.QuantizedWeight.pack(name, raw, inputs) for _ in range(copies * 2)]
+        calls = [partial(weight.linear, x, out=out) for weight in weights]
+        yield measure(f"{name} {shape}", calls, nbytes=weights[0].nbytes, flops=flops)
+
+
+def rowwise(rows: int) -> Iterator[Figure]:
+    x, residual = torch.randn(2, rows, 576).bfloat16()
+    weight, out = torch.ones(576).bfloat16(), torch.empty_like(x)
+    norm = partial(kernels.add_rms_norm, x, residual, weight, 1e-5, out)
+    yield measure(f"add_rms_norm {rows} x 576", [norm], nbytes=4 * x.nbytes)
+    gate_up, half = torch.randn(rows, 3072).bfloat16(), torch.empty(rows, 1536).bfloat16()
+    yield measure(f"silu_mul {rows} x 3072", [partial(kernels.silu_mul, gate_up, half)], nbytes=gate_up.nbytes * 3 // 2)
+    qkv = torch.randn(rows, 15 * 64).bfloat16()
+    kv = KVArena(KVCacheSpec.build([LayerKVSpec(3, 64, 64)], 16, "bfloat16"), rows // 16 + 2).layers[0]
+    cos, sin = torch.rand(2, 4096, 32)
+    places = torch.arange(rows)
+    write = partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)
+    yield measure(f"rope_write {rows} x {SMALL}", [write])
+    logits = torch.randn(min(rows, 64), 49152)
+    yield measure(f"torch.argmax {len(logits)} x 49152", [partial(logits.argmax, -1)], nbytes=logits.nbytes)
+    yield measure(f"argmax {len(logits)} x 49152", [partial(kernels.argmax, logits)], nbytes=logits.nbytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=kernels.num_threads())
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--only", choices=["limits", "attention", "products", "rowwise"])
+    options = parser.parse_args()
+    kernels.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    parts: dict[str, Iterator[Figure]] = {
+        "limits": limits(),
+        "attention": attentions(),
+        "products": (
+            figure
+            for rows, (inputs, outputs) in itertools.product((1, 4, 64), MODEL_SHAPES)
+            for figure in products(inputs, outputs, rows)
+        ),
+        "rowwise": (figure for rows in (1, 64, 2048) for figure in rowwise(rows)),
+    }
+    print(f"{kernels.isa()}, {options.threads} threads")
+    figures = []
+    for name, part in parts.items():
+        if options.only in (None, name):
+            for figure in part:
+                figures.append(figure)
+                print(figure, flush=True)
+    if options.json:
+        report = {"isa": kernels.isa(), "threads": options.threads, "figures": [asdict(f) for f in figures]}
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
