@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from octavo.config import EngineConfig
-from octavo.engine.core import EngineCore
 from octavo.kvcache.block import BlockState
+
+if TYPE_CHECKING:  # it imports torch, which half of the tests do without
+    from octavo.engine.core import EngineCore
 
 MakeLLM = Callable[..., Any]
 
@@ -27,34 +27,13 @@ def assert_idle(core: EngineCore) -> None:
     assert not core._processor._tracked, "a finished request is remembered"
 
 
-@pytest.fixture(scope="session")
-def load_once() -> Callable[[EngineConfig], Any]:
-    """The builder's loading step, remembering its last few models."""
-    import torch
-
-    from octavo.engine import builder
-
-    load = builder._load
-
-    @lru_cache(maxsize=4)
-    def cached(model: str, dtype: Any, backend: Any) -> Any:
-        config = EngineConfig(model=model, dtype=dtype, attention_backend=backend)
-        return load(config, torch.device("cpu"))
-
-    return lambda config: cached(
-        config.model, config.dtype, "reference" if config.attention_backend == "reference" else "auto"
-    )
-
-
 @pytest.fixture
-def make_llm(monkeypatch: pytest.MonkeyPatch, load_once: Callable[[EngineConfig], Any]) -> Iterator[MakeLLM]:
-    """Makes `LLM`s in float32 on one thread, loading each model once; at the end of the test each must be idle."""
+def make_llm() -> Iterator[MakeLLM]:
+    """Makes `LLM`s in float32 on one thread; at the end of the test each must be idle."""
     import torch
 
-    from octavo.engine import builder
     from octavo.llm import LLM
 
-    monkeypatch.setattr(builder, "_load", lambda config, device: load_once(config))
     made: list[LLM] = []
 
     def make(model: Path | str, **options: Any) -> LLM:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,6 +41,8 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.core = build_engine(EngineConfig.from_options({"model": model, **options}))
+        # A step computes for every open call, streams too: each output goes to the call it belongs to.
+        self._receivers: dict[RequestId, Callable[[RequestOutput], None]] = {}
 
     @property
     def config(self) -> EngineConfig:
@@ -95,15 +99,13 @@ class LLM:
     def stream_chat(
         self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation as a stream of deltas; closing the iterator aborts it."""
+        """Answer one conversation as a stream of deltas; closing the iterator aborts it.
+
+        Several streams may be open at once, and other calls be made meanwhile: each step serves them all.
+        """
         prompts = [self._render(messages, template_variables)]
-        (request, prompt), *_ = self._make_requests(prompts, sampling_params, add_special_tokens=False)
-        self.core.add(request, prompt=prompt, kind=OutputKind.DELTA)
-        try:
-            while not request.finished:
-                yield from self.core.step()
-        finally:
-            self.core.abort(request.request_id)
+        (entry,) = self._make_requests(prompts, sampling_params, add_special_tokens=False)
+        return self._stream(*entry)
 
     def reset_prefix_cache(self) -> int:
         """Give up every cached block; returns how many there were."""
@@ -149,24 +151,59 @@ class LLM:
         return requests
 
     def _run(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
-        for request, prompt in requests:
-            self.core.add(request, prompt=prompt)
         outputs: dict[RequestId, RequestOutput] = {}
         generated, started = self.core.stats.generation_tokens, time.perf_counter()
         with tqdm(total=len(requests), desc="Completions", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
+
+            def receive(output: RequestOutput) -> None:
+                outputs[output.request_id] = output
+                bar.update()
+                rate = (self.core.stats.generation_tokens - generated) / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+
+            with self._queued(requests, OutputKind.FINAL, receive):
                 while len(outputs) < len(requests):
-                    for output in self.core.step():
-                        outputs[output.request_id] = output
-                        bar.update()
-                        rate = (self.core.stats.generation_tokens - generated) / (time.perf_counter() - started)
-                        bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-            except BaseException:
-                # Ctrl-C, or a failure in a step: nothing of this call may go on holding blocks.
-                for request, _ in requests:
-                    self.core.abort(request.request_id)
-                raise
+                    self._step()
         return [outputs[request.request_id] for request, _ in requests]
+
+    def _stream(self, request: Request, prompt: str | None) -> Iterator[RequestOutput]:
+        outputs: deque[RequestOutput] = deque()
+        with self._queued([(request, prompt)], OutputKind.DELTA, outputs.append):
+            while outputs or not request.finished:
+                while outputs:
+                    yield outputs.popleft()
+                if not request.finished:
+                    self._step()
+
+    @contextmanager
+    def _queued(
+        self, requests: list[tuple[Request, str | None]], kind: OutputKind, receive: Callable[[RequestOutput], None]
+    ) -> Iterator[None]:
+        """Queue requests; whatever of them has not ended when the block is left holds nothing any more."""
+        try:
+            for request, prompt in requests:
+                self._receivers[request.request_id] = receive
+                self.core.add(request, prompt=prompt, kind=kind)
+            yield
+        finally:
+            for request, _ in requests:
+                self.core.abort(request.request_id)
+                self._receivers.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        try:
+            for output in self.core.step():
+                self._deliver(output)
+        except BaseException:
+            # Ctrl-C, or a failure: what the step has computed is unknown, for every open call.
+            for request_id in self.core.scheduler.request_ids:
+                if (output_so_far := self.core.abort(request_id)) is not None:
+                    self._deliver(output_so_far)
+            raise
+
+    def _deliver(self, output: RequestOutput) -> None:
+        if (receive := self._receivers.get(output.request_id)) is not None:
+            receive(output)
 
 
 def _read_prompt(prompt: PromptLike) -> dict[str, Any]:

@@ -144,6 +144,8 @@ class EngineCore:
     def _end(self, request_id: RequestId, reason: FinishReason) -> RequestOutput | None:
         request = self.scheduler.end_request(request_id, reason)
         if request is None:
+            # A step that was interrupted may have ended it without telling anyone.
+            self._processor.forget(request_id)
             return None
         self._recorder.on_ended(request, reason)
         return self._processor.end(request)

@@ -82,6 +82,10 @@ class OutputProcessor:
         tracked = self._tracked.get(request.request_id)
         return self._output(tracked) if tracked is not None else None
 
+    def forget(self, request_id: RequestId) -> None:
+        """Nothing more will be said of a request; nothing happens where it is over already."""
+        self._tracked.pop(request_id, None)
+
     def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         if self._tokenizer is None or not request.params.detokenize:
             return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from octavo.errors import CapacityError, ContextLengthError
+from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import ScheduledSequence, StepPlan, StepResult
@@ -111,7 +111,9 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises as `check` does, before anything changes."""
+        """Queue a request; raises as `check` does, and where its id is in use, before anything changes."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         self.check(len(request.prompt_token_ids), request.params.max_tokens or 1, request.params.n)
         self._requests[request.request_id] = request
         self._waiting.push(request.sequences[0])
