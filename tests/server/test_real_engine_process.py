@@ -1,0 +1,214 @@
+"""`octavo serve` from outside, as a process: how it begins with a real model, how it ends, how it fails to begin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.tiny_engine import tiny_model
+from tests.models.tiny import make_model, write_gguf
+from tests.server.conftest import wait_until
+
+# A model of random weights never ends by itself within these.
+LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "stream": True}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def command(model: str | Path, *options: str) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "octavo", "serve", str(model), "--port", "0", *options]
+
+
+class ServerProcess:
+    """A server that is ready to serve."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        self.ready = process.stdout.readline()
+        self.url = self.ready.split()[-1] if self.ready else ""
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = httpx.post(self.url + path, json=body, timeout=30)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def leave(self, number: signal.Signals, code: int = 0) -> str:
+        """Send a signal; the process must end with `code`. Returns what it said on stderr after its log."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=20)
+        assert self.process.returncode == code, errors
+        return "".join(line for line in errors.splitlines(keepends=True) if " INFO octavo" not in line)
+
+
+class Reader:
+    """Reads one stream in a thread of its own."""
+
+    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
+        self.events: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(f"{server.url}/v1/completions", body))
+        self._thread.start()
+        wait_until(lambda: len(self.events) > 2, 20)
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", url, json=body, timeout=30) as response:
+                self.events.extend(line.removeprefix("data: ") for line in response.iter_lines() if line)
+        except httpx.TransportError:
+            self.events.append("cut off")
+
+    def all(self) -> list[str]:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.events
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ServerProcess]]:
+    with ExitStack() as stack:
+
+        def start(model: str | Path, *options: str) -> ServerProcess:
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = subprocess.Popen(command(model, *options), env=ENVIRONMENT, **pipes)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return ServerProcess(process)
+
+        yield start
+
+
+@pytest.fixture
+def tiny(start: Callable[..., ServerProcess]) -> ServerProcess:
+    return start(tiny_model(), "--num-blocks", "4096", "--dtype", "float32", "--num-threads", "1")
+
+
+def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess]) -> None:
+    server = start("smollm2", "--max-model-len", "512", "--num-blocks", "128", "--num-threads", "1")
+    assert re.fullmatch(r"Octavo serving smollm2 on http://127\.0\.0\.1:\d+\n", server.ready)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    chats = [
+        server.post("/v1/chat/completions", {"messages": question, "max_tokens": 20, "temperature": 0})
+        for _ in range(2)
+    ]
+    assert "Paris" in chats[0]["choices"][0]["message"]["content"]
+    assert chats[1]["choices"] == chats[0]["choices"]
+    assert [chat["usage"]["prompt_tokens_details"]["cached_tokens"] for chat in chats] == [0, 32]
+    continued = server.post("/v1/completions", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 6, "temperature": 0})
+    assert continued["choices"][0]["text"].startswith(" 6, 7")
+    assert server.leave(signal.SIGTERM) == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess, number: signal.Signals) -> None:
+    stream = Reader(tiny, LONG)
+    said = tiny.leave(number)
+    *_, last, done = stream.all()
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert said == "Octavo stops: waiting up to 30 s for 1 running request; once more leaves at once\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_second_signal_leaves_at_once(tiny: ServerProcess, number: signal.Signals, code: int) -> None:
+    streams = [Reader(tiny, {**LONG, "n": 16}) for _ in range(3)]
+    tiny.process.send_signal(number)
+    assert tiny.process.stderr is not None
+    while "once more leaves at once" not in tiny.process.stderr.readline():
+        pass
+    began = time.monotonic()
+    tiny.leave(number, code)
+    assert time.monotonic() - began < 2
+    assert all("[DONE]" not in stream.all() for stream in streams)
+
+
+def test_ctrl_c_while_the_model_loads_says_nothing_more(start: Callable[..., ServerProcess]) -> None:
+    process = subprocess.Popen(command("smollm2"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    with process:
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def missing(folder: Path) -> Path:
+    return folder / "nowhere.gguf"
+
+
+def no_model_at_all(folder: Path) -> Path:
+    return folder
+
+
+def cut_short(folder: Path) -> Path:
+    path = folder / "cut.gguf"
+    write_gguf(path, make_model("Llama"))
+    path.write_bytes(path.read_bytes()[:-1000])
+    return path
+
+
+def not_gguf(folder: Path) -> Path:
+    path = folder / "text.gguf"
+    path.write_text("this is no model")
+    return path
+
+
+def unknown_architecture(folder: Path) -> Path:
+    path = folder / "mamba.gguf"
+    write_gguf(path, make_model("Llama"), keys={"general.architecture": "mamba"})
+    return path
+
+
+def unknown_type(folder: Path) -> Path:
+    path = folder / "iq2.gguf"
+    write_gguf(path, make_model("Llama"), quantization="IQ4_NL")
+    return path
+
+
+def broken_config(folder: Path) -> Path:
+    (folder / "config.json").write_text('{"model_type": "llama"')
+    return folder
+
+
+def weights_cut_short(folder: Path) -> Path:
+    for file in tiny_model().iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[:-100] if file.suffix == ".safetensors" else content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (missing, "there is no file or folder"),
+        (no_model_at_all, "holds neither a config.json nor a GGUF file"),
+        (cut_short, "cut short or damaged"),
+        (not_gguf, "GGUF"),
+        (unknown_architecture, "mamba"),
+        (unknown_type, "IQ4_NL"),
+        (broken_config, "config.json"),
+        (weights_cut_short, "cut short or damaged"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(
+    tmp_path: Path, make: Callable[[Path], Path], says: str
+) -> None:
+    model = make(tmp_path)
+    finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("octavo: error: ")
+    assert says in line
+    assert str(model) in line
