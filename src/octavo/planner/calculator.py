@@ -1,12 +1,23 @@
-"""How many blocks a memory budget buys: the arithmetic that the engine allocates by."""
+"""The arithmetic of memory that the engine allocates by and `octavo plan` answers from.
+
+available  | weights | activations | KV cache: the null block, then blocks for sequences | unused |
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from octavo.config import format_bytes
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec, LayerKVSpec
+from octavo.planner.model_shape import ModelShape
+
+# A block of "max" is rounded up to whole tiles of the kernels.
+MAX_BLOCK_MULTIPLE = 16
+
+# Float32 rows of the vocabulary alive at once in the sampler: logits, adjusted, scaled, probabilities, a mask.
+SAMPLER_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,44 @@ class PoolSize:
         return self.num_blocks - 1
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """How a device's memory divides, in bytes.
+
+    Attributes:
+        available: what weights, activations and cache may take together.
+        cache_share: most of what the weights leave that the cache takes by itself: below 1 on a CPU, whose memory
+            others use too.
+    """
+
+    available: int
+    weights: int
+    activations: int
+    cache_share: float = 1.0
+
+    @property
+    def left(self) -> int:
+        """What weights and activations leave; negative where they do not fit."""
+        return self.available - self.weights - self.activations
+
+    @property
+    def for_cache(self) -> int:
+        return max(0, min(int((self.available - self.weights) * self.cache_share), self.left))
+
+
+def block_tokens(block_size: int | str, max_model_len: int) -> int:
+    """Tokens per block; "max" is one block of `max_model_len` tokens per sequence: a contiguous allocator."""
+    if isinstance(block_size, int):
+        return block_size
+    return -(-max_model_len // MAX_BLOCK_MULTIPLE) * MAX_BLOCK_MULTIPLE
+
+
+def smallest_pool(spec: KVCacheSpec) -> PoolSize:
+    """The null block and one block in each group: the least that can serve a token."""
+    num_blocks = 1 + len(spec.groups)
+    return PoolSize(num_blocks, num_blocks * spec.block_bytes)
+
+
 def pool_for_memory(
     spec: KVCacheSpec, kv_bytes: int, *, max_num_seqs: int, max_model_len: int, max_step: int
 ) -> PoolSize:
@@ -30,14 +79,97 @@ def pool_for_memory(
         max_step: most tokens computed in one step (bounds what a sliding window holds).
 
     Raises:
-        ConfigError: not even the null block and one other fit.
+        ConfigError: not even the smallest pool fits.
     """
     affordable = kv_bytes // spec.block_bytes
     useful = max_num_seqs * spec.peak_blocks(max_model_len, max_step) + 1
     num_blocks = min(affordable, useful)
-    if num_blocks < 2:
+    if num_blocks < (least := smallest_pool(spec).num_blocks):
         raise ConfigError(
             f"{format_bytes(kv_bytes)} of KV cache memory hold {affordable} blocks of {format_bytes(spec.block_bytes)} "
-            f"({spec.block_size} tokens each); at least 2 are needed: raise kv_cache_memory or lower block_size"
+            f"({spec.block_size} tokens each); at least {least} are needed: raise kv_cache_memory or lower block_size"
         )
     return PoolSize(num_blocks, num_blocks * spec.block_bytes)
+
+
+def weight_bytes(shape: ModelShape, dtype: str, *, tied_head_copied: bool) -> int:
+    """Bytes of the weights in memory.
+
+    Args:
+        tied_head_copied: a head tied to the embedding is kept a second time, packed for products, as on a CPU.
+    """
+    count = shape.parameters
+    copied = count.embedding if tied_head_copied and not count.head else 0
+    return (count.total + copied) * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: int) -> int:
+    """An estimate of the most that one step's tensors take at once, weights and cache aside.
+
+    The larger of a layer and the head, for the most tokens and rows of a step:
+
+        layer   max_step × (2 × hidden_size + max(attention_width, mlp_width)) × dtype
+        head    max_step × 2 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
+
+    A layer's residual and normalised rows live beside its widest products. Scores are left out, because attention
+    computes them in tiles; so are the logits of prompt_logprobs, of which a request may ask for max_step rows.
+
+    Args:
+        max_step: most tokens computed in one step.
+        max_rows: most rows of logits, one for each sequence.
+    """
+    size = DTYPE_BYTES[dtype]
+    rows = min(max_rows, max_step)
+    stream = max_step * 2 * shape.hidden_size * size
+    layer = stream + max_step * max(shape.attention_width, shape.mlp_width) * size
+    head = stream + rows * shape.vocab_size * (size + SAMPLER_COPIES * 4)
+    return max(layer, head)
+
+
+def without_windows(layers: Sequence[LayerKVSpec]) -> tuple[LayerKVSpec, ...]:
+    """The same layers if all of them kept every token."""
+    return tuple(replace(layer, sliding_window=None) for layer in layers)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """What the cache of one sequence takes on one device, in blocks of `spec`.
+
+    Attributes:
+        num_tokens: prompt and output.
+        blocks: held while it decodes; with sliding windows these are the last ones, else all.
+        prefill_blocks: held at the fullest, in a step that computes as many of its tokens as a step may.
+        needed_bytes: of the keys and values that `blocks` are there for.
+    """
+
+    spec: KVCacheSpec
+    num_tokens: int
+    blocks: int
+    prefill_blocks: int
+    needed_bytes: int
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int) -> SequenceCost:
+        element = DTYPE_BYTES[spec.dtype]
+        needed = sum(
+            layer.elements_per_token * min(num_tokens, layer.sliding_window or num_tokens) * element
+            for layer in spec.layers
+        )
+        return cls(spec, num_tokens, spec.peak_blocks(num_tokens, 1), spec.peak_blocks(num_tokens, max_step), needed)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks * self.spec.block_bytes
+
+    @property
+    def waste(self) -> float:
+        """Share of its blocks that hold no key or value it will read again, 0 to 1."""
+        return 1.0 - self.needed_bytes / self.num_bytes
+
+    def blocks_for(self, concurrency: int) -> int:
+        """Blocks of `concurrency` such sequences at once, one of them in the middle of its prompt."""
+        return concurrency * self.blocks + self.prefill_blocks - self.blocks
+
+    def sequences_in(self, usable_blocks: int) -> int:
+        """How many such sequences `usable_blocks` hold at once."""
+        return max(0, (usable_blocks - (self.prefill_blocks - self.blocks)) // self.blocks)

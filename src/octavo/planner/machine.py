@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from octavo.config import parse_bytes
+
+# Most of the RAM that the weights leave which the KV cache takes by itself. Pages are taken only as blocks are first
+# written.
+CPU_MEMORY_SHARE = 0.4
+
+# Makes this process act as if no more memory were available: for a share of a machine, and for tests.
+MEMORY_LIMIT_VARIABLE = "OCTAVO_MEMORY_LIMIT"
+
 _CGROUP_FILES = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
 
 
@@ -16,6 +25,16 @@ def available_memory() -> int:
         if limit is not None and used is not None:
             available = min(available, max(0, limit - used))
     return available
+
+
+def limited_memory(available: int) -> int:
+    """`available`, but no more than the environment variable OCTAVO_MEMORY_LIMIT ("2GiB") allows an engine.
+
+    Raises:
+        ConfigError: the variable is no number of bytes.
+    """
+    limit = os.environ.get(MEMORY_LIMIT_VARIABLE)
+    return min(available, parse_bytes(limit)) if limit else available
 
 
 def _meminfo_available() -> int:

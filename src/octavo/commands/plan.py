@@ -1,0 +1,154 @@
+"""`octavo plan`: what memory a model needs for a workload, before anything is bought or loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from octavo.commands.base import Command
+from octavo.commands.options import add_options, given_options
+from octavo.config import DEFAULT_MODEL, format_bytes
+from octavo.errors import ConfigError
+from octavo.planner.deployment import PlanOptions
+
+DESCRIPTION = """\
+Say what memory a model needs for a workload: weights, activations and KV cache, by the very code that allocates them.
+With --memory, also how many sequences fit. Nothing is loaded or downloaded: a config.json, a GGUF file or the name of
+a well-known model (--list) is enough. Keys and values are counted exactly, weights to within a per cent (as they are
+in memory: GGUF files are unpacked to the dtype), activations are estimated. Byte counts are of all devices together
+unless they say otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
+    )
+    parser.add_argument(
+        "--model",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="a folder with a config.json, a GGUF file, or a well-known model by its name or hub id "
+        f"(default: {DEFAULT_MODEL})",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the well-known models and leave")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_options(parser, "what is planned for", PlanOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.planner.deployment import Deployment
+    from octavo.planner.known_models import KNOWN_MODELS
+    from octavo.planner.sources import find_shape
+
+    if args.list:
+        print("\n".join(KNOWN_MODELS))
+        return 0
+    if hasattr(args, "model") and hasattr(args, "model_argument"):
+        raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
+    options = PlanOptions(**given_options(args, PlanOptions))
+    name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
+    report = Deployment(find_shape(name), options).report()
+    print(json.dumps(report) if args.json else "\n".join(_tables(report)))
+    return 0
+
+
+def _tables(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report for people: what it is about, where the bytes go, and against which alternatives."""
+    yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters"
+    devices = report["tensor_parallel_size"]
+    yield (
+        f"{report['concurrency']:,} sequences of {report['context']:,} tokens in blocks of {report['block_size']:,}, "
+        f"weights {report['dtype']}, KV cache {report['kv_cache_dtype']}, {devices} × {report['device']}"
+    )
+    yield from _table(
+        "KV cache",
+        {
+            "per token": _size(report["kv_bytes_per_token"]),
+            "per sequence": f"{_size(report['kv_bytes_per_sequence'])}, {report['blocks_per_sequence']:,} blocks",
+            "of all sequences": _size(report["kv_bytes_total"]),
+            "of that wasted": _share(report["waste"]),
+            "layers": _groups(report["kv_groups"]),
+        },
+    )
+    yield from _table(
+        "memory of one device",
+        {
+            "weights": _size(report["weight_bytes_per_device"]),
+            "activations": f"{_size(report['activation_bytes_per_device'])}, estimated",
+            "KV cache": _size(report["kv_bytes_total_per_device"]),
+            "needed": _size(report["memory_needed_per_device"]),
+        },
+    )
+    if (memory := report["memory"]) is not None:
+        yield from _table("what fits", _fitting(memory))
+    yield from _alternatives(report)
+    if (window := report["sliding_window"]) is not None:
+        yield ""
+        yield (
+            f"sliding windows of {', '.join(f'{w:,}' for w in window['windows'])} tokens in {window['layers']} layers "
+            f"save {_share(window['share_saved'])} of a sequence: {_size(window['kv_bytes_saved_per_sequence'])}"
+        )
+    for note in report["notes"]:
+        yield f"note: {note}"
+
+
+def _fitting(memory: Mapping[str, Any]) -> dict[str, str]:
+    rows = {
+        "memory of one device": _size(memory["memory_per_device"]) if memory["memory_per_device"] else "not given",
+        "left for the KV cache": _size(memory["kv_cache_bytes_per_device"]),
+        "blocks": f"{memory['pool_blocks']:,}",
+        "sequences at once": f"{memory['sequences_that_fit']:,}",
+    }
+    if "fits" in memory:
+        rows["the workload"] = "fits" if memory["fits"] else "does not fit"
+    if not memory["sequences_that_fit"] or not memory.get("fits", True):
+        devices = memory["smallest_tensor_parallel_size"]
+        rows["would fit"] = f"on {devices} such devices" if devices else "on no number of such devices"
+    return rows
+
+
+def _alternatives(report: Mapping[str, Any]) -> Iterator[str]:
+    fitting = report["memory"] is not None
+    rows = {f"paged, {dtype}": figures for dtype, figures in report["by_kv_dtype"].items()}
+    reserved = f"{report['max_model_len']:,} tokens each"
+    rows[f"contiguous, {report['kv_cache_dtype']}, {reserved}"] = report["contiguous"]
+    width = max(map(len, rows)) + 2
+    yield ""
+    yield f"{'KV cache':<{width}}{'per sequence':>16}{'all sequences':>16}" + ("sequences that fit".rjust(20) * fitting)
+    for name, figures in rows.items():
+        columns = [format_bytes(figures["kv_bytes_per_sequence"]), format_bytes(figures["kv_bytes_total"])]
+        line = f"  {name:<{width - 2}}" + "".join(f"{column:>16}" for column in columns)
+        yield line + (f"{figures['sequences_that_fit']:>20,}" if fitting else "")
+    yield f"a contiguous allocator would waste {_share(report['contiguous']['waste'])} of its memory"
+
+
+def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
+    yield ""
+    yield title
+    width = max(map(len, rows)) + 2
+    for name, value in rows.items():
+        yield f"  {name:<{width}}{value}"
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Groups that are alike in one: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
+    names = [
+        f"{group['layers']} " + ("full" if (w := group["sliding_window"]) is None else f"sliding {w:,}")
+        for group in groups
+    ]
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in Counter(names).items())
+
+
+def _size(count: int) -> str:
+    return f"{count:,} bytes" if count < 1024 else f"{count:,} bytes ({format_bytes(count)})"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+COMMAND = Command("plan", "say what memory a workload needs, or what fits", add_arguments, run, DESCRIPTION)

@@ -1,0 +1,319 @@
+"""What `octavo plan` is asked and what it answers: one model, one workload, one kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from octavo.config import format_bytes, option, parse_bytes
+from octavo.errors import ConfigError
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.planner.calculator import (
+    MemoryBudget,
+    PoolSize,
+    SequenceCost,
+    activation_bytes,
+    block_tokens,
+    pool_for_memory,
+    weight_bytes,
+    without_windows,
+)
+from octavo.planner.machine import CPU_MEMORY_SHARE
+from octavo.planner.model_shape import ModelShape, divide, possible_groups
+
+_DTYPES = ", ".join(DTYPE_BYTES)
+_DEFAULT_MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of `octavo plan`; those that `octavo serve` has too mean the same there."""
+
+    context: int | None = option(None, "tokens of one sequence, prompt and output; default: max_model_len")
+    concurrency: int | None = option(
+        None, "sequences of that length at once; default: as many as --memory holds, at least 1"
+    )
+    memory: int | str | None = option(
+        None, "memory of one device, as '80GiB'; default: none, and the answer is how much is needed"
+    )
+    device: Literal["cuda", "cpu"] = option(
+        "cuda", "what is planned for; a CPU keeps a second copy of a tied head, and leaves memory to others"
+    )
+    tensor_parallel_size: int = option(1, "devices that share the model: heads and matrices are divided among them")
+    dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
+    kv_cache_dtype: str = option("auto", f"keys and values: {_DTYPES}; auto: as dtype")
+    block_size: int | Literal["max"] = option(16, "tokens per block; 'max': one block of max_model_len per sequence")
+    max_model_len: int | None = option(
+        None, "what a contiguous allocator reserves for each sequence; default: the model's own limit"
+    )
+    max_num_seqs: int | None = option(
+        None, f"most sequences in one step; default: concurrency, or {_DEFAULT_MAX_NUM_SEQS} where that is not given"
+    )
+    max_num_batched_tokens: int = option(2048, "most tokens computed in one step")
+    kv_cache_memory: int | str | None = option(
+        None, "bytes for the KV cache of one device, as '2GiB'; default: what --memory leaves"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
+
+    def __post_init__(self) -> None:
+        for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("dtype", "kv_cache_dtype"):
+            if (value := getattr(self, name)) not in ("auto", *DTYPE_BYTES):
+                raise ConfigError(f"{name} must be one of auto, {_DTYPES}, got {value!r}")
+        for name in ("memory", "kv_cache_memory"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, value := parse_bytes(value))
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One model under one set of options. Bytes are of one device, unless a name says otherwise.
+
+    Raises:
+        ConfigError: a context over max_model_len, or a max_model_len over what the model was made for.
+        UnsupportedModelError: heads that cannot be divided among the devices.
+    """
+
+    model: ModelShape
+    options: PlanOptions
+
+    def __post_init__(self) -> None:
+        limit = self.model.max_position_embeddings
+        if self.max_model_len > limit:
+            raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} was made for {limit}")
+        if self.context > self.max_model_len:
+            raise ConfigError(
+                f"a context of {self.context} tokens is over max_model_len, which is {self.max_model_len} "
+                f"({self.model.name} was made for {limit})"
+            )
+        divide(self.model, self.options.tensor_parallel_size)
+
+    @property
+    def shape(self) -> ModelShape:
+        """What one device holds of the model."""
+        return divide(self.model, self.options.tensor_parallel_size)
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.options.dtype == "auto" else self.options.dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.dtype if self.options.kv_cache_dtype == "auto" else self.options.kv_cache_dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.options.max_model_len or self.model.max_position_embeddings
+
+    @property
+    def context(self) -> int:
+        return self.options.context or self.max_model_len
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        return self._spec(self.kv_dtype, self.options.block_size)
+
+    @property
+    def cost(self) -> SequenceCost:
+        return self._cost(self.spec)
+
+    @property
+    def weights(self) -> int:
+        # In float16 no CPU packs: see PackedLinear.supports.
+        copied = self.model.native and self.options.device == "cpu" and self.dtype != "float16"
+        return weight_bytes(self.shape, self.dtype, tied_head_copied=copied)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.options.max_num_seqs or self.options.concurrency or _DEFAULT_MAX_NUM_SEQS
+
+    @property
+    def activations(self) -> int:
+        step = self.options.max_num_batched_tokens
+        return activation_bytes(self.shape, self.dtype, max_step=step, max_rows=self.max_num_seqs)
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """How the memory of one device divides, or None where none is given."""
+        memory = self.options.memory
+        if not isinstance(memory, int):
+            return None
+        if self.options.device == "cpu":
+            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE)
+        return MemoryBudget(int(memory * self.options.gpu_memory_utilization), self.weights, self.activations)
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Memory for the cache, or None where the options give neither it nor the device's."""
+        if isinstance(self.options.kv_cache_memory, int):
+            return self.options.kv_cache_memory
+        return None if self.budget is None else self.budget.for_cache
+
+    @property
+    def concurrency(self) -> int:
+        if self.options.concurrency is not None:
+            return self.options.concurrency
+        return max(1, self.sequences_that_fit(self.cost))
+
+    def sequences_that_fit(self, cost: SequenceCost) -> int:
+        """How many sequences of `context` tokens the cache's memory holds in blocks of `cost.spec`, 0 without any."""
+        return cost.sequences_in((self.cache_bytes or 0) // cost.spec.block_bytes - 1)
+
+    def pool(self) -> PoolSize | None:
+        """The pool that the engine would allocate in the given memory, or None where none is given.
+
+        Raises:
+            ConfigError: not even the smallest pool fits.
+        """
+        if self.cache_bytes is None:
+            return None
+        return pool_for_memory(
+            self.spec,
+            self.cache_bytes,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_step=self.options.max_num_batched_tokens,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The answer as `octavo plan --json` prints it; byte counts are of all devices together where nothing is said.
+
+        Keys that end in `_per_device` are of one of them.
+        """
+        devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
+        concurrency = self.concurrency
+        cache = cost.blocks_for(concurrency) * spec.block_bytes
+        on_device = self.weights + self.activations + cache + spec.block_bytes
+        return {
+            "model": self.model.name,
+            "architecture": self.model.architecture,
+            "parameters": self.model.parameters.total,
+            "layers": self.model.num_layers,
+            "query_heads": self.model.num_heads,
+            "kv_heads": self.model.num_kv_heads,
+            "device": self.options.device,
+            "tensor_parallel_size": devices,
+            "kv_heads_per_device": self.shape.num_kv_heads,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_dtype,
+            "max_model_len": self.max_model_len,
+            "context": self.context,
+            "concurrency": concurrency,
+            "block_size": spec.block_size,
+            "block_bytes_per_device": spec.block_bytes,
+            "blocks_per_sequence": cost.blocks,
+            "kv_bytes_per_token": devices * spec.bytes_per_token,
+            "kv_bytes_per_sequence": devices * cost.num_bytes,
+            "kv_bytes_total": devices * cache,
+            "kv_bytes_total_per_device": cache,
+            "waste": round(cost.waste, 6),
+            "weight_bytes": devices * self.weights,
+            "weight_bytes_per_device": self.weights,
+            "activation_bytes_per_device": self.activations,
+            "memory_needed_per_device": on_device,
+            "kv_groups": [
+                {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups
+            ],
+            "by_kv_dtype": {dtype: self._by_dtype(dtype, concurrency) for dtype in DTYPE_BYTES},
+            "contiguous": self._contiguous(concurrency),
+            "sliding_window": self._sliding_window(),
+            "memory": self._memory(),
+            "notes": list(self._notes()),
+        }
+
+    def _spec(self, dtype: str, block_size: int | str) -> KVCacheSpec:
+        return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), dtype)
+
+    def _cost(self, spec: KVCacheSpec) -> SequenceCost:
+        return SequenceCost.of(spec, self.context, self.options.max_num_batched_tokens)
+
+    def _by_dtype(self, dtype: str, concurrency: int) -> Mapping[str, int]:
+        devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(dtype, self.options.block_size))
+        figures = {
+            "kv_bytes_per_token": devices * cost.spec.bytes_per_token,
+            "kv_bytes_per_sequence": devices * cost.num_bytes,
+            "kv_bytes_total": devices * cost.blocks_for(concurrency) * cost.spec.block_bytes,
+        }
+        if self.cache_bytes is not None:
+            figures["sequences_that_fit"] = self.sequences_that_fit(cost)
+        return figures
+
+    def _contiguous(self, concurrency: int) -> Mapping[str, Any]:
+        """What an allocator takes that reserves max_model_len tokens for each sequence: `--block-size max`."""
+        devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(self.kv_dtype, "max"))
+        figures: dict[str, Any] = {
+            "kv_bytes_per_sequence": devices * cost.num_bytes,
+            "kv_bytes_total": devices * cost.blocks_for(concurrency) * cost.spec.block_bytes,
+            "waste": round(cost.waste, 6),
+        }
+        if self.cache_bytes is not None:
+            figures["sequences_that_fit"] = self.sequences_that_fit(cost)
+        return figures
+
+    def _sliding_window(self) -> Mapping[str, Any] | None:
+        """What windows save against the same layers keeping every token; None where no layer has one."""
+        layers = self.shape.kv_layers
+        windows = sorted({layer.sliding_window for layer in layers if layer.sliding_window is not None})
+        if not windows:
+            return None
+        devices = self.options.tensor_parallel_size
+        full = self._cost(KVCacheSpec.build(without_windows(layers), self.spec.block_size, self.kv_dtype))
+        saved = full.num_bytes - self.cost.num_bytes
+        return {
+            "windows": windows,
+            "layers": sum(layer.sliding_window is not None for layer in layers),
+            "kv_bytes_per_sequence_without": devices * full.num_bytes,
+            "kv_bytes_saved_per_sequence": devices * saved,
+            "share_saved": round(saved / full.num_bytes, 6),
+        }
+
+    def _memory(self) -> Mapping[str, Any] | None:
+        if self.cache_bytes is None:
+            return None
+        pool = self.pool() if self.sequences_that_fit(self.cost) else None
+        figures: dict[str, Any] = {
+            "memory_per_device": self.options.memory,
+            "kv_cache_bytes_per_device": self.cache_bytes,
+            "pool_blocks": pool.num_blocks if pool else 0,
+            "pool_bytes_per_device": pool.num_bytes if pool else 0,
+            "sequences_that_fit": self.sequences_that_fit(self.cost),
+        }
+        if self.options.concurrency is not None:
+            figures["fits"] = self.options.concurrency <= figures["sequences_that_fit"]
+        figures["smallest_tensor_parallel_size"] = self._smallest_group()
+        return figures
+
+    def _smallest_group(self) -> int | None:
+        """How many such devices hold the workload, or None where not even as many as the model can be divided among."""
+        for size in possible_groups(self.model):
+            options = replace(self.options, concurrency=self.concurrency, tensor_parallel_size=size)
+            group = Deployment(self.model, options)
+            if group.sequences_that_fit(group.cost) >= self.concurrency:
+                return size
+        return None
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = list(self.model.notes)
+        devices, kv_heads = self.options.tensor_parallel_size, self.model.num_kv_heads
+        if devices > kv_heads:
+            notes.append(f"each of the {kv_heads} KV heads is kept by {devices // kv_heads} of the {devices} devices")
+        if (latents := self.model.latent_elements_per_token) is not None:
+            notes.append(
+                f"a cache of latents would take {latents * DTYPE_BYTES[self.kv_dtype]:,} bytes a token, "
+                f"not {devices * self.spec.bytes_per_token:,}"
+            )
+        if (budget := self.budget) is not None and budget.left < 0:
+            notes.append(
+                f"weights ({format_bytes(budget.weights)}) and activations ({format_bytes(budget.activations)}) "
+                f"alone are over the {format_bytes(budget.available)} that may be used of each device"
+            )
+        return tuple(notes)

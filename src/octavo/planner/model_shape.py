@@ -1,0 +1,341 @@
+"""What a model's architecture means for memory: keys and values per layer, parameters, width of a step.
+
+The native families are counted exactly from their ModelConfig; some families that run through transformers are counted
+from their `config.json`, by the rules of transformers' own classes of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.model_config import NATIVE_ARCHITECTURES, ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCount:
+    """Parameters by what becomes of them when several devices share the model.
+
+    Attributes:
+        embedding: the token embedding, vocab_size × hidden_size; divided by rows of the vocabulary.
+        head: the same for a language-model head of its own, 0 where it is tied to the embedding.
+        kv_projections: whatever has a row for each dimension of a KV head: divided with the heads.
+        divided: every other matrix that is split.
+        whole: norms, routers, latent projections, output biases: on each device in full.
+    """
+
+    embedding: int
+    head: int
+    kv_projections: int
+    divided: int
+    whole: int
+
+    @property
+    def total(self) -> int:
+        """Every parameter once, a tied head not counted again."""
+        return self.embedding + self.head + self.kv_projections + self.divided + self.whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One model as the calculator sees it.
+
+    Attributes:
+        kv_layers: what the allocator stores, layer by layer.
+        attention_width: elements per token alive at once while a layer attends: q, k and v, the rotated q, the output.
+        mlp_width: the same in the MLP: gate and up, and their product (of the experts a token visits).
+        latent_elements_per_token: what a cache of DeepSeek's compressed latents would hold per token over all layers,
+            which Octavo does not do: it stores the keys and values they expand to. None for other models.
+        native: the native decoder runs it, which on a CPU keeps a tied head a second time, packed for products.
+        notes: how something is counted that a reader could expect otherwise.
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    max_position_embeddings: int
+    kv_layers: tuple[LayerKVSpec, ...]
+    parameters: ParameterCount
+    attention_width: int
+    mlp_width: int
+    native: bool
+    latent_elements_per_token: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_layers[0].num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """How a family that is not native differs from Llama in what it stores.
+
+    Attributes:
+        num_norms: normalisations of a hidden row per layer.
+        windows: which layers have a sliding window where `layer_types` does not say: every one but each `n`-th, where
+            n is this number unless the configuration states `sliding_window_pattern`; None: none.
+        latent: DeepSeek's attention, which projects keys and values from a latent.
+        expert_width: the configuration's key for an expert's intermediate size; empty: no mixture of experts.
+    """
+
+    num_norms: int = 2
+    qk_norm: bool = False
+    windows: int | None = None
+    latent: bool = False
+    expert_width: str = ""
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "MixtralForCausalLM": _Family(expert_width="intermediate_size"),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True, expert_width="moe_intermediate_size"),
+    "Gemma2ForCausalLM": _Family(num_norms=4, windows=2),
+    "Gemma3ForCausalLM": _Family(num_norms=4, qk_norm=True, windows=6),
+    "DeepseekV2ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
+    "DeepseekV3ForCausalLM": _Family(latent=True, expert_width="moe_intermediate_size"),
+}
+
+# What families, and versions of transformers, call the number of experts of a layer.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+COUNTED_ARCHITECTURES = (*NATIVE_ARCHITECTURES, *_FAMILIES)
+
+
+def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape of a model.
+
+    Args:
+        raw: its `config.json`; may be left out for the native families.
+
+    Raises:
+        UnsupportedModelError: a family whose parameters the calculator has no rules for.
+        CorruptModelError: `raw` lacks a size; named.
+    """
+    architecture = config.architecture
+    multimodal = architecture == "Gemma3ForConditionalGeneration"
+    if multimodal:
+        architecture = "Gemma3ForCausalLM"
+    if architecture not in COUNTED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
+        )
+    fields = _Fields(name, {**(raw or {}), **(raw or {}).get("text_config", {})})
+    counter = _Counter(config, _FAMILIES.get(architecture, _Family(qk_norm=config.qk_norm)), fields)
+    notes = ["the text model alone, without the vision tower"] if multimodal else []
+    if "quantization_config" in fields.content:
+        notes.append("weights are counted unquantised, in the dtype")
+    latent = None
+    if counter.family.latent:
+        latent = config.num_layers * (fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim"))
+        notes.append(
+            "multi-head latent attention: keys and values are counted as they are stored, expanded from the latents to "
+            f"{config.num_kv_heads} heads of {config.head_dim} + {config.value_dim} dimensions"
+        )
+    return ModelShape(
+        name=name,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        kv_layers=counter.kv_layers(),
+        parameters=counter.parameters(),
+        attention_width=counter.attention_width(),
+        mlp_width=3 * counter.active_inner_size(),
+        native=config.runs_natively,
+        latent_elements_per_token=latent,
+        notes=tuple(notes),
+    )
+
+
+def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> ModelShape:
+    """The shape of a model of any architecture whose number of parameters its files tell.
+
+    All are taken for matrices that can be divided; what layers keep is as far known as `config` spells it out.
+    """
+    kv = config.num_kv_heads * (config.head_dim + config.value_dim)
+    embedding = config.vocab_size * config.hidden_size
+    return ModelShape(
+        name=name,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        kv_layers=_kv_layers(config, config.layer_windows),
+        parameters=ParameterCount(
+            embedding=embedding, head=0, kv_projections=0, divided=max(0, num_parameters - embedding), whole=0
+        ),
+        attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
+        mlp_width=3 * config.intermediate_size,
+        native=False,
+        notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
+    )
+
+
+def possible_groups(shape: ModelShape) -> list[int]:
+    """How many devices can share the model: its query heads divide among them, and its KV heads, or the other way."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
+def divide(shape: ModelShape, num_devices: int) -> ModelShape:
+    """What one of `num_devices` holds under tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+    Heads are divided; where there are more devices than KV heads, each KV head is kept by several of them.
+
+    Raises:
+        UnsupportedModelError: the heads do not divide evenly.
+    """
+    if num_devices == 1:
+        return shape
+    kv_heads, heads = shape.num_kv_heads, shape.num_heads
+    if num_devices not in (possible := possible_groups(shape)):
+        raise UnsupportedModelError(
+            f"{shape.name}: {heads} query and {kv_heads} KV heads do not divide evenly among {num_devices} devices; "
+            f"possible: {', '.join(map(str, possible))}"
+        )
+    own_kv_heads = max(1, kv_heads // num_devices)
+    count = shape.parameters
+    return replace(
+        shape,
+        num_heads=heads // num_devices,
+        kv_layers=tuple(replace(layer, num_kv_heads=own_kv_heads) for layer in shape.kv_layers),
+        parameters=ParameterCount(
+            embedding=-(-count.embedding // num_devices),
+            head=-(-count.head // num_devices),
+            kv_projections=count.kv_projections * own_kv_heads // kv_heads,
+            divided=-(-count.divided // num_devices),
+            whole=count.whole,
+        ),
+        attention_width=-(-shape.attention_width // num_devices),
+        mlp_width=-(-shape.mlp_width // num_devices),
+    )
+
+
+class _Fields:
+    """The keys of one config.json."""
+
+    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
+        self.name = name
+        self.content = content
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.content.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CorruptModelError(f"{self.name}: its configuration must state {key} as a number, got {value!r}")
+        return value
+
+
+class _Counter:
+    """Counts one model's parts."""
+
+    def __init__(self, config: ModelConfig, family: _Family, fields: _Fields) -> None:
+        self._config = config
+        self.family = family
+        self._fields = fields
+
+    def kv_layers(self) -> tuple[LayerKVSpec, ...]:
+        config, every = self._config, self.family.windows
+        windows = config.layer_windows
+        if every is not None and self._fields.content.get("layer_types") is None:
+            every = self._fields.size("sliding_window_pattern", every)
+            window = self._fields.size("sliding_window")
+            windows = tuple(None if (i + 1) % every == 0 else window for i in range(config.num_layers))
+        return _kv_layers(config, windows)
+
+    def parameters(self) -> ParameterCount:
+        config = self._config
+        hidden, layers = config.hidden_size, config.num_layers
+        embedding = config.vocab_size * hidden
+        kv, divided, whole = self._latent_attention() if self.family.latent else self._attention()
+        mlp_divided, mlp_whole = self._mlps()
+        return ParameterCount(
+            embedding=embedding,
+            head=0 if config.tie_word_embeddings else embedding,
+            kv_projections=layers * kv,
+            divided=layers * divided + mlp_divided,
+            whole=layers * (whole + self.family.num_norms * hidden) + mlp_whole + hidden,
+        )
+
+    def attention_width(self) -> int:
+        config = self._config
+        query = config.num_heads * config.head_dim
+        return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
+
+    def active_inner_size(self) -> int:
+        """Intermediate elements of one token: those of a dense MLP, or of the experts that it visits."""
+        dense = self._config.intermediate_size
+        if not self.family.expert_width:
+            return dense
+        return max(dense, self._experts_inner_size(self._fields.size("num_experts_per_tok")))
+
+    def _attended(self) -> int:
+        return self._config.num_heads * self._config.value_dim
+
+    def _attention(self) -> tuple[int, int, int]:
+        """(KV projections, other divided parameters, whole ones) of one layer."""
+        config, hidden = self._config, self._config.hidden_size
+        bias = int(config.qkv_bias)
+        kv = config.num_kv_heads * (config.head_dim + config.value_dim) * (hidden + bias)
+        query = config.num_heads * config.head_dim * (hidden + bias)
+        whole = (2 * config.head_dim if self.family.qk_norm else 0) + hidden * int(config.output_bias)
+        return kv, query + self._attended() * hidden, whole
+
+    def _latent_attention(self) -> tuple[int, int, int]:
+        """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+        config, size, hidden = self._config, self._fields.size, self._config.hidden_size
+        rank, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
+        query_rank = size("q_lora_rank", 0)
+        query = config.num_heads * config.head_dim * (query_rank or hidden)
+        whole = hidden * (rank + rotated) + rank + (hidden * query_rank + query_rank)
+        expand = config.num_heads * (config.head_dim - rotated + config.value_dim) * rank
+        return expand, query + self._attended() * hidden, whole
+
+    def _mlps(self) -> tuple[int, int]:
+        """(divided, whole) parameters of all layers' MLPs."""
+        config, hidden = self._config, self._config.hidden_size
+        sparse = self._num_sparse_layers()
+        dense_bias, whole_bias = (2 * config.intermediate_size, hidden) if config.mlp_bias else (0, 0)
+        divided = (config.num_layers - sparse) * (3 * hidden * config.intermediate_size + dense_bias)
+        whole = (config.num_layers - sparse) * whole_bias
+        if sparse:
+            num_experts = self._num_experts()
+            divided += sparse * 3 * hidden * self._experts_inner_size(num_experts)
+            # DeepSeek-V3 balances its experts with one bias each.
+            whole += sparse * num_experts * (hidden + int(config.architecture == "DeepseekV3ForCausalLM"))
+        return divided, whole
+
+    def _num_sparse_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
+        layers, content = self._config.num_layers, self._fields.content
+        if not self.family.expert_width:
+            return 0
+        if self.family.latent:
+            return max(0, layers - self._fields.size("first_k_dense_replace", 0))
+        step = self._fields.size("decoder_sparse_step", 1)
+        dense = content.get("mlp_only_layers") or ()
+        return sum((i + 1) % step == 0 and i not in dense for i in range(layers))
+
+    def _num_experts(self) -> int:
+        key = next((key for key in _NUM_EXPERTS if key in self._fields.content), _NUM_EXPERTS[0])
+        return self._fields.size(key)
+
+    def _experts_inner_size(self, num_experts: int) -> int:
+        """Intermediate elements of so many experts, and of those that every token visits."""
+        shared = self._fields.size("n_shared_experts", 0) if self.family.latent else 0
+        return (num_experts + shared) * self._fields.size(self.family.expert_width)
+
+
+def _kv_layers(config: ModelConfig, windows: tuple[int | None, ...]) -> tuple[LayerKVSpec, ...]:
+    return tuple(LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window) for window in windows)

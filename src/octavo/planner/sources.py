@@ -1,0 +1,95 @@
+"""From the name of a model to its shape: files on this machine, the table of well-known models, the hub's cache."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from octavo.hf_config import hf_model_config, read_json
+from octavo.model_config import ModelConfig
+from octavo.model_source import PACKAGED_MODEL, ModelFormat, ModelSource, load_model_config, resolve_model
+from octavo.planner.known_models import KNOWN_MODELS, known_config, nearest_names
+from octavo.planner.model_shape import COUNTED_ARCHITECTURES, ModelShape, model_shape, shape_of_checkpoint
+
+_LONGEST_HEADER = 100_000_000  # the safetensors format's own limit
+
+
+def find_shape(name: str) -> ModelShape:
+    """The shape of a model by what a user calls it. Nothing is downloaded.
+
+    A folder (whose `config.json` alone is enough for the counted architectures), a GGUF file, 'smollm2', the name of
+    a well-known model or its hub id, or a hub id that is in the hub's cache.
+
+    Raises:
+        ModelError: nothing of that name, with the nearest names of the table; or it is damaged or cannot be counted.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return _shape_of_files(resolve_model(name))
+    if name == PACKAGED_MODEL:
+        try:
+            return _shape_of_files(resolve_model(name))
+        except ModelNotFoundError:
+            pass  # the table knows it
+    if (known := known_config(name)) is not None:
+        row_name, row = known
+        return model_shape(row_name, hf_model_config(row, Path(row_name) / "config.json"), row)
+    if (folder := _cached_folder(name)) is not None:
+        return _shape_of_files(ModelSource(name, folder, ModelFormat.HUGGINGFACE))
+    nearest = nearest_names(name)
+    meant = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    raise ModelNotFoundError(
+        f"{name!r} is neither a file or folder here nor a well-known model: {meant}"
+        f"Give a folder with a config.json, a .gguf file, or one of {len(KNOWN_MODELS)} names (`octavo plan --list`)"
+    )
+
+
+def shape_of_source(source: ModelSource, config: ModelConfig) -> ModelShape:
+    """The shape of a model on this machine whose configuration is read already.
+
+    Raises:
+        UnsupportedModelError: an architecture that is not counted, in a folder without weights to count.
+    """
+    if source.format is ModelFormat.GGUF:
+        return model_shape(source.name, config)
+    raw = read_json(source.path / "config.json") or {}
+    try:
+        return model_shape(source.name, config, raw)
+    except UnsupportedModelError:
+        files = sorted(source.path.glob("*.safetensors"))
+        if not files:
+            raise UnsupportedModelError(
+                f"{source.path} is a {config.architecture}, whose parameters can be counted only from its safetensors "
+                f"files, which are not there; from the config.json alone: {', '.join(COUNTED_ARCHITECTURES)}"
+            ) from None
+        return shape_of_checkpoint(source.name, config, sum(map(_count_parameters, files)))
+
+
+def _shape_of_files(source: ModelSource) -> ModelShape:
+    return shape_of_source(source, load_model_config(source))
+
+
+def _count_parameters(path: Path) -> int:
+    """Elements of all tensors in a safetensors file, which starts with its header's length (8 bytes) and the header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise CorruptModelError(f"{path} has a header of {length} bytes: it is no safetensors file")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CorruptModelError(f"{path} has a header that is not JSON: {error}") from error
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _cached_folder(hub_id: str) -> Path | None:
+    """Where the hub's cache keeps the model's configuration, or None where it does not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError:  # no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,179 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from octavo import kernels
+from octavo.attention.native import NativeAttention
+from octavo.errors import ConfigError
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.model_source import load_model_config, resolve_model
+from octavo.models.decoder import Decoder
+from octavo.models.linear import PackedLinear, PlainLinear
+from octavo.models.loader import open_weights
+from octavo.models.transformers import TransformersModel
+from octavo.planner.calculator import (
+    MemoryBudget,
+    SequenceCost,
+    activation_bytes,
+    block_tokens,
+    pool_for_memory,
+    smallest_pool,
+    weight_bytes,
+)
+from octavo.planner.sources import find_shape, shape_of_source
+from octavo.storage.arena import KVArena
+from tests.attention.batches import PagedSequences
+from tests.kvcache.caches import FULL, admit_and_compute, make_manager, make_sequence, sliding
+from tests.models.tiny import FAMILIES, write_hf_model
+
+
+def peak_of_a_step(model: Decoder, num_tokens: int, num_rows: int) -> int:
+    """Bytes of tensors alive at once, at most, while one prompt is computed; oneDNN's and numpy's own not counted."""
+    paged = PagedSequences(model.kv_layers, 16, 1, num_tokens, dtype="float32", seed=0)
+    batch = paged.step({0: num_tokens})
+    token_ids, rows = torch.ones(num_tokens, dtype=torch.int64), torch.arange(num_rows)
+    with torch.inference_mode():
+        model.forward(token_ids, batch, paged.kv, NativeAttention(), rows)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model.forward(token_ids, batch, paged.kv, NativeAttention(), rows)
+    alive = peak = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def spec_of(name: str, dtype: str = "bfloat16") -> KVCacheSpec:
+    return KVCacheSpec.build(find_shape(name).kv_layers, 16, dtype)
+
+
+def test_llama_3_1_70b_takes_320_gib_for_256_sequences_of_4096_tokens():
+    cost = SequenceCost.of(spec_of("llama-3.1-70b"), 4096, 2048)
+    assert cost.spec.bytes_per_token == 327_680
+    assert cost.num_bytes == 1_342_177_280
+    assert cost.blocks_for(256) * cost.spec.block_bytes == 320 * 2**30
+    assert round(cost.blocks_for(256) * cost.spec.block_bytes / 1e9, 1) == 343.6
+
+
+def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687():
+    grouped = find_shape("llama-3.1-70b").kv_layers
+    ungrouped = [LayerKVSpec(64, layer.key_dim, layer.value_dim) for layer in grouped]
+    gigabytes = [
+        SequenceCost.of(KVCacheSpec.build(layers, 16, "float16"), 8192, 2048).num_bytes * 32 / 1e9
+        for layers in (grouped, ungrouped)
+    ]
+    assert [round(gigabytes[0], 1), round(gigabytes[1])] == [85.9, 687]
+
+
+def test_llama_2_7b_takes_524288_bytes_a_token():
+    assert spec_of("llama-2-7b", "float16").bytes_per_token == 524_288
+
+
+def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth():
+    cost = SequenceCost.of(spec_of("llama-3.1-70b"), 150, 2048)
+    assert cost.blocks == 10
+    assert cost.waste == pytest.approx(10 / 160)
+
+
+@given(
+    layers=st.lists(st.sampled_from([FULL, sliding(7), sliding(12)]), min_size=1, max_size=7),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    num_tokens=st.integers(1, 60),
+    concurrency=st.integers(1, 5),
+)
+def test_the_cache_manager_takes_as_many_sequences_as_the_calculator_says(layers, block_size, num_tokens, concurrency):
+    spec = KVCacheSpec.build(layers, block_size, "float32")
+    cost = SequenceCost.of(spec, num_tokens, num_tokens)
+    blocks = cost.blocks_for(concurrency)
+    assert cost.sequences_in(blocks) == concurrency
+    assert cost.sequences_in(blocks - 1) == concurrency - 1
+    manager = make_manager(blocks + 1, block_size, tuple(layers), prefix_caching=False)
+    for _ in range(concurrency):
+        admit_and_compute(manager, make_sequence([1] * num_tokens))
+    manager.audit()
+    if all(layer.sliding_window is None for layer in layers):
+        assert manager.pool.num_available == 0
+
+
+@given(
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    budget=st.integers(3_000, 60_000),
+    layers=st.lists(st.sampled_from([FULL, sliding(8)]), min_size=1, max_size=5),
+)
+def test_the_pool_takes_the_very_bytes_it_says_and_no_more_than_given(dtype, budget, layers):
+    spec = KVCacheSpec.build(layers, 4, dtype)
+    if smallest_pool(spec).num_bytes > budget:
+        with pytest.raises(ConfigError, match=f"at least {1 + len(spec.groups)} are needed"):
+            pool_for_memory(spec, budget, max_num_seqs=64, max_model_len=512, max_step=64)
+        return
+    pool = pool_for_memory(spec, budget, max_num_seqs=64, max_model_len=512, max_step=64)
+    assert KVArena(spec, pool.num_blocks).nbytes == pool.num_bytes <= budget < pool.num_bytes + spec.block_bytes
+
+
+def test_a_pool_is_no_larger_than_its_sequences_can_use():
+    spec = KVCacheSpec.build([FULL], 4, "float32")
+    assert pool_for_memory(spec, 2**30, max_num_seqs=3, max_model_len=10, max_step=64).usable_blocks == 9
+
+
+def test_a_contiguous_block_is_max_model_len_rounded_up_to_a_tile():
+    assert [block_tokens(32, 100), block_tokens("max", 100), block_tokens("max", 4096)] == [32, 112, 4096]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_decoders_weights_take_the_predicted_bytes(family, tied, dtype, tmp_path):
+    write_hf_model(tmp_path, family, tie_word_embeddings=tied)
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    shape = shape_of_source(source, config)
+    torch_dtype = getattr(torch, dtype)
+    copied = PackedLinear.supports(torch.empty(0, dtype=torch_dtype))
+    model = Decoder(config, open_weights(source, config), dtype=torch_dtype)
+    assert weight_bytes(shape, dtype, tied_head_copied=copied) == model.weight_bytes
+    plain = Decoder(config, open_weights(source, config), dtype=torch_dtype, linear=PlainLinear)
+    assert weight_bytes(shape, dtype, tied_head_copied=False) == plain.weight_bytes
+    assert shape.kv_layers == model.kv_layers
+
+
+def test_the_packaged_models_weights_take_the_predicted_bytes():
+    source = resolve_model("smollm2")
+    config = load_model_config(source)
+    model = Decoder(config, open_weights(source, config), dtype=torch.bfloat16)
+    copied = PackedLinear.supports(torch.empty(0, dtype=torch.bfloat16))
+    assert weight_bytes(find_shape("smollm2"), "bfloat16", tied_head_copied=copied) == model.weight_bytes
+    assert find_shape("smollm2").kv_layers == find_shape("smollm2-135m").kv_layers
+
+
+def test_weights_through_transformers_take_the_predicted_bytes_within_a_per_cent(tmp_path):
+    write_hf_model(
+        tmp_path, "Gemma2", head_dim=16, sliding_window=32, vocab_size=2000, hidden_size=128, tie_word_embeddings=True
+    )
+    model = TransformersModel.load(tmp_path, dtype=torch.bfloat16)
+    predicted = weight_bytes(find_shape(str(tmp_path)), "bfloat16", tied_head_copied=False)
+    assert predicted == pytest.approx(model.weight_bytes, rel=0.01)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the reference attention's scores are not counted")
+@pytest.mark.parametrize("max_rows", [1, 64])
+def test_a_steps_tensors_take_no_more_than_estimated_and_not_much_less(max_rows, tmp_path):
+    """Measured by torch's own count of allocations, without the sampler, whose share the estimate adds."""
+    write_hf_model(
+        tmp_path, "Llama", hidden_size=256, intermediate_size=1024, num_attention_heads=8, max_position_embeddings=512
+    )
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    model = Decoder(config, open_weights(source, config), dtype=torch.float32)
+    measured = peak_of_a_step(model, num_tokens=256, num_rows=max_rows)
+    estimate = activation_bytes(find_shape(str(tmp_path)), "float32", max_step=256, max_rows=max_rows)
+    assert 0.5 * estimate <= measured <= 1.15 * estimate
+
+
+def test_a_budget_leaves_what_weights_and_activations_leave():
+    assert MemoryBudget(1000, 400, 100).for_cache == 500
+    assert MemoryBudget(1000, 400, 100, cache_share=0.4).for_cache == 240
+    assert MemoryBudget(1000, 400, 500, cache_share=0.4).for_cache == 100
+    assert MemoryBudget(1000, 990, 100).for_cache == 0
