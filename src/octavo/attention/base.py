@@ -25,7 +25,7 @@ class GroupBatch:
 
     Attributes:
         block_tables: int32 [num_seqs, max_blocks]; entries past a sequence's last block, and those that slid out of
-            a window, are the null block 0.
+            a window, are ids of other sequences' blocks or 0: what lies there may be NaN and must not count.
         slot_mapping: int64 [num_tokens]; where each new token's key and value are written.
     """
 
