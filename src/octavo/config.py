@@ -38,8 +38,12 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "auto: the model's dtype")
     enable_prefix_caching: bool = option(True, "share computed blocks between requests with a common prefix")
-    prefix_cache: Literal["hashed"] = option("hashed", "how cached prefixes are found")
-    eviction_policy: Literal["lru"] = option("lru", "which cached block is given up first")
+    prefix_cache: Literal["hashed", "radix"] = option(
+        "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
+    )
+    eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost"] = option(
+        "lru", "which cached block is given up first; priority: a request's priority protects its blocks"
+    )
     preemption_mode: Literal["recompute"] = option("recompute", "what happens to a sequence that must yield its blocks")
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix.base import NullPrefixCache
-from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
@@ -22,14 +20,19 @@ def make_manager(
     block_size: int = 4,
     layers: tuple[LayerKVSpec, ...] = (FULL,),
     prefix_caching: bool = True,
+    prefix_cache: str = "hashed",
+    eviction: str = "lru",
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, "float32")
-    prefix = HashedPrefixCache(("model",), block_size) if prefix_caching else NullPrefixCache()
-    return KVCacheManager(spec, num_blocks, prefix, make_eviction_policy("lru"))
+    name = prefix_cache if prefix_caching else None
+    prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
+    return KVCacheManager(spec, num_blocks, prefix, policy)
 
 
-def make_sequence(token_ids: list[int], salt: str = "", n: int = 1) -> Sequence:
-    return make_request(token_ids, salt, n).sequences[0]
+def make_sequence(token_ids: list[int], salt: str = "", n: int = 1, priority: int = 0) -> Sequence:
+    request = make_request(token_ids, salt, n)
+    request.priority = priority
+    return request.sequences[0]
 
 
 _counter = iter(range(10**9))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import Sequence
 from tests.kvcache.caches import FULL, make_manager, make_sequence, sliding
 
@@ -22,10 +23,13 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([40, 24, 12, 6, 2]),
         block_size=st.sampled_from([1, 2, 4]),
         layers=st.sampled_from(LAYERS),
-        caching=st.booleans(),
+        prefix_cache=st.sampled_from(["hashed", "radix", None]),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
-    def build(self, num_blocks: int, block_size: int, layers: tuple, caching: bool) -> None:
-        self.manager = make_manager(num_blocks, block_size, layers, caching)
+    def build(self, num_blocks: int, block_size: int, layers: tuple, prefix_cache: str | None, eviction: str) -> None:
+        self.manager = make_manager(
+            num_blocks, block_size, layers, prefix_cache is not None, prefix_cache or "", eviction
+        )
         self.block_size = block_size
         self.written: dict[tuple[BlockId, int], tuple[int, tuple[int, ...]]] = {}
         self.live: list[Sequence] = []
@@ -40,9 +44,13 @@ class CacheMachine(RuleBasedStateMachine):
         seq.num_computed += count
         self.manager.commit(seq)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), salt=st.sampled_from("aab"))
-    def arrive(self, tokens: list[int], salt: str) -> None:
-        self.waiting.append(make_sequence(tokens, salt))
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        salt=st.sampled_from("aab"),
+        priority=st.integers(-1, 1),
+    )
+    def arrive(self, tokens: list[int], salt: str, priority: int) -> None:
+        self.waiting.append(make_sequence(tokens, salt, priority=priority))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), chunk=st.integers(1, 20))

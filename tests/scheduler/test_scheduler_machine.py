@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from octavo.errors import RequestError
 from octavo.kvcache.block import BlockState
+from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import FULL, make_manager, make_request, sliding
 
@@ -24,15 +26,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 20),
         block_size=st.sampled_from([1, 2, 4]),
         layers=st.sampled_from(LAYERS),
-        caching=st.booleans(),
+        prefix_cache=st.sampled_from(["hashed", "radix", None]),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
     )
     def build(
-        self, num_blocks: int, block_size: int, layers: tuple, caching: bool, max_num_seqs: int, budget: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        layers: tuple,
+        prefix_cache: str | None,
+        eviction: str,
+        max_num_seqs: int,
+        budget: int,
     ) -> None:
-        kv = make_manager(num_blocks, block_size, layers, caching)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, max_model_len=40), kv)
+        kv = make_manager(num_blocks, block_size, layers, prefix_cache is not None, prefix_cache or "", eviction)
+        waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if prefix_cache == "radix" else None
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, max_model_len=40), kv, waiting=waiting)
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0

@@ -16,10 +16,9 @@ from octavo.attention import make_backend
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, ModelNotFoundError
-from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
-from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.models.base import CausalLM
@@ -30,6 +29,7 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.planner.calculator import PoolSize, pool_for_memory
 from octavo.planner.machine import available_memory
 from octavo.runner.runner import ModelRunner
+from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.storage.arena import KVArena
 
@@ -47,6 +47,7 @@ class _Loaded:
     source: ModelSource
     model: CausalLM
     tokenizer: Tokenizer | None
+    hidden_size: int
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -74,10 +75,12 @@ def build_engine(config: EngineConfig) -> EngineCore:
     pool = _pool_size(config, spec, max_model_len, device)
     arena = KVArena(spec, pool.num_blocks, device)
     attention = make_backend(config.attention_backend, device)
-    kv = KVCacheManager(
-        spec, pool.num_blocks, _prefix_cache(config, spec, loaded.source), make_eviction_policy(config.eviction_policy)
+    kv = _kv_manager(config, spec, pool.num_blocks, loaded)
+    scheduler = Scheduler(
+        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, max_model_len),
+        kv,
+        waiting=_waiting_queue(config, kv),
     )
-    scheduler = Scheduler(SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, max_model_len), kv)
     runner = ModelRunner(model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
     logger.info(
         "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), attention: %s, ready in %.1f s",
@@ -114,14 +117,15 @@ def _load(config: EngineConfig, device: torch.device) -> _Loaded:
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
         # One after the other: both may import transformers, whose lazy modules two threads would import at once.
-        return _Loaded(source, _load_through_transformers(config, source, device), _load_tokenizer(source))
+        model: CausalLM = _load_through_transformers(config, source, device)
+        return _Loaded(source, model, _load_tokenizer(source), model_config.hidden_size)
     with ThreadPoolExecutor(max_workers=1) as beside:
         tokenizer = beside.submit(_load_tokenizer, source)
         # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
         ops = LayerOps() if config.attention_backend == "reference" else None
         weights = open_weights(source, model_config)
         model = Decoder(model_config, weights, dtype=_dtype(config, device), device=device, ops=ops)
-        return _Loaded(source, model, tokenizer.result())
+        return _Loaded(source, model, tokenizer.result(), model_config.hidden_size)
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
@@ -186,7 +190,19 @@ def _pool_size(config: EngineConfig, spec: KVCacheSpec, max_model_len: int, devi
     )
 
 
-def _prefix_cache(config: EngineConfig, spec: KVCacheSpec, source: ModelSource) -> PrefixCache:
-    if not config.enable_prefix_caching:
-        return NullPrefixCache()
-    return HashedPrefixCache((model_fingerprint(Path(source.path)), spec.dtype), spec.block_size)
+def _kv_manager(config: EngineConfig, spec: KVCacheSpec, num_blocks: int, loaded: _Loaded) -> KVCacheManager:
+    prefix_cache, eviction = make_prefix_cache(
+        config.prefix_cache if config.enable_prefix_caching else None,
+        config.eviction_policy,
+        spec=spec,
+        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype),
+        cost=RecomputeCost(spec.block_size, loaded.hidden_size),
+    )
+    return KVCacheManager(spec, num_blocks, prefix_cache, eviction)
+
+
+def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:
+    """The tree finds a prefix without hashing, so it can afford to look before it admits."""
+    if config.enable_prefix_caching and config.prefix_cache == "radix":
+        return LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens)
+    return ArrivalOrder()

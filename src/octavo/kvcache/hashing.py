@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Self
 
 from octavo.kvcache.block import BlockHash
 
@@ -37,52 +38,72 @@ def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
     return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
 
 
-class HashChain:
-    """The keys of one token sequence's full blocks, computed once each as the sequence grows.
+class TokenChain:
+    """The full blocks of one token sequence, packed once each as the sequence grows.
 
     Attributes:
-        hashes: key of full block i.
-        tokens: the token ids of full block i, as `token_bytes`; compared on a hit, so that a collision of keys
-            cannot hand out another prompt's block.
+        tokens: the token ids of full block i, as `token_bytes`.
     """
 
-    __slots__ = ("block_size", "hashes", "root", "tokens")
+    __slots__ = ("block_size", "tokens")
 
-    def __init__(self, root: BlockHash, block_size: int) -> None:
-        self.root = root
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.hashes: list[BlockHash] = []
         self.tokens: list[bytes] = []
 
     def __len__(self) -> int:
-        return len(self.hashes)
+        return len(self.tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in the full blocks of `token_ids` that are not in the chain yet."""
         size = self.block_size
-        for index in range(len(self.hashes), len(token_ids) // size):
-            packed = token_bytes(token_ids[index * size : (index + 1) * size])
-            self.hashes.append(child_hash(self.hashes[-1] if self.hashes else self.root, packed))
-            self.tokens.append(packed)
+        for index in range(len(self.tokens), len(token_ids) // size):
+            self._append(token_bytes(token_ids[index * size : (index + 1) * size]))
 
-    def copy(self) -> HashChain:
-        """For a fork: the common past is not hashed again."""
-        twin = HashChain(self.root, self.block_size)
+    def copy(self) -> Self:
+        """For a fork: the common past is not packed again."""
+        raise NotImplementedError
+
+    def _append(self, packed: bytes) -> None:
+        self.tokens.append(packed)
+
+
+class HashChain(TokenChain):
+    """The keys of one token sequence's full blocks, computed once each as the sequence grows.
+
+    Attributes:
+        hashes: key of full block i.
+        tokens: compared on a hit, so that a collision of keys cannot hand out another prompt's block.
+    """
+
+    __slots__ = ("hashes", "root")
+
+    def __init__(self, root: BlockHash, block_size: int) -> None:
+        super().__init__(block_size)
+        self.root = root
+        self.hashes: list[BlockHash] = []
+
+    def copy(self) -> Self:
+        twin = type(self)(self.root, self.block_size)
         twin.hashes = self.hashes.copy()
         twin.tokens = self.tokens.copy()
         return twin
 
+    def _append(self, packed: bytes) -> None:
+        self.hashes.append(child_hash(self.hashes[-1] if self.hashes else self.root, packed))
+        self.tokens.append(packed)
 
-class NullHashChain(HashChain):
-    """Of a cache without prefix caching: no block ever has a key, and nothing is hashed."""
+
+class NullChain(TokenChain):
+    """Of a cache without prefix caching: no block ever has a key, and nothing is packed or hashed."""
 
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(BlockHash(b""), 1)
+        super().__init__(1)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         return
 
-    def copy(self) -> HashChain:
+    def copy(self) -> Self:
         return self

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
-from octavo.kvcache.eviction import EvictionPolicy
-from octavo.kvcache.hashing import HashChain
+from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix.base import PrefixCache
 from octavo.kvcache.spec import KVCacheSpec
@@ -38,7 +39,7 @@ class _Holding:
     """What one sequence holds. `num_slid` counts leading table entries given up to a window, per group."""
 
     tables: list[list[BlockId]]
-    chain: HashChain
+    chain: TokenChain
     num_slid: list[int]
     num_published: int = 0
 
@@ -64,7 +65,9 @@ class KVCacheManager:
         eviction: order in which cached blocks are given up.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, prefix_cache: PrefixCache, eviction: EvictionPolicy) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, num_blocks: int, prefix_cache: PrefixCache[Any], eviction: EvictionPolicy
+    ) -> None:
         self.spec = spec
         self.pool = BlockPool(num_blocks, eviction, on_evict=prefix_cache.drop)
         self.prefix_cache = prefix_cache
@@ -95,7 +98,8 @@ class KVCacheManager:
         tables: list[list[BlockId]] = [[] for _ in self._windows]
         for group, window in enumerate(self._windows):
             if window is None:
-                hit = self._run_length(group, chain, hit, tables[group])
+                tables[group] = self.prefix_cache.leading(group, chain, hit)
+                hit = len(tables[group])
         # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
         settled = False
         while not settled:
@@ -134,6 +138,8 @@ class KVCacheManager:
             for block in table:
                 if block != NULL_BLOCK:
                     pool.acquire(block)
+            if table:
+                pool.note_hit(table, seq.request.priority)
         holding.tables = [table + pool.allocate(total - len(table)) for table in hit.tables]
         holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
         holding.num_published = hit.num_tokens // self.spec.block_size
@@ -243,23 +249,18 @@ class KVCacheManager:
             holding = self._holdings[seq.seq_id] = _Holding(empty, chain, [0] * len(empty))
         return holding
 
-    def _run_length(self, group: int, chain: HashChain, limit: int, table: list[BlockId]) -> int:
-        """Append the group's cached blocks from the start of the chain to `table`; returns how many there are."""
-        for index in range(limit):
-            block = self.prefix_cache.get(group, chain, index)
-            if block is None:
-                break
-            table.append(block)
-        return len(table)
-
     def _publish(self, seq: Sequence, holding: _Holding, filled: int) -> None:
         chain = holding.chain
         chain.extend(seq.token_ids)
-        for index in range(holding.num_published, min(filled, len(chain))):
-            for group, table in enumerate(holding.tables):
-                block = table[index]
-                if block != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block):
-                    self.pool.mark_published(block)
+        published = [
+            (block, index)
+            for index in range(holding.num_published, min(filled, len(chain)))
+            for group, table in enumerate(holding.tables)
+            if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
+        ]
+        # The tail first, as on release: what a step published together leaves by age from its end.
+        for block, index in reversed(published):
+            self.pool.mark_published(block, index, seq.request.priority)
         holding.num_published = filled
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
-from octavo.kvcache.eviction import EvictionPolicy
+from octavo.kvcache.eviction.base import EvictionPolicy
 
 
 class BlockPool:
@@ -91,11 +91,21 @@ class BlockPool:
                 else:
                     self._free.append(block_id)
 
-    def mark_published(self, block_id: BlockId) -> None:
-        """The prefix cache refers to this active block: once unreferenced it is cached, not free."""
+    def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0) -> None:
+        """The prefix cache refers to this active block: once unreferenced it is cached, not free.
+
+        Args:
+            position: index of the block in its sequence, for the eviction policy.
+            priority: of the request that computed it, for the eviction policy.
+        """
         if self.ref_counts[block_id] < 1:
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
         self._published[block_id] = 1
+        self._eviction.publish(block_id, position, priority)
+
+    def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+        """A request of that priority has acquired these published blocks by a prefix hit; null blocks are none."""
+        self._eviction.hit(block_ids, priority)
 
     def evict_all_cached(self) -> int:
         """Turn every cached block into a free one; returns how many."""

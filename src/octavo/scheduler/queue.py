@@ -1,14 +1,35 @@
-"""The waiting queue: sequences in order of service, with O(log n) insertion and lazy removal."""
+"""The waiting queue: sequences without blocks, and which of them is admitted next."""
 
 from __future__ import annotations
 
+import bisect
 import heapq
+from collections.abc import Callable
+from typing import Protocol
 
 from octavo.request import Sequence, SequenceStatus
 
 
-class WaitingQueue:
-    """Sequences without blocks, by priority, then arrival. A preempted one comes back to its old place."""
+class WaitingQueue(Protocol):
+    """Holds sequences without blocks, in some order of admission that lets none wait for ever."""
+
+    def push(self, seq: Sequence) -> None:
+        """A new sequence, or one that was preempted."""
+
+    def peek(self) -> Sequence | None:
+        """The next in line, or None. The same one until something is pushed, popped or discarded."""
+
+    def pop(self) -> Sequence:
+        """Take the next in line; raises IndexError on an empty queue."""
+
+    def discard(self, seq: Sequence) -> None:
+        """A waiting sequence ends: its status already says so."""
+
+    def __len__(self) -> int: ...
+
+
+class ArrivalOrder:
+    """By priority, then arrival; a preempted sequence comes back to its old place. O(log n), removal is lazy."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], Sequence]] = []
@@ -20,21 +41,93 @@ class WaitingQueue:
         self._size += 1
 
     def peek(self) -> Sequence | None:
-        """The next in line, or None."""
         while self._heap and self._heap[0][1].status is not SequenceStatus.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Take the next in line; raises IndexError on an empty queue."""
         if self.peek() is None:
             raise IndexError("pop from an empty waiting queue")
         self._size -= 1
         return heapq.heappop(self._heap)[1]
 
     def discard(self, seq: Sequence) -> None:
-        """A waiting sequence ends: its status must already say so; the entry is dropped when it comes up."""
         self._size -= 1
 
     def __len__(self) -> int:
         return self._size
+
+
+class LongestPrefixFirst:
+    """Within a tenant, the longest cached prefix first: what is cached is used before it is evicted.
+
+    Between tenants, and between priorities, the order is that of arrival: the tenant whose line begins with the
+    earliest sequence is next, and of its line those of that priority may go ahead of one another.
+
+    Ageing: once `max_overtakes` sequences have gone ahead of the first of its line, the first is next. So a sequence
+    with p others before it in its line is admitted after at most (p + 1) * (max_overtakes + 1) admissions from that
+    line, whatever arrives behind it. One that was preempted is not overtaken at all.
+
+    Args:
+        cached_tokens: how much of a sequence's beginning is cached now.
+        max_overtakes: how many may go ahead of the first of a line.
+        window: how many of a line are compared; each costs a look-up per admission.
+    """
+
+    def __init__(self, cached_tokens: Callable[[Sequence], int], *, max_overtakes: int = 16, window: int = 32) -> None:
+        self._cached_tokens = cached_tokens
+        self._max_overtakes = max_overtakes
+        self._window = window
+        self._lines: dict[str, list[Sequence]] = {}  # by tenant, each in order of arrival, none empty
+        self._overtakes: dict[str, int] = {}  # of the first of a tenant's line
+        self._next: Sequence | None = None
+
+    def push(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.WAITING
+        bisect.insort(self._lines.setdefault(seq.request.tenant, []), seq, key=_order)
+        self._next = None
+
+    def peek(self) -> Sequence | None:
+        if self._next is None and self._lines:
+            self._next = self._choose()
+        return self._next
+
+    def pop(self) -> Sequence:
+        seq = self.peek()
+        if seq is None:
+            raise IndexError("pop from an empty waiting queue")
+        tenant = seq.request.tenant
+        first = self._lines[tenant][0]
+        self._overtakes[tenant] = 0 if seq is first else self._overtakes.get(tenant, 0) + 1
+        self._take_out(seq)
+        return seq
+
+    def discard(self, seq: Sequence) -> None:
+        self._take_out(seq)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def _choose(self) -> Sequence:
+        line = min(self._lines.values(), key=lambda line: line[0].order)
+        first = line[0]
+        if first.num_preemptions or self._overtakes.get(first.request.tenant, 0) >= self._max_overtakes:
+            return first
+        priority = first.request.priority
+        rivals = [seq for seq in line[: self._window] if seq.request.priority == priority]
+        # max() keeps the earliest among equals.
+        return first if len(rivals) == 1 else max(rivals, key=self._cached_tokens)
+
+    def _take_out(self, seq: Sequence) -> None:
+        tenant = seq.request.tenant
+        line = self._lines[tenant]
+        del line[bisect.bisect_left(line, seq.order, key=_order)]
+        if not line:
+            # Tenants come and go; what is known of one that waits for nothing is void.
+            del self._lines[tenant]
+            self._overtakes.pop(tenant, None)
+        self._next = None
+
+
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.order

@@ -18,7 +18,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import ScheduledSequence, StepPlan, StepResult
 from octavo.scheduler.preemption import LatestArrival, VictimPolicy
-from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,18 @@ class SequenceUpdate:
 class Scheduler:
     """Decides the next step; told its result, moves the sequences on."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, victims: VictimPolicy | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        victims: VictimPolicy | None = None,
+        waiting: WaitingQueue | None = None,
+    ) -> None:
         self.config = config
         self.kv = kv
         self.counters = SchedulerCounters()
         self._victims = victims or LatestArrival()
-        self._waiting = WaitingQueue()
+        self._waiting = ArrivalOrder() if waiting is None else waiting
         self._running: list[Sequence] = []  # in order of service
         self._requests: dict[RequestId, Request] = {}
         self._reserved_slots = 0  # of parallel samples whose prompt is still being computed

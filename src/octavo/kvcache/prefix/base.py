@@ -7,22 +7,30 @@ it (`drop`). Blocks are put in only after their keys and values are computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.hashing import HashChain, NullHashChain
+from octavo.kvcache.hashing import NullChain, TokenChain
+
+ChainT = TypeVar("ChainT", bound=TokenChain)
 
 
-class PrefixCache(Protocol):
-    """Finds the block that holds a given prefix's last full block, per group of layers."""
+class PrefixCache(Protocol[ChainT]):
+    """Finds the block that holds a given prefix's last full block, per group of layers.
 
-    def chain(self, salt: str) -> HashChain:
+    Generic in what it keeps per sequence: a chain is made, read and extended only by the cache that made it.
+    """
+
+    def chain(self, salt: str) -> ChainT:
         """An empty chain for a new sequence; sequences of different salts never share a block."""
 
-    def get(self, group: int, chain: HashChain, index: int) -> BlockId | None:
+    def leading(self, group: int, chain: ChainT, limit: int) -> list[BlockId]:
+        """The blocks of full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
+
+    def get(self, group: int, chain: ChainT, index: int) -> BlockId | None:
         """The block that holds full block `index` of the chain's tokens, given all tokens before it."""
 
-    def put(self, group: int, chain: HashChain, index: int, block_id: BlockId) -> bool:
+    def put(self, group: int, chain: ChainT, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) where an equal block is there already."""
 
     def drop(self, block_id: BlockId) -> None:
@@ -33,18 +41,21 @@ class PrefixCache(Protocol):
 
 
 class NullPrefixCache:
-    """No prefix caching, at no cost: nothing is hashed, looked up or published."""
+    """No prefix caching, at no cost: nothing is packed, hashed, looked up or published."""
 
     def __init__(self) -> None:
-        self._chain = NullHashChain()
+        self._chain = NullChain()
 
-    def chain(self, salt: str) -> HashChain:
+    def chain(self, salt: str) -> NullChain:
         return self._chain
 
-    def get(self, group: int, chain: HashChain, index: int) -> BlockId | None:
+    def leading(self, group: int, chain: NullChain, limit: int) -> list[BlockId]:
+        return []
+
+    def get(self, group: int, chain: NullChain, index: int) -> BlockId | None:
         return None
 
-    def put(self, group: int, chain: HashChain, index: int, block_id: BlockId) -> bool:
+    def put(self, group: int, chain: NullChain, index: int, block_id: BlockId) -> bool:
         return False
 
     def drop(self, block_id: BlockId) -> None:

@@ -34,6 +34,15 @@ class HashedPrefixCache:
         root = self._roots.get(salt) or root_hash(*self._identity, salt)
         return HashChain(root, self._block_size)
 
+    def leading(self, group: int, chain: HashChain, limit: int) -> list[BlockId]:
+        found = []
+        for key, tokens in zip(chain.hashes[:limit], chain.tokens, strict=False):
+            entry = self._entries.get((group, key))
+            if entry is None or entry.tokens != tokens:
+                break
+            found.append(entry.block_id)
+        return found
+
     def get(self, group: int, chain: HashChain, index: int) -> BlockId | None:
         entry = self._entries.get((group, chain.hashes[index]))
         return entry.block_id if entry is not None and entry.tokens == chain.tokens[index] else None

@@ -1,0 +1,51 @@
+"""Which cached block is given up first when a free one is needed.
+
+| name     | first to go                                           | per operation |
+|----------|-------------------------------------------------------|---------------|
+| lru      | least recently used                                   | O(1)          |
+| fifo     | first published                                       | O(log n)      |
+| lfu      | fewest hits                                           | O(log n)      |
+| priority | of the least important requests                       | O(log n)      |
+| cost     | cheapest to recompute, times how often it was used    | O(log n)      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.errors import ConfigError
+from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.eviction.cost import CostEviction, RecomputeCost
+from octavo.kvcache.eviction.leaf_first import LeafFirstEviction
+from octavo.kvcache.eviction.ranked import FifoEviction, LfuEviction, PriorityEviction
+from octavo.kvcache.eviction.recency import LruEviction
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "CostEviction",
+    "EvictionPolicy",
+    "FifoEviction",
+    "LeafFirstEviction",
+    "LfuEviction",
+    "LruEviction",
+    "PriorityEviction",
+    "RecomputeCost",
+    "make_eviction_policy",
+]
+
+EVICTION_POLICIES: dict[str, Callable[[RecomputeCost], EvictionPolicy]] = {
+    "lru": lambda cost: LruEviction(),
+    "fifo": lambda cost: FifoEviction(),
+    "lfu": lambda cost: LfuEviction(),
+    "priority": lambda cost: PriorityEviction(),
+    "cost": CostEviction,
+}
+
+
+def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> EvictionPolicy:
+    """The policy of that name; `cost` is for those that weigh it. Raises ConfigError with the known names."""
+    try:
+        make = EVICTION_POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {name!r}") from None
+    return make(cost or RecomputeCost())

@@ -1,0 +1,297 @@
+"""What every eviction policy promises, and what each claims for itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.errors import ConfigError
+from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.eviction import (
+    EVICTION_POLICIES,
+    CostEviction,
+    EvictionPolicy,
+    FifoEviction,
+    LfuEviction,
+    LruEviction,
+    PriorityEviction,
+    RecomputeCost,
+    make_eviction_policy,
+)
+from octavo.kvcache.eviction.ranked import RankedEviction
+
+NAMES = sorted(EVICTION_POLICIES)
+
+
+def hold(policy: EvictionPolicy, *blocks: int, priority: int = 0) -> None:
+    """Publish the blocks as those of one sequence, and give them up from its tail."""
+    for position, block in reversed(list(enumerate(blocks))):
+        policy.publish(BlockId(block), position, priority)
+    for block in reversed(blocks):
+        policy.add(BlockId(block))
+
+
+def use(policy: EvictionPolicy, *blocks: int, priority: int = 0) -> None:
+    """A request hits the blocks and ends."""
+    for block in blocks:
+        policy.remove(BlockId(block))
+    policy.hit([BlockId(block) for block in blocks], priority)
+    for block in reversed(blocks):
+        policy.add(BlockId(block))
+
+
+def evict_all(policy: EvictionPolicy) -> list[int]:
+    return [policy.evict() for _ in range(len(policy))]
+
+
+@pytest.fixture(params=NAMES)
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    return make_eviction_policy(request.param)
+
+
+def test_what_is_added_is_held_until_it_is_removed_or_evicted(policy: EvictionPolicy) -> None:
+    hold(policy, 3, 4, 5)
+    assert len(policy) == 3
+    assert sorted(policy) == [3, 4, 5]
+    policy.remove(BlockId(4))
+    assert BlockId(4) not in policy
+    assert sorted(evict_all(policy)) == [3, 5]
+    assert len(policy) == 0
+
+
+def test_evicting_from_nothing_and_removing_a_stranger_raise(policy: EvictionPolicy) -> None:
+    with pytest.raises(KeyError):
+        policy.evict()
+    with pytest.raises(KeyError):
+        policy.remove(BlockId(1))
+
+
+def test_untouched_sequences_leave_tail_first_and_the_older_one_first(policy: EvictionPolicy) -> None:
+    hold(policy, 1, 2, 3)
+    hold(policy, 4, 5, 6)
+    order = evict_all(policy)
+    assert [block for block in order if block < 4] == [3, 2, 1]
+    assert [block for block in order if block > 3] == [6, 5, 4]
+    assert order.index(3) < order.index(6)
+
+
+def test_a_restored_block_is_the_next_victim_again(policy: EvictionPolicy) -> None:
+    hold(policy, 1, 2, 3)
+    first, second = policy.evict(), policy.evict()
+    policy.restore(second)
+    assert policy.evict() == second
+    policy.restore(first)
+    assert policy.evict() == first
+
+
+def test_null_blocks_in_a_hit_are_passed_over(policy: EvictionPolicy) -> None:
+    policy.publish(BlockId(1), 1, 0)
+    policy.hit([NULL_BLOCK, BlockId(1)], 0)
+    policy.add(BlockId(1))
+    assert policy.evict() == 1
+
+
+def test_a_block_published_anew_has_no_past(policy: EvictionPolicy) -> None:
+    hold(policy, 1, priority=-5)
+    for _ in range(9):
+        use(policy, 1, priority=-5)
+    assert policy.evict() == 1
+    hold(policy, 1)
+    for _ in range(3):
+        hold(policy, 2)
+        use(policy, 2, priority=-1)
+        assert policy.evict() == 1
+        hold(policy, 1)
+        policy.remove(BlockId(2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policys_memory_does_not_grow_with_traffic(name: str) -> None:
+    policy = make_eviction_policy(name)
+    hold(policy, *range(1, 50))
+    for _ in range(2000):
+        use(policy, 7, 8, 9)
+    if isinstance(policy, RankedEviction):
+        assert len(policy._heap) < 250
+    assert len(policy) == 49
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="lru, fifo, lfu, priority, cost, got 'mru'"):
+        make_eviction_policy("mru")
+
+
+def test_lru_gives_up_what_was_used_longest_ago() -> None:
+    policy = LruEviction()
+    hold(policy, 1)
+    hold(policy, 2)
+    use(policy, 1)
+    assert evict_all(policy) == [2, 1]
+
+
+def test_fifo_gives_up_what_was_published_first_however_often_it_is_used() -> None:
+    policy = FifoEviction()
+    hold(policy, 1)
+    hold(policy, 2)
+    for _ in range(5):
+        use(policy, 1)
+    assert evict_all(policy) == [1, 2]
+
+
+def test_lfu_gives_up_what_was_hit_least_and_among_equals_what_was_used_longest_ago() -> None:
+    policy = LfuEviction()
+    for block in (1, 2, 3):
+        hold(policy, block)
+    use(policy, 1)
+    use(policy, 1)
+    use(policy, 3)
+    use(policy, 2)
+    assert evict_all(policy) == [3, 2, 1]
+
+
+def test_priority_protects_the_blocks_of_important_requests() -> None:
+    policy = PriorityEviction()
+    hold(policy, 1, priority=-1)
+    hold(policy, 2, priority=5)
+    hold(policy, 3, priority=0)
+    use(policy, 2, priority=5)
+    assert evict_all(policy) == [2, 3, 1]
+
+
+def test_a_hit_by_an_important_request_protects_a_block_from_then_on() -> None:
+    policy = PriorityEviction()
+    hold(policy, 1, priority=5)
+    hold(policy, 2, priority=0)
+    use(policy, 1, priority=-1)
+    use(policy, 1, priority=9)
+    assert evict_all(policy) == [2, 1]
+
+
+def test_cost_keeps_what_is_dear_to_recompute_and_what_is_used() -> None:
+    policy = CostEviction(RecomputeCost(block_size=16, hidden_size=16))
+    for block, position in ((1, 0), (2, 50)):
+        policy.publish(BlockId(block), position, 0)
+        policy.add(BlockId(block))
+    assert evict_all(policy) == [1, 2]
+    hold(policy, 3)
+    hold(policy, 4)
+    use(policy, 3)
+    assert evict_all(policy) == [4, 3]
+
+
+def test_cost_forgets_old_popularity_as_others_come_and_go() -> None:
+    policy = CostEviction(RecomputeCost())
+    hold(policy, 1)
+    for _ in range(3):
+        use(policy, 1)
+    hold(policy, 2)
+    evicted = []
+    for block in range(3, 13):
+        hold(policy, block)
+        evicted.append(policy.evict())
+    assert 1 in evicted[2:]
+
+
+def test_cost_does_not_give_up_a_head_before_the_dearer_tail_that_needs_it() -> None:
+    policy = CostEviction(RecomputeCost(block_size=16, hidden_size=1))
+    hold(policy, 1, 2, 3, 4)
+    assert evict_all(policy) == [4, 3, 2, 1]
+
+
+def test_recompute_cost_doubles_where_attention_is_as_dear_as_the_matrix_products() -> None:
+    cost = RecomputeCost(block_size=2, hidden_size=4096)
+    assert cost.of(0) == pytest.approx(1.0, abs=1e-3)
+    assert cost.of(6 * 4096 // 2) == pytest.approx(2.0, abs=1e-3)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """A policy beside a plain set: it holds exactly what it was given, whatever the order."""
+
+    @initialize(name=st.sampled_from(NAMES))
+    def build(self, name: str) -> None:
+        self.policy = make_eviction_policy(name)
+        self.held: set[BlockId] = set()
+        self.active: set[BlockId] = set()
+        self.given: BlockId | None = None
+
+    @rule(block=st.integers(1, 12), position=st.integers(0, 6), priority=st.integers(-2, 2))
+    def publish(self, block: int, position: int, priority: int) -> None:
+        if block not in self.held:
+            self.policy.publish(BlockId(block), position, priority)
+            self.active.add(BlockId(block))
+            self.given = None
+
+    @precondition(lambda self: self.active)
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.active)))
+        self.policy.add(block)
+        self.active.remove(block)
+        self.held.add(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), priority=st.integers(-2, 2))
+    def reuse(self, data: st.DataObject, priority: int) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        self.policy.remove(block)
+        self.policy.hit([block], priority)
+        self.held.remove(block)
+        self.active.add(block)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def evict(self) -> None:
+        self.given = self.policy.evict()
+        self.held.remove(self.given)
+
+    @precondition(lambda self: self.given)
+    @rule()
+    def restore(self) -> None:
+        assert self.given is not None
+        self.policy.restore(self.given)
+        self.held.add(self.given)
+        self.given = None
+
+    @invariant()
+    def it_holds_what_it_was_given(self) -> None:
+        if hasattr(self, "policy"):
+            assert set(self.policy) == self.held
+            assert len(self.policy) == len(self.held)
+            assert all(block in self.policy for block in self.held)
+
+
+PolicyMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPolicyMachine = PolicyMachine.TestCase
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_is_that_of_a_list_sorted_by_rank_and_age(name: str) -> None:
+    """Against an oracle that knows nothing of heaps."""
+    policy, rng = make_eviction_policy(name), random.Random(0)
+    published: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    priority: dict[int, int] = {}
+    last: dict[int, int] = {}
+    rank = {
+        "lru": lambda b: last[b],
+        "fifo": lambda b: published[b],
+        "lfu": lambda b: (uses[b], last[b]),
+        "priority": lambda b: (-priority[b], last[b]),
+        "cost": lambda b: (uses[b], last[b]),  # before the first eviction, at one position
+    }[name]
+    for now in range(400):
+        block = rng.randrange(1, 40)
+        if block in published:
+            importance = rng.randrange(-3, 3)
+            use(policy, block, priority=importance)
+            uses[block] += 1
+            priority[block] = min(priority[block], importance)
+        else:
+            hold(policy, block)
+            published[block], uses[block], priority[block] = now, 1, 0
+        last[block] = now
+    assert evict_all(policy) == sorted(published, key=rank)

@@ -1,0 +1,170 @@
+"""Who is admitted next, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.request import Sequence, SequenceStatus
+from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_manager, make_request
+
+_arrivals = itertools.count(1)
+
+
+def waiting(prefix: int = 0, tenant: str = "", priority: int = 0) -> Sequence:
+    """A sequence that arrives after all before it; `prefix` tokens of it are said to be cached."""
+    request = make_request([0] * (prefix + 1))
+    request.tenant, request.priority, request.arrival_time = tenant, priority, next(_arrivals)
+    return request.sequences[0]
+
+
+def by_prefix(max_overtakes: int = 4, window: int = 32) -> LongestPrefixFirst:
+    return LongestPrefixFirst(lambda seq: seq.num_tokens - 1, max_overtakes=max_overtakes, window=window)
+
+
+def drain(queue: WaitingQueue) -> list[Sequence]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+@pytest.fixture(params=[ArrivalOrder, by_prefix])
+def queue(request: pytest.FixtureRequest) -> WaitingQueue:
+    make: Callable[[], WaitingQueue] = request.param
+    return make()
+
+
+def test_equal_sequences_leave_in_the_order_of_arrival(queue: WaitingQueue) -> None:
+    sequences = [waiting(tenant=tenant) for tenant in "abab"]
+    for seq in reversed(sequences):
+        queue.push(seq)
+    assert len(queue) == 4
+    assert drain(queue) == sequences
+    assert queue.peek() is None
+
+
+def test_the_more_important_leaves_first(queue: WaitingQueue) -> None:
+    late = [waiting(9, priority=1), waiting(priority=0), waiting(priority=-1)]
+    for seq in late:
+        queue.push(seq)
+    assert drain(queue) == late[::-1]
+
+
+def test_peek_names_what_pop_takes(queue: WaitingQueue) -> None:
+    for prefix in (1, 7, 3):
+        queue.push(waiting(prefix))
+    while (seq := queue.peek()) is not None:
+        assert queue.pop() is seq
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_a_discarded_sequence_is_passed_over(queue: WaitingQueue) -> None:
+    first, second, third = waiting(), waiting(), waiting()
+    for seq in (first, second, third):
+        queue.push(seq)
+    for seq in (first, third):
+        seq.status = SequenceStatus.FINISHED
+        queue.discard(seq)
+    assert len(queue) == 1
+    assert queue.pop() is second
+    assert queue.peek() is None
+
+
+def test_a_preempted_sequence_returns_to_its_old_place(queue: WaitingQueue) -> None:
+    first, second = waiting(), waiting(9)
+    queue.push(first)
+    assert queue.pop() is first
+    queue.push(second)
+    first.num_preemptions = 1
+    queue.push(first)
+    assert queue.pop() is first
+
+
+def test_within_a_tenant_the_longest_cached_prefix_leaves_first() -> None:
+    queue = by_prefix()
+    short, long, middle = waiting(1), waiting(9), waiting(4)
+    for seq in (short, long, middle):
+        queue.push(seq)
+    assert drain(queue) == [long, middle, short]
+
+
+def test_a_cached_prefix_does_not_put_one_tenant_before_another() -> None:
+    queue = by_prefix()
+    first, greedy = waiting(0, tenant="a"), [waiting(9, tenant="b") for _ in range(3)]
+    for seq in (first, *greedy):
+        queue.push(seq)
+    assert queue.pop() is first
+
+
+def test_one_that_was_overtaken_often_enough_is_next() -> None:
+    queue = by_prefix(max_overtakes=4)
+    unlucky = waiting(0)
+    queue.push(unlucky)
+    for _ in range(4):
+        queue.push(waiting(50))
+        assert queue.pop() is not unlucky
+    queue.push(waiting(50))
+    assert queue.pop() is unlucky
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    line=st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab")), min_size=1, max_size=12),
+    stream=st.lists(st.tuples(st.integers(6, 60), st.sampled_from("ab")), min_size=1, max_size=4),
+    max_overtakes=st.integers(0, 6),
+    window=st.integers(1, 8),
+)
+def test_nobody_starves_whatever_stream_of_better_prefixes_arrives_behind(
+    line: list[tuple[int, str]], stream: list[tuple[int, str]], max_overtakes: int, window: int
+) -> None:
+    queue = by_prefix(max_overtakes, window)
+    sequences = [waiting(prefix, tenant) for prefix, tenant in line]
+    for seq in sequences:
+        queue.push(seq)
+    adversary = itertools.cycle(stream)
+    popped: list[Sequence] = []
+    # Every admission is answered by arrivals that would all go first, had they their way.
+    for _ in range((len(sequences) + 1) * (max_overtakes + 1) * 2):
+        for _ in range(len(stream)):
+            queue.push(waiting(*next(adversary)))
+        popped.append(queue.pop())
+    for tenant in "ab":
+        mine = [seq for seq in sequences if seq.request.tenant == tenant]
+        served = [seq for seq in popped if seq.request.tenant == tenant]
+        for ahead, seq in enumerate(mine):
+            assert served.index(seq) < (ahead + 1) * (max_overtakes + 1)
+
+
+def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_scheduler() -> None:
+    kv = make_manager(num_blocks=12, block_size=4, prefix_cache="radix")
+    queue = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens, max_overtakes=3)
+    scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, waiting=queue)
+    popular = list(range(100, 117))
+
+    def add(tokens: list[int]) -> Sequence:
+        request = make_request(tokens, max_tokens=1, ignore_eos=True)
+        request.arrival_time = next(_arrivals)
+        scheduler.add(request)
+        return request.sequences[0]
+
+    def step() -> None:
+        plan = scheduler.schedule()
+        scheduler.update(plan, StepResult([[SampleResult(1) for _ in item.samples] for item in plan.scheduled]))
+
+    add(popular)
+    step()
+    unlucky, overtakers = add(list(range(9))), []
+    for _ in range(8):
+        overtakers.append(add(popular))
+        step()
+        if unlucky.finished:
+            break
+    assert unlucky.finished
+    assert sum(seq.finished for seq in overtakers) == 3
+    kv.audit()
