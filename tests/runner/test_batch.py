@@ -1,0 +1,160 @@
+"""A step's tensors say what its plan says, whatever was in the batch the step before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import RequestError
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.runner.batch import BatchBuilder, StepBatch
+from octavo.scheduler.plan import StepPlan
+from tests.kvcache.caches import FULL, sliding
+from tests.scheduler.test_scheduler import Engine
+
+BLOCK = 4
+MAX_SEQS = 8
+
+
+def make_builder(num_groups: int = 1) -> BatchBuilder:
+    return BatchBuilder(num_groups, BLOCK, max_rows=MAX_SEQS, max_blocks=50)
+
+
+def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, windows: list[int | None]) -> None:
+    """Hold a batch to a plan, token by token."""
+    attention = batch.attention
+    tokens, positions, starts, contexts = [], [], [0], []
+    slots: list[list[int]] = [[] for _ in windows]
+    for row, item in enumerate(plan.scheduled):
+        end = item.start + item.num_tokens
+        for position in range(item.start, end):
+            tokens.append(item.seq.token_ids[position])
+            positions.append(position)
+            for group, table in enumerate(item.block_tables):
+                slots[group].append(table[position // BLOCK] * BLOCK + position % BLOCK)
+        starts.append(len(tokens))
+        contexts.append(end)
+        for group, (table, window) in enumerate(zip(item.block_tables, windows, strict=True)):
+            first = 0 if window is None else max(0, item.start - window + 1) // BLOCK
+            last = (end - 1) // BLOCK + 1
+            got = attention.groups[group].block_tables[row, first:last].tolist()
+            assert got == table[first:last], "every block that one of the step's tokens attends to"
+    assert batch.token_ids.tolist() == tokens
+    assert attention.positions.tolist() == positions
+    assert attention.query_start.tolist() == starts
+    assert attention.context_lens.tolist() == contexts
+    assert [group.slot_mapping.tolist() for group in attention.groups] == slots
+    assert (attention.num_seqs, attention.num_tokens) == (len(plan.scheduled), plan.num_tokens)
+    assert attention.max_query_len == max(item.num_tokens for item in plan.scheduled)
+    assert attention.max_context_len == max(contexts)
+    assert_rows_are_wanted(batch, plan, starts)
+
+
+def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, starts: list[int]) -> None:
+    wanted = [(seq, starts[i + 1] - 1) for i, item in enumerate(plan.scheduled) for seq in item.samples]
+    rows = batch.logits_indices.tolist()
+    assert batch.sampled == [seq for seq, _ in wanted]
+    assert [rows[row] for row in batch.sample_rows] == [index for _, index in wanted]
+    assert max(batch.sample_rows, default=-1) + 1 == batch.num_sample_rows, "the sampled rows come first"
+    scored = [(i, item.prompt_logprobs) for i, item in enumerate(plan.scheduled) if item.prompt_logprobs]
+    assert [index for index, *_ in batch.scored] == [index for index, _ in scored]
+    for (index, first_row, targets), (_, (first, last)) in zip(batch.scored, scored, strict=True):
+        item = plan.scheduled[index]
+        begin = starts[index] + first - item.start
+        assert rows[first_row : first_row + last - first] == list(range(begin, begin + last - first))
+        assert targets == item.seq.token_ids[first + 1 : last + 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.DataObject) -> None:
+    layers: tuple[LayerKVSpec, ...] = data.draw(st.sampled_from([(FULL,), (sliding(5),), (FULL, sliding(3))]))
+    engine = Engine(
+        num_blocks=data.draw(st.integers(12, 40)),
+        max_num_seqs=data.draw(st.integers(1, MAX_SEQS)),
+        max_num_batched_tokens=data.draw(st.integers(1, 40)),
+        layers=layers,
+    )
+    windows = [group.sliding_window for group in engine.kv.spec.groups]
+    builder = make_builder(len(windows))
+    for step in range(60):
+        if data.draw(st.integers(0, 3)) == 0:
+            try:
+                engine.add(
+                    data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30)),
+                    n=data.draw(st.integers(1, 3)),
+                    priority=data.draw(st.integers(0, 1)),
+                    prompt_logprobs=data.draw(st.sampled_from([None, 0])),
+                    ignore_eos=True,
+                )
+            except RequestError:
+                continue
+        plan = engine.scheduler.schedule()
+        if plan:
+            assert_says_what_is_planned(builder.build(plan), plan, windows)
+            engine.finish_step(plan, draw=lambda seq, step=step: step + seq.index)  # type: ignore[misc]
+
+
+def test_tensors_have_the_types_that_the_kernels_read() -> None:
+    engine = Engine()
+    engine.add(5)
+    engine.add(3)
+    batch = make_builder().build(engine.scheduler.schedule())
+    attention = batch.attention
+    assert batch.token_ids.dtype == batch.logits_indices.dtype == attention.positions.dtype == torch.int64
+    assert attention.query_start.dtype == attention.context_lens.dtype == torch.int32
+    (group,) = attention.groups
+    assert (group.block_tables.dtype, group.slot_mapping.dtype) == (torch.int32, torch.int64)
+    assert all(t.is_contiguous() for t in (group.block_tables, group.slot_mapping, attention.positions))
+
+
+def test_block_tables_are_as_wide_as_the_longest_context() -> None:
+    engine = Engine()
+    engine.add(9)
+    engine.add(21)
+    batch = make_builder().build(engine.scheduler.schedule())
+    assert batch.attention.groups[0].block_tables.shape == (2, 6)
+
+
+def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.add(40, max_tokens=20)
+    builder = make_builder()
+    plan = engine.scheduler.schedule()
+    builder.build(plan)
+    engine.finish_step(plan)
+    (rows,) = builder._tables
+    rows.array[0, :9] = 99  # were they written again, it would show
+    builder.build(engine.scheduler.schedule())
+    assert np.array_equal(rows.array[0, :9], [99] * 9)
+    assert rows.array[0, 10] != 99
+
+
+def test_rows_of_those_that_left_are_used_again() -> None:
+    engine = Engine(num_blocks=200, max_num_seqs=MAX_SEQS)
+    builder = make_builder()
+    for _ in range(5 * MAX_SEQS):
+        engine.add(3, max_tokens=2)
+    steps = 0
+    while plan := engine.scheduler.schedule():
+        assert_says_what_is_planned(builder.build(plan), plan, [None])
+        engine.finish_step(plan)
+        steps += 1
+    assert steps == 10
+
+
+def test_a_sequence_that_missed_a_step_is_written_anew() -> None:
+    engine = Engine(max_num_batched_tokens=4)
+    first, second = engine.add(4), engine.add(4, priority=1)
+    builder = make_builder()
+    for urgent in (False, False, True, False, False, False, False):
+        if urgent:
+            engine.add(12, priority=-1)  # takes every step's tokens for a while
+        plan = engine.scheduler.schedule()
+        assert_says_what_is_planned(builder.build(plan), plan, [None])
+        engine.finish_step(plan)
+    assert first.sequences[0].num_output_tokens
+    assert second.sequences[0].num_output_tokens
