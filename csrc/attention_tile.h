@@ -10,8 +10,8 @@
 //   V p=0 [v v v ..][        ]                             out[r][dim] += w[r][p] . v[p][dim]
 //     p=1 [v v v ..][        ]
 //
-// Nothing is ever summed across lanes but a tile's weights. Every row goes through the same operations in the same
-// order whatever rows it shares a pass with, and a tile that is masked for a row leaves the row's bits as they are.
+// Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
+// the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
 
 constexpr float kNoScore = -1e30f;  // the maximum of no scores: finite, so that differences are
 constexpr float kMasked = -2e38f;   // weighs exactly nothing against any maximum

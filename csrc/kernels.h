@@ -69,30 +69,46 @@ struct RopeTask {
 };
 
 enum QuantFormat { kQ4_0, kQ4_1, kQ8_0, kNumQuantFormats };
-// Bytes of 16 outputs x 32 inputs, see linear.h.
+// Bytes of 16 outputs x 32 inputs, see quant.h.
 constexpr int quant_block_bytes(QuantFormat format) {
     return format == kQ4_0 ? 32 + 256 : format == kQ4_1 ? 64 + 256 : 32 + 512;
 }
+
+constexpr int kPanelOutputs = 32;
+
+// How the rows of a product are dealt into groups of at most `most`, as evenly as they go.
+struct RowGroups {
+    int64_t rows, count;
+    RowGroups() = default;
+    RowGroups(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+    int64_t begin(int64_t group) const { return rows * group / count; }
+};
+
+enum Epilogue { kPlain, kSiluGate, kGeluGate };  // a gate turns pairs of 16 sums, | gate | up |, into 16 outputs
 
 struct LinearOutput {
     char* base;
     int64_t stride;  // bytes
     int64_t width;
-    const char* bias;  // [width] in `storage`, or null
+    const char* bias;  // [sums] in `storage`, or null
     Storage storage;
+    Epilogue epilogue;
 };
-struct QuantLinearTask {
+struct GemmTask {
+    const uint32_t* x;   // packed, see gemm.h
+    const char* weight;  // packed
+    RowGroups groups;
+    LinearOutput out;
+    int units;
+};
+struct QuantTask {
     const uint8_t* weight;
-    const int8_t* quants;         // [rows][blocks * 32]
-    const float *scales, *sums;   // [rows][blocks]: of the activations, and scale * sum of their quants
+    const uint32_t* quants;      // packed like GemmTask::x
+    const float *scales, *sums;  // of each 32 activations, and the sum of their quants: [rows / R][blocks][R]
+    RowGroups groups;
     LinearOutput out;
-    int blocks, rows;
-};
-struct Bf16LinearTask {
-    const char *x, *weight;
-    int64_t x_stride, weight_stride;  // bytes
-    LinearOutput out;
-    int inputs, rows;
+    int64_t tiles;
+    int blocks;
 };
 
 struct Kernels {
@@ -107,9 +123,11 @@ struct Kernels {
     // Index of the largest of x[0, count), the first of equals; NaN is never the largest.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
     void (*quantise_row[kNumStorages])(const char* x, int width, int8_t* quants, float* scales, float* sums);
-    // Tiles of 16 outputs.
-    void (*quant_linear[kNumQuantFormats])(const QuantLinearTask&, int64_t tile_begin, int64_t tile_end);
-    void (*bf16_linear)(const Bf16LinearTask&, int64_t tile_begin, int64_t tile_end);
+    void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end, int64_t pair_begin,
+                                           int64_t pair_end);
+    void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                               int64_t panel_end);
+    int quant_rows, gemm_rows;  // most rows in a group
 };
 
 extern const Kernels kKernelsPortable, kKernelsAvx2, kKernelsAvx512, kKernelsAvx512Bf16;

@@ -13,7 +13,9 @@ namespace OCTAVO_LEVEL {
 #include "attention_tile.h"
 #include "rowwise.h"
 #include "rope.h"
-#include "linear.h"
+#include "linear_output.h"
+#include "gemm.h"
+#include "quant.h"
 
 }  // namespace OCTAVO_LEVEL
 
@@ -30,7 +32,9 @@ const Kernels OCTAVO_TABLE = {
     .quantise_row = {OCTAVO_LEVEL::quantise_row<kBf16>, OCTAVO_LEVEL::quantise_row<kF32>},
     .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
                      OCTAVO_LEVEL::quant_linear<kQ8_0>},
-    .bf16_linear = OCTAVO_LEVEL::bf16_linear,
+    .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
+    .quant_rows = OCTAVO_LEVEL::kQuantRows,
+    .gemm_rows = OCTAVO_LEVEL::kGemmRows,
 };
 
 }  // namespace octavo

@@ -2,93 +2,143 @@
 #include <cstring>
 #include <vector>
 
-#include "ops.h"
+#include "linear.h"
 #include "thread_pool.h"
 
 namespace octavo {
 namespace {
 
-constexpr int64_t kBytesWorthAThread = 65536;  // about two microseconds, what waking a team costs
+constexpr int64_t kGroupsPerTask = 8;        // their activations stay in L2 while the weights pass
+constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
+constexpr int64_t kRowsThatCostNothing = 8;  // more of them than a core multiplies while it waits for their weights
 
-// Calls body(begin, end) over tiles of 16 outputs.
-template <class Body> void parallel_tiles(int64_t outputs, int64_t weight_bytes, int64_t rows, const Body& body) {
-    const int64_t tiles = (outputs + 15) / 16;
-    if (tiles == 0 || rows == 0) return;
-    const int64_t worth = weight_bytes * rows / kBytesWorthAThread;
-    const int64_t pieces = std::clamp<int64_t>(worth, 1, std::min<int64_t>(tiles, int64_t{num_threads()} * 4));
-    parallel_for(static_cast<int>(pieces), [&](int i) { body(tiles * i / pieces, tiles * (i + 1) / pieces); });
+// A buffer that keeps its memory from call to call, in the calling thread.
+template <class T, int Tag> T* scratch(int64_t count) {
+    static thread_local std::vector<T> buffer;
+    if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+    return buffer.data();
+}
+
+// Calls body(group_begin, group_end, panel_begin, panel_end), weights of one stretch of rows after the other.
+template <class Body>
+void parallel_panels(RowGroups groups, int64_t panels, int64_t panel_bytes, const Body& body) {
+    if (groups.count == 0 || panels == 0) return;
+    const int64_t blocks = (groups.count + kGroupsPerTask - 1) / kGroupsPerTask;
+    const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
+    const int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
+    parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
+        const int64_t block = i / stretches, stretch = i % stretches;
+        body(groups.count * block / blocks, groups.count * (block + 1) / blocks, panels * stretch / stretches,
+             panels * (stretch + 1) / stretches);
+    });
+}
+
+// Calls body(group) for every group, in threads where that pays.
+template <class Body> void parallel_groups(RowGroups groups, int64_t bytes, const Body& body) {
+    constexpr int64_t kBytesWorthAThread = 32 << 10;
+    const int64_t pieces = std::clamp<int64_t>(bytes / kBytesWorthAThread, 1, groups.count);
+    parallel_for(static_cast<int>(pieces), [&](int i) {
+        for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g) body(g);
+    });
+}
+
+// rows of `units` units -> [unit][row]
+template <int R> void interleave_rows(const char* const* rows, int64_t units, uint32_t* packed) {
+    for (int64_t unit = 0; unit < units; ++unit)
+        for (int r = 0; r < R; ++r) std::memcpy(packed++, rows[r] + unit * 4, 4);
+}
+void interleave(const char* const* rows, int64_t count, int64_t units, uint32_t* packed) {
+    switch (count) {
+        case 1: return interleave_rows<1>(rows, units, packed);
+        case 2: return interleave_rows<2>(rows, units, packed);
+        case 3: return interleave_rows<3>(rows, units, packed);
+        case 4: return interleave_rows<4>(rows, units, packed);
+        case 5: return interleave_rows<5>(rows, units, packed);
+        case 6: return interleave_rows<6>(rows, units, packed);
+        case 7: return interleave_rows<7>(rows, units, packed);
+        case 8: return interleave_rows<8>(rows, units, packed);
+        case 9: return interleave_rows<9>(rows, units, packed);
+        case 10: return interleave_rows<10>(rows, units, packed);
+        case 11: return interleave_rows<11>(rows, units, packed);
+        case 12: return interleave_rows<12>(rows, units, packed);
+    }
+}
+constexpr int kMostGroupRows = 12;
+
+void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
+    const Kernels& level = kernels();
+    const Storage storage = weight.format == WeightFormat::bf16 ? kBf16 : kF32;
+    const bool odd = storage == kBf16 && weight.inputs % 2;
+    GemmTask task{};
+    task.weight = weight.packed;
+    task.groups = RowGroups(x.rows, level.gemm_rows);
+    task.out = out;
+    task.units = static_cast<int>(storage == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs);
+    const int64_t units = task.units;
+    if (x.rows == 1 && !odd) {
+        task.x = reinterpret_cast<const uint32_t*>(x.base);
+    } else {
+        uint32_t* packed = scratch<uint32_t, 0>(x.rows * units);
+        task.x = packed;
+        parallel_groups(task.groups, x.rows * units * 4, [&](int64_t group) {
+            const int64_t first = task.groups.begin(group), count = task.groups.begin(group + 1) - first;
+            const char* rows[kMostGroupRows];
+            for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
+            uint32_t* to = packed + first * units;
+            interleave(rows, count, units - odd, to);
+            for (int64_t r = 0; odd && r < count; ++r) {
+                uint32_t& last = to[(units - 1) * count + r];
+                last = 0;
+                std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
+            }
+        });
+    }
+    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs;
+    parallel_panels(task.groups, panels, units * kPanelOutputs * 4,
+                    [&](auto... range) { level.gemm[storage](task, range...); });
+}
+
+void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
+    const Kernels& level = kernels();
+    const QuantFormat format = quant_format(weight.format);
+    const int64_t blocks = weight.inputs / 32;
+    uint32_t* packed = scratch<uint32_t, 1>(x.rows * blocks * 8);
+    float* scales = scratch<float, 2>(x.rows * blocks * 2);
+    float* sums = scales + x.rows * blocks;
+    QuantTask task{};
+    task.weight = reinterpret_cast<const uint8_t*>(weight.packed);
+    task.quants = packed;
+    task.scales = scales;
+    task.sums = sums;
+    task.groups = RowGroups(x.rows, level.quant_rows);
+    task.out = out;
+    task.tiles = (weight.outputs + 15) / 16;
+    task.blocks = static_cast<int>(blocks);
+    parallel_groups(task.groups, x.rows * x.width * 2, [&](int64_t group) {
+        const int64_t first = task.groups.begin(group), count = task.groups.begin(group + 1) - first;
+        int8_t* quants = scratch<int8_t, 3>(count * x.width);
+        float* each = scratch<float, 4>(count * blocks * 2);
+        const char *rows[kMostGroupRows], *row_scales[kMostGroupRows], *row_sums[kMostGroupRows];
+        for (int64_t r = 0; r < count; ++r) {
+            float *scale = each + r * blocks, *sum = each + (count + r) * blocks;
+            level.quantise_row[x_storage](x.row(first + r), static_cast<int>(x.width), quants + r * x.width, scale, sum);
+            rows[r] = reinterpret_cast<const char*>(quants + r * x.width);
+            row_scales[r] = reinterpret_cast<const char*>(scale);
+            row_sums[r] = reinterpret_cast<const char*>(sum);
+        }
+        interleave(rows, count, blocks * 8, packed + first * blocks * 8);
+        interleave(row_scales, count, blocks, reinterpret_cast<uint32_t*>(scales + first * blocks));
+        interleave(row_sums, count, blocks, reinterpret_cast<uint32_t*>(sums + first * blocks));
+    });
+    parallel_panels(task.groups, (task.tiles + 1) / 2, 2 * blocks * quant_block_bytes(format),
+                    [&](auto... range) { level.quant_linear[format](task, range...); });
 }
 
 }  // namespace
 
-int gguf_block_bytes(QuantFormat format) { return format == kQ4_0 ? 18 : format == kQ4_1 ? 20 : 34; }
-
-void pack_quant(QuantFormat format, const uint8_t* blocks, int64_t outputs, int64_t inputs, uint8_t* packed) {
-    const int64_t per_output = inputs / 32, from_bytes = gguf_block_bytes(format);
-    const int header = format == kQ4_1 ? 4 : 2, quads = format == kQ8_0 ? 8 : 4;
-    const uint8_t flip = format == kQ8_0 ? 0x80 : 0;  // signed to unsigned
-    const int64_t tiles = (outputs + 15) / 16;
-    std::memset(packed, 0, tiles * per_output * quant_block_bytes(format));
-    for (int64_t output = 0; output < outputs; ++output)
-        for (int64_t block = 0; block < per_output; ++block) {
-            const uint8_t* from = blocks + (output * per_output + block) * from_bytes;
-            uint8_t* to = packed + (output / 16 * per_output + block) * quant_block_bytes(format);
-            const int64_t lane = output % 16;
-            std::memcpy(to + lane * 2, from, 2);
-            if (format == kQ4_1) std::memcpy(to + 32 + lane * 2, from + 2, 2);
-            uint8_t* vectors = to + header * 16 + lane * 4;
-            for (int byte = 0; byte < quads * 4; ++byte)
-                vectors[byte / 4 * 64 + byte % 4] = from[header + byte] ^ flip;
-        }
-}
-
-void quant_linear(QuantFormat format, const uint8_t* packed, Storage x_storage, const Matrix& x,
-                  const LinearOutput& out) {
-    static thread_local std::vector<int8_t> quants;
-    static thread_local std::vector<float> scales;
-    const int64_t blocks = x.width / 32;
-    quants.resize(x.rows * x.width);
-    scales.resize(x.rows * blocks * 2);
-    QuantLinearTask task{};
-    task.weight = packed;
-    task.quants = quants.data();
-    task.scales = scales.data();
-    task.sums = scales.data() + x.rows * blocks;
-    task.out = out;
-    task.blocks = static_cast<int>(blocks);
-    task.rows = static_cast<int>(x.rows);
-    const Kernels& level = kernels();
-    int8_t* all_quants = quants.data();
-    float* all_scales = scales.data();
-    const auto quantise = [&](int64_t row) {
-        float* row_scales = all_scales + row * blocks;
-        level.quantise_row[x_storage](x.row(row), static_cast<int>(x.width), all_quants + row * x.width, row_scales,
-                                      row_scales + x.rows * blocks);
-    };
-    constexpr int64_t kRowsPerTask = 16;
-    if (x.rows <= kRowsPerTask)
-        for (int64_t row = 0; row < x.rows; ++row) quantise(row);
-    else
-        parallel_for(static_cast<int>((x.rows + kRowsPerTask - 1) / kRowsPerTask), [&](int i) {
-            for (int64_t row = i * kRowsPerTask; row < std::min(x.rows, (i + 1) * kRowsPerTask); ++row) quantise(row);
-        });
-    const int64_t weight_bytes = out.width * blocks * quant_block_bytes(format) / 16;
-    parallel_tiles(out.width, weight_bytes, x.rows,
-                   [&](int64_t begin, int64_t end) { level.quant_linear[format](task, begin, end); });
-}
-
-void bf16_linear(const char* weight, int64_t weight_stride, const Matrix& x, const LinearOutput& out) {
-    Bf16LinearTask task{};
-    task.x = x.base;
-    task.weight = weight;
-    task.x_stride = x.stride;
-    task.weight_stride = weight_stride;
-    task.out = out;
-    task.inputs = static_cast<int>(x.width);
-    task.rows = static_cast<int>(x.rows);
-    const auto kernel = kernels().bf16_linear;
-    parallel_tiles(out.width, out.width * x.width * 2, x.rows,
-                   [&](int64_t begin, int64_t end) { kernel(task, begin, end); });
+void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
+    if (is_quantised(weight.format)) quant_linear(weight, x_storage, x, out);
+    else gemm(weight, x, out);
 }
 
 }  // namespace octavo

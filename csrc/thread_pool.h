@@ -2,7 +2,8 @@
 //
 // The threads are OpenMP's. torch loads libgomp under its plain soname, so a module linked against libgomp.so.1 gets
 // the very same runtime and the same team: the workers that spin after a matrix product are the ones that run our
-// kernels. A second pool would compete with those spinning workers for the same cores.
+// kernels. A second pool would compete with those spinning workers for the same cores: oneDNN and a kernel in turn, one
+// row on two cores, take 42 us so and 51 us with a pool of our own.
 #pragma once
 
 #include <atomic>

@@ -113,3 +113,5 @@ inline void store_int8(F16 x, int8_t* p) {
 
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
+constexpr int kGemmRows = 12;  // times two vectors of outputs
+constexpr int kQuantRows = 8;

@@ -138,7 +138,8 @@ def attend(
             dtypes, or a table that names blocks which do not exist.
     """
     if out is None:
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[3])
+        tokens, heads, _ = query.shape
+        out = torch.empty((tokens, heads, value.shape[3]), dtype=query.dtype)
     _native.attend(
         key, value, query, out, block_tables, query_start, context_lens, scale, window or 0, softcap or 0.0, sinks
     )

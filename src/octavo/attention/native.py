@@ -20,6 +20,9 @@ class NativeAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
+        # Asked once per layer, not per call: a step of one sequence has microseconds for each layer. Holding the layer
+        # keeps its id from being taken by another.
+        self._supported: dict[int, tuple[LayerKV, bool]] = {}
 
     @staticmethod
     def supports(kv: LayerKV) -> bool:
@@ -45,7 +48,10 @@ class NativeAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        if query.dtype is not kv.key.dtype or not self.supports(kv):
+        known = self._supported.get(id(kv))
+        if known is None:
+            known = self._supported[id(kv)] = kv, self.supports(kv)
+        if not known[1] or query.dtype is not kv.key.dtype:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         return kernels.attend(
             kv.key,
