@@ -138,8 +138,10 @@ def attend(
             dtypes, or a table that names blocks which do not exist.
     """
     if out is None:
-        tokens, heads, _ = query.shape
-        out = torch.empty((tokens, heads, value.shape[3]), dtype=query.dtype)
+        tokens, heads, key_dim = query.shape
+        value_dim = value.shape[3]
+        # empty_like is the cheaper by a microsecond
+        out = torch.empty_like(query) if key_dim == value_dim else query.new_empty(tokens, heads, value_dim)
     _native.attend(
         key, value, query, out, block_tables, query_start, context_lens, scale, window or 0, softcap or 0.0, sinks
     )
