@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.cli import main
 from tests.engine.tiny_engine import tiny_model
 from tests.models.tiny import make_model, write_gguf
 from tests.server.conftest import wait_until
@@ -188,27 +189,43 @@ def weights_cut_short(folder: Path) -> Path:
     return folder
 
 
+def assert_one_line(errors: str, model: Path, says: str) -> None:
+    (line,) = errors.splitlines()
+    assert line.startswith("octavo: error: ")
+    assert says in line
+    assert str(model) in line
+
+
 @pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (missing, "there is no file or folder"),
-        (no_model_at_all, "holds neither a config.json nor a GGUF file"),
-        (cut_short, "cut short or damaged"),
-        (not_gguf, "GGUF"),
-        (unknown_architecture, "mamba"),
-        (unknown_type, "IQ4_NL"),
-        (broken_config, "config.json"),
-        (weights_cut_short, "cut short or damaged"),
-    ],
+    ("make", "says"), [(missing, "there is no file or folder"), (unknown_architecture, "architecture 'mamba'")]
 )
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(
     tmp_path: Path, make: Callable[[Path], Path], says: str
 ) -> None:
     model = make(tmp_path)
     finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 1
-    assert finished.stdout == ""
-    (line,) = finished.stderr.splitlines()
-    assert line.startswith("octavo: error: ")
-    assert says in line
-    assert str(model) in line
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert_one_line(finished.stderr, model, says)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (no_model_at_all, "holds neither a config.json nor a GGUF file"),
+        (cut_short, "cut short or damaged"),
+        (not_gguf, "GGUF"),
+        (unknown_type, "is stored as IQ4_NL; supported: F32"),
+        (broken_config, "config.json"),
+        (weights_cut_short, "cut short or damaged"),
+    ],
+)
+def test_whatever_is_wrong_with_a_model_is_told_in_one_line(
+    tmp_path: Path, make: Callable[[Path], Path], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As above, without a process for each."""
+    model = make(tmp_path)
+    capsys.readouterr()
+    assert main(command(model)[command(model).index("serve") :]) == 1
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert_one_line(errors, model, says)
