@@ -255,6 +255,12 @@ def test_a_prompt_of_one_token_has_no_scored_token(llm: LLM) -> None:
         ({}, {}, RequestError, "needs either 'prompt' or 'prompt_token_ids'"),
         ({"prompt": "a", **IDS}, {}, RequestError, "needs either 'prompt' or 'prompt_token_ids'"),
         ({"prompt": "a", "salt": "b"}, {}, RequestError, "unknown key 'salt'"),
+        ({"prompt": [5]}, {}, RequestError, r"'prompt' must be text, got \[5\]"),
+        ({"prompt_token_ids": "567"}, {}, RequestError, "'prompt_token_ids' must be a list of token ids, got '567'"),
+        ({"prompt_token_ids": 5}, {}, RequestError, "'prompt_token_ids' must be a list of token ids, got 5"),
+        ([[5, 6]], {}, RequestError, r"a prompt is text or a dictionary, got \[5, 6\]"),
+        ({**IDS, "priority": "high"}, {}, RequestError, "priority must be an integer, got 'high'"),
+        ({**IDS, "cache_salt": 7}, {}, RequestError, "cache_salt must be a string, got 7"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_the_numbers(
@@ -279,6 +285,10 @@ def test_among_many_prompts_the_faulty_one_is_named_and_none_is_queued(llm: LLM)
     with pytest.raises(RequestError, match=r"^prompt 2: token id 400 ") as caught:
         llm.generate(["a", "b", {"prompt_token_ids": [400]}, "c"], GREEDY, use_tqdm=False)
     assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match=r"^prompt 1: unknown key 'salt'"):
+        llm.generate(["a", {"prompt": "b", "salt": "c"}], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^prompt 1: "):
+        llm.chat([MESSAGES, []], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
     assert_idle(llm.core)

@@ -80,8 +80,7 @@ class LLM:
                 with the index of the one.
         """
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        requests = self._make_requests([_read_prompt(p) for p in prompts], sampling_params)
-        return self._run(requests, use_tqdm)
+        return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -93,7 +92,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        prompts = [self._render(c, template_variables) for c in conversations]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming(index, len(conversations)):
+                prompts.append(self._render(conversation, template_variables))
         return self._run(self._make_requests(prompts, sampling_params, add_special_tokens=False), use_tqdm)
 
     def stream_chat(
@@ -128,7 +130,7 @@ class LLM:
 
     def _make_requests(
         self,
-        prompts: Seq[Mapping[str, Any]],
+        prompts: Seq[PromptLike],
         params: SamplingParams | Seq[SamplingParams] | None,
         *,
         add_special_tokens: bool = True,
@@ -138,16 +140,11 @@ class LLM:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling_params", param="sampling_params")
         requests = []
-        for index, (fields, each) in enumerate(zip(prompts, params, strict=True)):
-            prompt: Prompt = fields["prompt"]
-            options = {key: value for key, value in fields.items() if key != "prompt"}
-            try:
-                request = self.core.make_request(prompt, each, add_special_tokens=add_special_tokens, **options)
-            except RequestError as error:
-                if len(prompts) > 1:
-                    error.args = (f"prompt {index}: {error}",)
-                raise
-            requests.append((request, prompt if isinstance(prompt, str) else None))
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            with _naming(index, len(prompts)):
+                content, options = _read_prompt(prompt)
+                request = self.core.make_request(content, each, add_special_tokens=add_special_tokens, **options)
+            requests.append((request, content if isinstance(content, str) else None))
         return requests
 
     def _run(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
@@ -206,16 +203,33 @@ class LLM:
             receive(output)
 
 
-def _read_prompt(prompt: PromptLike) -> dict[str, Any]:
-    """Normalise to {"prompt": text or ids, …options}."""
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Let a refusal say which of several prompts it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if count > 1:
+            error.args = (f"prompt {index}: {error}",)
+        raise
+
+
+def _read_prompt(prompt: PromptLike) -> tuple[Prompt, dict[str, Any]]:
+    """Text or token ids, and the options beside them."""
     if isinstance(prompt, str):
-        return {"prompt": prompt}
-    fields = dict(prompt)
-    token_ids = fields.pop("prompt_token_ids", None)
-    if (token_ids is None) == ("prompt" not in fields):
+        return prompt, {}
+    if not isinstance(prompt, Mapping):
+        raise RequestError(f"a prompt is text or a dictionary, got {prompt!r}", param="prompt")
+    options = dict(prompt)
+    text, token_ids = options.pop("prompt", None), options.pop("prompt_token_ids", None)
+    if (text is None) == (token_ids is None):
         raise RequestError("a prompt dictionary needs either 'prompt' or 'prompt_token_ids'", param="prompt")
-    if token_ids is not None:
-        fields["prompt"] = token_ids
-    if unknown := sorted(set(fields) - {"prompt", "priority", "cache_salt"}):
+    if unknown := sorted(set(options) - {"priority", "cache_salt"}):
         raise RequestError(f"unknown key {unknown[0]!r} in a prompt dictionary", param="prompt")
-    return fields
+    if token_ids is None:
+        if not isinstance(text, str):
+            raise RequestError(f"'prompt' must be text, got {text!r}", param="prompt")
+        return text, options
+    if isinstance(token_ids, str) or not isinstance(token_ids, Seq):
+        raise RequestError(f"'prompt_token_ids' must be a list of token ids, got {token_ids!r}", param="prompt")
+    return token_ids, options

@@ -179,3 +179,25 @@ def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None
         got = whole[request_id]
         assert (got.text, got.token_ids, got.finish_reason) == (wanted.text, wanted.token_ids, wanted.finish_reason)
         assert len(got.logprobs or []) == len(got.token_ids)
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_in_chunks_from_the_cache_and_after_preemption(make_llm: MakeLLM) -> None:
+    preamble = "You are a librarian who answers in one short sentence, and who never raises her voice. "
+    asked = ["Where are the maps?", "Who wrote this book?", "May I take it home?", "Is there a quiet room upstairs?"]
+    prompts = [preamble + question for question in asked]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=16, ignore_eos=True, logprobs=2)
+        for i in range(len(prompts))
+    ]
+    small: dict[str, Any] = {"max_model_len": 128}
+    whole = make_llm("smollm2", enable_prefix_caching=False, **small)
+    expected = [whole.generate(p, s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params, strict=True)]
+    chunked = make_llm("smollm2", max_num_batched_tokens=16, **small)
+    assert_same(chunked.generate(prompts, params, use_tqdm=False), expected)
+    warm = chunked.generate(prompts, params, use_tqdm=False)
+    assert all(output.num_cached_tokens >= 16 for output in warm)
+    assert_same(warm, expected)
+    tight = make_llm("smollm2", block_size=8, num_blocks=10, attention_backend="reference", **small)
+    assert_same(tight.generate(prompts, params, use_tqdm=False), expected)
+    assert tight.core.scheduler.counters.num_preemptions > 0

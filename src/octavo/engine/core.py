@@ -78,6 +78,10 @@ class EngineCore:
             RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
             ContextLengthError, CapacityError: it could never be served; the message has the numbers.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", param="cache_salt")
         token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_vocabulary(token_ids, params)
         max_tokens = params.max_tokens
