@@ -159,8 +159,8 @@ def test_weights_through_transformers_take_the_predicted_bytes_within_a_per_cent
 
 @pytest.mark.skipif(not kernels.available(), reason="the reference attention's scores are not counted")
 @pytest.mark.parametrize("max_rows", [1, 64])
-def test_a_steps_tensors_take_no_more_than_estimated_and_not_much_less(max_rows, tmp_path):
-    """Measured by torch's own count of allocations, without the sampler, whose share the estimate adds."""
+def test_a_steps_tensors_take_what_is_estimated(max_rows, tmp_path):
+    """By torch's own count of allocations, in a model whose layers are wider than its logits."""
     write_hf_model(
         tmp_path, "Llama", hidden_size=256, intermediate_size=1024, num_attention_heads=8, max_position_embeddings=512
     )
@@ -169,7 +169,7 @@ def test_a_steps_tensors_take_no_more_than_estimated_and_not_much_less(max_rows,
     model = Decoder(config, open_weights(source, config), dtype=torch.float32)
     measured = peak_of_a_step(model, num_tokens=256, num_rows=max_rows)
     estimate = activation_bytes(find_shape(str(tmp_path)), "float32", max_step=256, max_rows=max_rows)
-    assert 0.5 * estimate <= measured <= 1.15 * estimate
+    assert measured == pytest.approx(estimate, rel=0.02)
 
 
 def test_a_budget_leaves_what_weights_and_activations_leave():

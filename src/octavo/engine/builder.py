@@ -15,6 +15,7 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
+from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
@@ -26,8 +27,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.ops import LayerOps
 from octavo.models.tokenizer import Tokenizer
-from octavo.planner.calculator import PoolSize, pool_for_memory
-from octavo.planner.machine import available_memory
+from octavo.planner.startup import StartSizing
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -35,16 +35,11 @@ from octavo.storage.arena import KVArena
 
 logger = logging.getLogger(__name__)
 
-# Of the RAM that is available once the weights are loaded. Pages are taken only as blocks are first written.
-CPU_MEMORY_SHARE = 0.4
-
-# A block of "max" is rounded up to whole tiles of the kernels.
-MAX_BLOCK_MULTIPLE = 16
-
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     source: ModelSource
+    sizing: StartSizing
     model: CausalLM
     tokenizer: Tokenizer | None
     hidden_size: int
@@ -70,9 +65,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if kernels.available():
         kernels.set_num_threads(num_threads)
     model = loaded.model
-    max_model_len = _max_model_len(config, model)
-    spec = KVCacheSpec.build(model.kv_layers, _block_size(config, max_model_len), _kv_dtype(config, model))
-    pool = _pool_size(config, spec, max_model_len, device)
+    sizing = size_loaded(loaded.sizing, config, model)
+    max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
+    sizing.warn_if_short(pool)
     arena = KVArena(spec, pool.num_blocks, device)
     attention = make_backend(config.attention_backend, device)
     kv = _kv_manager(config, spec, pool.num_blocks, loaded)
@@ -114,18 +109,19 @@ def _device(config: EngineConfig) -> torch.device:
 def _load(config: EngineConfig, device: torch.device) -> _Loaded:
     source = resolve_model(config.model)
     model_config = load_model_config(source)
+    sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
         # One after the other: both may import transformers, whose lazy modules two threads would import at once.
         model: CausalLM = _load_through_transformers(config, source, device)
-        return _Loaded(source, model, _load_tokenizer(source), model_config.hidden_size)
+        return _Loaded(source, sizing, model, _load_tokenizer(source), model_config.hidden_size)
     with ThreadPoolExecutor(max_workers=1) as beside:
         tokenizer = beside.submit(_load_tokenizer, source)
         # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
         ops = LayerOps() if config.attention_backend == "reference" else None
         weights = open_weights(source, model_config)
         model = Decoder(model_config, weights, dtype=_dtype(config, device), device=device, ops=ops)
-        return _Loaded(source, model, tokenizer.result(), model_config.hidden_size)
+        return _Loaded(source, sizing, model, tokenizer.result(), model_config.hidden_size)
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
@@ -150,44 +146,6 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return torch.bfloat16
-
-
-def _kv_dtype(config: EngineConfig, model: CausalLM) -> str:
-    return str(model.dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-
-
-def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
-    limit = model.max_position_embeddings
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but {config.model} was made for {limit} tokens")
-    return config.max_model_len
-
-
-def _block_size(config: EngineConfig, max_model_len: int) -> int:
-    if config.block_size != "max":
-        return config.block_size
-    return -(-max_model_len // MAX_BLOCK_MULTIPLE) * MAX_BLOCK_MULTIPLE
-
-
-def _pool_size(config: EngineConfig, spec: KVCacheSpec, max_model_len: int, device: torch.device) -> PoolSize:
-    if config.num_blocks is not None:
-        return PoolSize(config.num_blocks, config.num_blocks * spec.block_bytes)
-    if isinstance(config.kv_cache_memory, int):
-        budget = config.kv_cache_memory
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - total * (1.0 - config.gpu_memory_utilization))
-    else:
-        budget = int(available_memory() * CPU_MEMORY_SHARE)
-    return pool_for_memory(
-        spec,
-        budget,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        max_step=config.max_num_batched_tokens,
-    )
 
 
 def _kv_manager(config: EngineConfig, spec: KVCacheSpec, num_blocks: int, loaded: _Loaded) -> KVCacheManager:

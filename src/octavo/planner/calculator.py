@@ -108,11 +108,12 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
 
     The larger of a layer and the head, for the most tokens and rows of a step:
 
-        layer   max_step × (2 × hidden_size + max(attention_width, mlp_width)) × dtype
-        head    max_step × 2 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
+        layer   max_step × (3 × hidden_size + max(attention_width, mlp_width)) × dtype
+        head    max_step × 3 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
 
-    A layer's residual and normalised rows live beside its widest products. Scores are left out, because attention
-    computes them in tiles; so are the logits of prompt_logprobs, of which a request may ask for max_step rows.
+    The residual, the normalised rows and the attention's output live beside a layer's widest products. Scores are left
+    out, because attention computes them in tiles; so are the logits of prompt_logprobs, of which a request may ask for
+    max_step rows.
 
     Args:
         max_step: most tokens computed in one step.
@@ -120,7 +121,7 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
     """
     size = DTYPE_BYTES[dtype]
     rows = min(max_rows, max_step)
-    stream = max_step * 2 * shape.hidden_size * size
+    stream = max_step * 3 * shape.hidden_size * size
     layer = stream + max_step * max(shape.attention_width, shape.mlp_width) * size
     head = stream + rows * shape.vocab_size * (size + SAMPLER_COPIES * 4)
     return max(layer, head)

@@ -1,0 +1,68 @@
+"""How an engine's memory divides, asked of the device it will run on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from octavo.config import EngineConfig
+from octavo.errors import ModelError
+from octavo.model_config import ModelConfig
+from octavo.model_source import ModelSource
+from octavo.models.base import CausalLM
+from octavo.models.linear import PackedLinear
+from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, limited_memory
+from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
+from octavo.planner.sources import shape_of_source
+from octavo.planner.startup import StartSizing
+
+
+def size_before_loading(
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> StartSizing:
+    """What the configuration promises, so that a model that cannot fit is refused before it is read.
+
+    Raises:
+        ConfigError: max_model_len is over what the model was made for, or the memory does not suffice.
+    """
+    on_cpu = device.type == "cpu"
+    packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
+    sizing = StartSizing(
+        config=config,
+        shape=_promised_shape(source, model_config),
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=_kv_dtype(config, dtype),
+        available=limited_memory(available_memory() if on_cpu else _available_on_gpu(config, device)),
+        cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
+        tied_head_copied=model_config.runs_natively and packed,
+    )
+    sizing.pool()
+    return sizing
+
+
+def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
+    """The same with what the loaded model really takes and stores."""
+    return replace(
+        sizing,
+        shape=replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings),
+        kv_dtype=_kv_dtype(config, model.dtype),
+        loaded_weights=model.weight_bytes,
+    )
+
+
+def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShape:
+    try:
+        return shape_of_source(source, model_config)
+    except ModelError:
+        # Whether such a model can be loaded is for the loader to say; it is sized once it is there.
+        return shape_of_checkpoint(source.name, model_config, 0)
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def _available_on_gpu(config: EngineConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - total * (1.0 - config.gpu_memory_utilization))

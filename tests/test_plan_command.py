@@ -1,0 +1,183 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from octavo.cli import main
+from octavo.kvcache.spec import DTYPE_BYTES
+from octavo.planner.known_models import KNOWN_MODELS
+from tests.models.tiny import write_hf_model
+
+
+@pytest.fixture
+def plan(capsys):
+    """The JSON that `octavo plan` ends with."""
+
+    def run(*argv):
+        assert main(["plan", *map(str, argv), "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def refusal(capsys):
+    """What `octavo plan` says on standard error when it cannot answer."""
+
+    def run(*argv):
+        assert main(["plan", *map(str, argv)]) == 1
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_llama_3_1_70b_at_4096_tokens_and_256_sequences(plan):
+    answer = plan("--model", "llama-3.1-70b", "--context", 4096, "--concurrency", 256)
+    assert answer["kv_bytes_per_token"] == 327_680
+    assert answer["kv_bytes_per_sequence"] == 1_342_177_280
+    assert answer["kv_bytes_total"] == 343_597_383_680 == 320 * 2**30
+
+
+def test_llama_3_1_70b_at_8192_tokens_and_32_sequences_takes_85_9_gb(plan):
+    answer = plan("llama-3.1-70b", "--context", 8192, "--concurrency", 32)
+    assert round(answer["kv_bytes_total"] / 1e9, 1) == 85.9
+
+
+def test_without_grouped_queries_it_would_take_687_gb(plan, tmp_path):
+    row = {**KNOWN_MODELS["llama-3.1-70b"], "num_key_value_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(row))
+    answer = plan(tmp_path, "--context", 8192, "--concurrency", 32, "--kv-cache-dtype", "float16")
+    assert round(answer["kv_bytes_total"] / 1e9) == 687
+
+
+def test_llama_2_7b_takes_524288_bytes_a_token(plan):
+    assert plan("llama-2-7b")["kv_bytes_per_token"] == 524_288
+
+
+def test_150_tokens_are_10_blocks_of_16(plan):
+    assert plan("llama-2-7b", "--context", 150)["blocks_per_sequence"] == 10
+
+
+def test_every_dtype_that_the_allocator_has_is_answered_for(plan):
+    answer = plan("llama-2-7b", "--context", 160)
+    assert {d: f["kv_bytes_per_sequence"] for d, f in answer["by_kv_dtype"].items()} == {
+        dtype: 160 * 524_288 // 2 * size for dtype, size in DTYPE_BYTES.items()
+    }
+    assert plan("llama-2-7b", "--kv-cache-dtype", "float32")["kv_bytes_per_token"] == 1_048_576
+
+
+def test_a_contiguous_allocator_reserves_max_model_len_for_each_sequence(plan):
+    options = ["llama-3.1-70b", "--context", 1000, "--max-model-len", 8192, "--concurrency", 7]
+    paged = plan(*options)
+    assert paged["contiguous"]["kv_bytes_per_sequence"] == 8192 * 327_680
+    assert paged["contiguous"]["waste"] == pytest.approx(1 - 1000 / 8192, abs=1e-6)
+    assert paged["waste"] == pytest.approx(1 - 1000 / 1008, abs=1e-6)
+    assert plan(*options, "--block-size", "max")["kv_bytes_total"] == paged["contiguous"]["kv_bytes_total"]
+
+
+def test_as_many_sequences_fit_as_memory_needed_for_them_says(plan):
+    options = ["llama-3.1-8b", "--context", 4096, "--max-num-seqs", 64]
+    fitting = plan(*options, "--memory", "80GiB")
+    count = fitting["memory"]["sequences_that_fit"]
+    assert fitting["concurrency"] == count > 0
+    assert fitting["memory_needed_per_device"] <= 0.9 * 80 * 2**30
+    more = plan(*options, "--memory", "80GiB", "--concurrency", count + 1)
+    assert more["memory"]["fits"] is False
+    assert more["memory_needed_per_device"] > 0.9 * 80 * 2**30
+    exact = plan(*options, "--gpu-memory-utilization", 1, "--memory", more["memory_needed_per_device"])
+    assert exact["memory"]["sequences_that_fit"] == count + 1
+
+
+def test_what_one_device_cannot_hold_is_given_a_number_of_devices_that_can(plan):
+    options = ["llama-3.1-70b", "--context", 8192, "--concurrency", 32, "--memory", "80GiB"]
+    answer = plan(*options)["memory"]
+    assert (answer["fits"], answer["sequences_that_fit"]) == (False, 0)
+    devices = answer["smallest_tensor_parallel_size"]
+    assert plan(*options, "--tensor-parallel-size", devices)["memory"]["fits"] is True
+    assert plan(*options, "--tensor-parallel-size", devices // 2)["memory"]["fits"] is False
+
+
+def test_devices_divide_the_kv_heads_and_repeat_them_beyond_their_number(plan):
+    options = ["llama-3.1-70b", "--context", 4096, "--tensor-parallel-size"]
+    eight, sixteen = plan(*options, 8), plan(*options, 16)
+    assert eight["kv_bytes_per_token"] == 327_680
+    assert eight["kv_bytes_total_per_device"] == sixteen["kv_bytes_total_per_device"] == 1_342_177_280 // 8
+    assert sixteen["kv_bytes_per_token"] == 2 * 327_680
+    assert "kept by 2 of the 16 devices" in sixteen["notes"][0]
+
+
+def test_sliding_windows_say_what_they_save(plan):
+    mistral = plan("mistral-7b-v0.1", "--context", 32768)
+    assert mistral["blocks_per_sequence"] == 4096 // 16 + 1
+    window = mistral["sliding_window"]
+    assert window["share_saved"] == pytest.approx(1 - 257 / 2048, abs=1e-6)
+    assert window["kv_bytes_per_sequence_without"] == 32768 * mistral["kv_bytes_per_token"]
+    gemma = plan("gemma-3-27b", "--context", 32768)
+    assert [g["layers"] for g in gemma["kv_groups"]] == [10, 10, 10, 10, 10, 10, 2]
+    assert gemma["kv_groups"][0]["sliding_window"] is None
+    assert 0.7 < gemma["sliding_window"]["share_saved"] < 0.84
+    assert plan("llama-3.1-8b")["sliding_window"] is None
+
+
+def test_deepseek_says_how_it_is_counted(plan):
+    answer = plan("deepseek-v3", "--context", 4096)
+    assert answer["kv_bytes_per_token"] == 61 * 128 * (192 + 128) * 2
+    assert any("expanded from the latents" in note for note in answer["notes"])
+    assert any("70,272 bytes a token" in note for note in answer["notes"])
+
+
+def test_the_default_is_the_packaged_model(plan):
+    assert plan()["model"] == "smollm2"
+    assert plan()["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2
+
+
+def test_a_cpu_keeps_a_second_copy_of_a_tied_head(plan):
+    more = plan("smollm2", "--device", "cpu")["weight_bytes"] - plan("smollm2")["weight_bytes"]
+    assert more == 49152 * 576 * 2
+
+
+def test_a_folder_is_read(plan, tmp_path):
+    write_hf_model(tmp_path, "Qwen2")
+    answer = plan("--model", tmp_path)
+    assert (answer["kv_bytes_per_token"], answer["context"]) == (2 * 2 * (16 + 16) * 2, 256)
+
+
+def test_the_table_names_the_same_figures(capsys):
+    assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
+    out = capsys.readouterr().out
+    for figure in ("327,680 bytes", "1,342,177,280 bytes", "343,597,383,680 bytes (320.00 GiB)", "does not fit"):
+        assert figure in out
+    assert "contiguous" in out
+
+
+def test_every_well_known_model_has_a_table(capsys):
+    for name in KNOWN_MODELS:
+        assert main(["plan", name, "--memory", "48GiB", "--context", "1024"]) == 0
+    assert main(["plan", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[-len(KNOWN_MODELS) :] == list(KNOWN_MODELS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["llma-3.1-70b"], "did you mean llama-3.1-70b"),
+        (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
+        (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b was made for 4096"),
+        (["qwen2.5-7b", "--tensor-parallel-size", "8"], "possible: 1, 2, 4, 28"),
+        (["llama-2-7b", "--concurrency", "0"], "concurrency must be at least 1, got 0"),
+        (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),
+        (["llama-2-7b", "--memory", "lots"], "cannot read 'lots' as a number of bytes"),
+        (["llama-2-7b", "--kv-cache-dtype", "int3"], "kv_cache_dtype must be one of auto, float32"),
+        (["llama-2-7b", "--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1], got 2"),
+        (["a", "--model", "b"], "two models were given: a and --model b"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_numbers(refusal, argv, message):
+    assert message in refusal(*argv)
+
+
+def test_a_plan_needs_no_torch():
+    code = "import sys; from octavo.cli import main; main(['plan', 'llama-2-7b']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
