@@ -1,9 +1,11 @@
-"""Speeds of the C++ kernels beside this machine's measured limits.
+"""Speeds of the C++ kernels: matrix products and row-wise operations, beside torch's.
 
-    python benchmarks/kernels.py [--threads N] [--only attention] [--json]
+    python benchmarks/kernels.py [--threads N] [--only products] [--json]
+
+For attention see `octavo bench attention`, for the machine's limits `octavo bench limits`.
 
 Every figure is the median of repeated calls. GB/s counts each byte of weights or KV once; GFLOP/s counts a multiply-add
-as two. "cached" reads the same memory again and again, "DRAM" goes round more of it than the caches hold.
+as two. Products go round more weights than the caches hold.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import get_args
@@ -22,10 +22,11 @@ import gguf
 import torch
 
 from octavo import kernels
+from octavo.bench.limits import DRAM_BYTES
+from octavo.bench.timing import Call, interleaved, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import KVArena, LayerKV
+from octavo.storage.arena import KVArena
 
-DRAM_BYTES = 256 << 20  # of working set, beyond any cache
 MODEL_SHAPES = ((576, 960), (576, 3072), (1536, 576), (576, 49152))  # SmolLM2-135M: qkv, gate-up, down, logits
 
 
@@ -44,85 +45,12 @@ class Figure:
         return f"{self.kernel:<72}{self.microseconds:11.1f} us {rate:>13} {work:>16}"
 
 
-def measure(name: str, calls: Sequence[Callable[[], object]], *, nbytes: int = 0, flops: int = 0) -> Figure:
+def measure(name: str, calls: Sequence[Call], *, nbytes: int = 0, flops: int = 0) -> Figure:
     """Median time of one call, going round `calls` for about half a second."""
-    for call in calls[:3]:
-        call()
-    seconds: list[float] = []
-    deadline = time.perf_counter() + 0.5
-    for call in itertools.cycle(calls):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-        if time.perf_counter() > deadline and len(seconds) >= 5:
-            break
-    median = statistics.median(seconds)
+    median = interleaved({name: calls})[name].median
     return Figure(
         name, median * 1e6, nbytes / median / 1e9 if nbytes else None, flops / median / 1e9 if flops else None
     )
-
-
-def limits() -> Iterator[Figure]:
-    """What the machine can do: reading memory in order, and oneDNN's largest bf16 product."""
-    memory = torch.ones(DRAM_BYTES // 4, dtype=torch.float32)
-    yield measure("limit: torch.sum over 256 MiB", [memory.sum], nbytes=memory.nbytes)
-    a, b = torch.randn(2, 2048, 2048).bfloat16()
-    yield measure("limit: oneDNN bf16 2048 x 2048 x 2048", [lambda: a @ b], flops=2 * 2048**3)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of one attention layer."""
-
-    query: int
-    kv: int
-    dim: int
-
-    def __str__(self) -> str:
-        return f"{self.query}/{self.kv} heads of {self.dim}"
-
-
-SMALL, LARGE = Heads(9, 3, 64), Heads(32, 8, 128)
-
-
-def attention(
-    seqs: int, context: int, new: int, heads: Heads, *, block_size: int = 16, layers: int = 1, dtype: str = "bfloat16"
-) -> Figure:
-    spec = KVCacheSpec.build([LayerKVSpec(heads.kv, heads.dim, heads.dim)] * layers, block_size, dtype)
-    per_seq = spec.blocks_for_tokens(context)
-    arena = KVArena(spec, seqs * per_seq + 1)
-    for layer in arena.layers:
-        layer.key.fill_(0.5)
-        layer.value.fill_(0.5)
-    tables = (torch.randperm(seqs * per_seq) + 1).view(seqs, per_seq).int()
-    starts, lens = (torch.arange(seqs + 1) * new).int(), torch.full((seqs,), context).int()
-    query = torch.randn(seqs * new, heads.query, heads.dim).to(arena.dtype)
-    out = torch.empty_like(query)
-
-    def attend(kv: LayerKV) -> object:
-        return kernels.attend(kv.key, kv.value, query, tables, starts, lens, scale=heads.dim**-0.5, out=out)
-
-    kind, where = ("decode" if new == 1 else "prefill"), ("DRAM" if layers > 1 else "cached")
-    seen = sum(range(context - new + 1, context + 1)) * seqs
-    return measure(
-        f"{kind} {seqs} x {context}, {heads}, {dtype}, blocks of {block_size}, {where}",
-        [partial(attend, layer) for layer in arena.layers],
-        nbytes=seqs * context * heads.kv * heads.dim * 2 * arena.dtype.itemsize if new == 1 else 0,
-        flops=4 * heads.query * heads.dim * seen,
-    )
-
-
-def attentions() -> Iterator[Figure]:
-    yield attention(1, 1000, 1, SMALL)
-    yield attention(64, 200, 1, SMALL)
-    for block_size in (16, 1008):
-        yield attention(64, 1000, 1, SMALL, layers=8, block_size=block_size)
-    for block_size in (16, 16384):
-        yield attention(1, 16384, 1, LARGE, layers=6, block_size=block_size)
-    yield attention(1, 2048, 2048, SMALL)
-    yield attention(1, 2048, 2048, LARGE)
-    yield attention(8, 256, 256, SMALL)
-    yield attention(1, 2048, 2048, SMALL, dtype="float32")
 
 
 def products(inputs: int, outputs: int, rows: int) -> Iterator[Figure]:
@@ -160,7 +88,7 @@ def rowwise(rows: int) -> Iterator[Figure]:
     cos, sin = torch.rand(2, 4096, 32)
     places = torch.arange(rows)
     write = partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)
-    yield measure(f"rope_write {rows} x {SMALL}", [write])
+    yield measure(f"rope_write {rows} x 9/3 heads of 64", [write])
     logits = torch.randn(min(rows, 64), 49152)
     yield measure(f"torch.argmax {len(logits)} x 49152", [partial(logits.argmax, -1)], nbytes=logits.nbytes)
     yield measure(f"argmax {len(logits)} x 49152", [partial(kernels.argmax, logits)], nbytes=logits.nbytes)
@@ -170,13 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=kernels.num_threads())
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--only", choices=["limits", "attention", "products", "rowwise"])
+    parser.add_argument("--only", choices=["products", "rowwise"])
     options = parser.parse_args()
-    kernels.set_num_threads(options.threads)
-    torch.set_num_threads(options.threads)
     parts: dict[str, Iterator[Figure]] = {
-        "limits": limits(),
-        "attention": attentions(),
         "products": (
             figure
             for rows, (inputs, outputs) in itertools.product((1, 4, 64), MODEL_SHAPES)
@@ -186,11 +110,12 @@ def main() -> None:
     }
     print(f"{kernels.isa()}, {options.threads} threads")
     figures = []
-    for name, part in parts.items():
-        if options.only in (None, name):
-            for figure in part:
-                figures.append(figure)
-                print(figure, flush=True)
+    with threads(options.threads):
+        for name, part in parts.items():
+            if options.only in (None, name):
+                for figure in part:
+                    figures.append(figure)
+                    print(figure, flush=True)
     if options.json:
         report = {"isa": kernels.isa(), "threads": options.threads, "figures": [asdict(f) for f in figures]}
         print(json.dumps(report))

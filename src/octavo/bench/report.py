@@ -71,6 +71,20 @@ def as_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def columns(heading: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a table with aligned columns: words to the left, figures to the right."""
+    cells = [[str(cell) for cell in row] for row in (heading, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    to_right = [all(row[i][:1] in "+-0123456789" for row in cells[1:]) for i in range(len(widths))]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, to_right, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
 def label(name: str) -> str:
     """'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
     return name.replace("tok_s", "tok/s").replace("requests_s", "requests/s").replace("_", " ")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands import bench_serve, bench_throughput
+from octavo.commands import bench_attention, bench_limits, bench_serve, bench_throughput
 from octavo.commands.base import Command, add_command
 
-BENCHES: tuple[Command, ...] = (bench_throughput.COMMAND, bench_serve.COMMAND)
+BENCHES: tuple[Command, ...] = (
+    bench_throughput.COMMAND,
+    bench_serve.COMMAND,
+    bench_attention.COMMAND,
+    bench_limits.COMMAND,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

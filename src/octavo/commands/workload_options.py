@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.bench import traces, workload
 from octavo.bench.workload import BenchRequest, Lengths
@@ -43,7 +44,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         help="a trace (Mooncake JSONL, Azure CSV, VTC CSV) or a workload as JSON; its format is read from its content",
     )
     group.add_argument(
-        "--num-prompts", type=_positive, metavar="N", help=f"that many requests (default of {RANDOM}: 64)"
+        "--num-prompts", type=positive, metavar="N", help=f"that many requests (default of {RANDOM}: 64)"
     )
     group.add_argument(
         "--input-len",
@@ -60,12 +61,12 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--time-scale", type=float, default=1.0, metavar="X", help="times a trace's arrival times; 0.5 is twice as fast"
     )
-    group.add_argument("--max-input-len", type=_positive, metavar="N", help="cut prompts to this")
-    group.add_argument("--max-output-len", type=_positive, metavar="N", help="cut outputs to this")
+    group.add_argument("--max-input-len", type=positive, metavar="N", help="cut prompts to this")
+    group.add_argument("--max-output-len", type=positive, metavar="N", help="cut outputs to this")
     group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths, tokens and arrivals")
     group.add_argument(
         "--token-id-end",
-        type=_positive,
+        type=positive,
         default=workload.END_TOKEN_ID,
         metavar="N",
         help="prompt token ids are below this: lower it for a small vocabulary (default: %(default)s)",
@@ -111,7 +112,21 @@ def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
     return workload.named_workload(args.workload, seed, end)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
     return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """An argparse type: '512,1024'."""
+    return [positive(part) for part in text.split(",")]
+
+
+def block_sizes(text: str) -> list[int | Literal["max"]]:
+    """An argparse type: '16,32,max', each once."""
+    sizes: list[int | Literal["max"]] = ["max" if part == "max" else positive(part) for part in text.split(",")]
+    if len(set(sizes)) < len(sizes):
+        raise argparse.ArgumentTypeError(f"a size stands twice in {text!r}")
+    return sizes

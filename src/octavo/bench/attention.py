@@ -1,0 +1,206 @@
+"""Attention over blocks against attention over one contiguous block, by the same kernel, at the same lengths.
+
+What is compared is the walk through the block table: for each block size an arena of its own holds the same number of
+tokens, in as many layers as it takes to exceed the caches, and its block ids are shuffled as in a pool that has served
+for a while. "max" is one block of the whole context: what `--block-size max` gives a sequence. The three take turns
+(`timing.interleaved`), layer by layer.
+
+    GB/s      key and value bytes of the context, each counted once, over the time of the call
+    GFLOP/s   4 * num_heads * head_dim for each query and each key that it sees: Q·K and P·V, two operations each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from octavo.attention import make_backend
+from octavo.attention.base import AttentionBackend, AttentionBatch, GroupBatch
+from octavo.bench.limits import DRAM_BYTES
+from octavo.bench.timing import Call, Timing, interleaved, paired_ratio
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.planner.calculator import block_tokens
+from octavo.storage.arena import KVArena, LayerKV
+
+Kind = Literal["decode", "prefill"]
+BlockSize = int | Literal["max"]
+
+CONTIGUOUS: Literal["max"] = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one attention layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+SMALL, LARGE = Heads(9, 3, 64), Heads(32, 8, 128)
+"""SmolLM2-135M's layers, and Llama 3.1 8B's."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One shape of a call.
+
+    Attributes:
+        context: tokens of each sequence, the new ones included.
+        new_tokens: queries of each sequence: 1 in decode, a chunk of its end in prefill.
+    """
+
+    kind: Kind
+    backend: str
+    heads: Heads
+    dtype: str
+    seqs: int
+    context: int
+    new_tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of all sequences in one layer."""
+        return self.seqs * self.context * self._spec(16, 1).bytes_per_token
+
+    @property
+    def flops(self) -> int:
+        seen = sum(range(self.context - self.new_tokens + 1, self.context + 1))
+        return 4 * self.heads.query * self.heads.dim * seen * self.seqs
+
+    def num_layers(self, working_set: int) -> int:
+        """Layers that together hold `working_set` bytes, at least 1."""
+        return max(1, -(-working_set // self.kv_bytes))
+
+    def calls(self, block_size: BlockSize, num_layers: int) -> list[Call]:
+        """One call for each layer of a new arena."""
+        spec = self._spec(block_tokens(block_size, self.context), num_layers)
+        per_seq = spec.blocks_for_tokens(self.context)
+        arena = KVArena(spec, self.seqs * per_seq + 1)
+        for layer in arena.layers:
+            # Every page is written before it is timed; subnormal numbers would be slow.
+            layer.key.fill_(0.5)
+            layer.value.fill_(0.5)
+        shuffled = torch.randperm(self.seqs * per_seq, generator=torch.Generator().manual_seed(0)) + 1
+        batch = self._batch(shuffled.view(self.seqs, per_seq).int())
+        query = torch.randn(batch.num_tokens, self.heads.query, self.heads.dim).to(arena.dtype)
+        backend = make_backend(self.backend, "cpu")
+        return [partial(_attend, backend, layer, query, batch) for layer in arena.layers]
+
+    def _spec(self, block_size: int, num_layers: int) -> KVCacheSpec:
+        layer = LayerKVSpec(self.heads.kv, self.heads.dim, self.heads.dim)
+        return KVCacheSpec.build([layer] * num_layers, block_size, self.dtype)
+
+    def _batch(self, tables: torch.Tensor) -> AttentionBatch:
+        num_tokens = self.seqs * self.new_tokens
+        first = self.context - self.new_tokens
+        return AttentionBatch(
+            query_start=(torch.arange(self.seqs + 1) * self.new_tokens).int(),
+            context_lens=torch.full((self.seqs,), self.context).int(),
+            positions=torch.arange(first, self.context).repeat(self.seqs),
+            groups=(GroupBatch(tables, torch.empty(0, dtype=torch.int64)),),
+            num_seqs=self.seqs,
+            num_tokens=num_tokens,
+            max_query_len=self.new_tokens,
+            max_context_len=self.context,
+        )
+
+
+def _attend(backend: AttentionBackend, kv: LayerKV, query: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    return backend.attend(kv, query, batch, scale=query.shape[2] ** -0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFigure:
+    """One block size in one case.
+
+    Attributes:
+        microseconds: of the median call, all sequences, one layer.
+        gb_per_s: see the module; None in prefill, where reading is not the limit.
+        slower_percent: than one contiguous block, by the median of the rounds' ratios; negative is faster, None where
+            contiguous was not measured.
+    """
+
+    kind: Kind
+    backend: str
+    dtype: str
+    seqs: int
+    context: int
+    new_tokens: int
+    block_size: BlockSize
+    rounds: int
+    microseconds: float
+    gb_per_s: float | None
+    gflop_per_s: float
+    slower_percent: float | None
+
+
+def measure_case(
+    case: AttentionCase,
+    block_sizes: Sequence[BlockSize],
+    *,
+    working_set: int = DRAM_BYTES,
+    seconds: float = 0.5,
+    min_rounds: int = 5,
+) -> list[AttentionFigure]:
+    """Time the case at each block size, in turns.
+
+    Args:
+        working_set: bytes of keys and values that the calls of one block size go round.
+        seconds: spent on each block size.
+    """
+    num_layers = case.num_layers(working_set)
+    candidates = {str(size): case.calls(size, num_layers) for size in block_sizes}
+    timings = interleaved(candidates, seconds=seconds, min_rounds=min_rounds)
+    contiguous = timings.get(CONTIGUOUS)
+    return [_figure(case, size, timings[str(size)], contiguous) for size in block_sizes]
+
+
+def _figure(case: AttentionCase, block_size: BlockSize, timing: Timing, contiguous: Timing | None) -> AttentionFigure:
+    return AttentionFigure(
+        kind=case.kind,
+        backend=case.backend,
+        dtype=case.dtype,
+        seqs=case.seqs,
+        context=case.context,
+        new_tokens=case.new_tokens,
+        block_size=block_size,
+        rounds=len(timing.seconds),
+        microseconds=round(timing.median * 1e6, 1),
+        gb_per_s=round(case.kv_bytes / timing.median / 1e9, 2) if case.kind == "decode" else None,
+        gflop_per_s=round(case.flops / timing.median / 1e9, 2),
+        slower_percent=None if contiguous is None else round(100 * (paired_ratio(timing, contiguous) - 1), 2),
+    )
+
+
+def cases(
+    kinds: Sequence[Kind],
+    backends: Sequence[str],
+    contexts: Sequence[int],
+    *,
+    heads: Heads = SMALL,
+    dtype: str = "bfloat16",
+    decode_tokens: int = 16384,
+    chunk: int = 2048,
+) -> Iterator[AttentionCase]:
+    """Decode: as many sequences as hold `decode_tokens` together. Prefill: the last `chunk` tokens of one sequence."""
+    for kind in kinds:
+        for backend in backends:
+            for context in contexts:
+                decode = kind == "decode"
+                seqs = max(1, decode_tokens // context) if decode else 1
+                yield AttentionCase(kind, backend, heads, dtype, seqs, context, 1 if decode else min(chunk, context))
+
+
+def worst_slowdown(figures: Sequence[AttentionFigure], block_size: BlockSize, backend: str) -> float | None:
+    """The largest `slower_percent` of a block size over all kinds and contexts; None where there is none."""
+    found = [
+        f.slower_percent
+        for f in figures
+        if (f.block_size, f.backend) == (block_size, backend) and f.slower_percent is not None
+    ]
+    return max(found, default=None)

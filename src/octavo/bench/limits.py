@@ -1,0 +1,134 @@
+"""What this machine can do: the ceilings beside which kernels and engines are reported.
+
+Reading: the fastest of three loops over one buffer, all of it read once a call: torch's sum, torch's matrix times
+vector (both float32), and the library's bf16_linear of one row. A buffer of `DRAM_BYTES` is beyond every cache; one of
+`CACHE_BYTES` stays in the last two levels. Products: square matrices, a multiply-add counted as two operations. Each
+figure is that of the median call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from octavo import kernels
+from octavo.bench.timing import Call, Timing, interleaved, threads
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena
+
+DRAM_BYTES = 256 << 20
+CACHE_BYTES = 4 << 20
+PRODUCT_SIZE = 2048
+
+_ROW = 1024  # elements of a row that a product reads; both buffers are whole rows
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One ceiling.
+
+    Attributes:
+        name: what was done; `how` it was done fastest.
+        value, best: of the median and of the best call, in `unit`.
+    """
+
+    name: str
+    threads: int
+    unit: str
+    value: float
+    best: float
+    how: str
+
+
+def thread_counts(most: int | None = None) -> list[int]:
+    """1 and all: `most`, or the cores that this process may use."""
+    return sorted({1, most or len(os.sched_getaffinity(0))})
+
+
+def measure_limits(
+    counts: list[int],
+    *,
+    seconds: float = 0.5,
+    dram_bytes: int = DRAM_BYTES,
+    cache_bytes: int = CACHE_BYTES,
+    product_size: int = PRODUCT_SIZE,
+) -> Iterator[Limit]:
+    """Every limit, each at each number of threads.
+
+    Args:
+        seconds: spent on each way of doing each.
+    """
+    for count in counts:
+        with threads(count):
+            yield read_bandwidth("read from DRAM", dram_bytes, count, seconds=seconds)
+            yield read_bandwidth("read from cache", cache_bytes, count, seconds=seconds)
+            for dtype in (torch.bfloat16, torch.float32):
+                yield _product(dtype, product_size, count, seconds)
+    with threads(1):
+        yield from _call_overheads(seconds)
+
+
+def read_bandwidth(name: str, nbytes: int, count: int, *, seconds: float = 0.5) -> Limit:
+    """GB/s (1e9 bytes) of the fastest reader over one buffer of `nbytes`, at the present number of threads."""
+    candidates = {reader: [call] for reader, call in _readers(nbytes).items()}
+    timings = interleaved(candidates, seconds=seconds)
+    how = min(timings, key=lambda reader: timings[reader].median)
+    return _limit(name, count, "GB/s", nbytes / 1e9, timings[how], how)
+
+
+def _readers(nbytes: int) -> dict[str, Call]:
+    rows = max(1, nbytes // (4 * _ROW))
+    floats = torch.ones(rows, _ROW)
+    readers: dict[str, Call] = {
+        "torch.sum": floats.view(-1).sum,
+        "torch.mv": partial(torch.mv, floats, torch.ones(_ROW)),
+    }
+    if kernels.available():
+        # The same memory as bfloat16; what the numbers are does not matter to the time, as long as none is subnormal.
+        weight = floats.view(torch.bfloat16).view(2 * rows, _ROW).fill_(1.0)
+        x, out = torch.ones(1, _ROW, dtype=torch.bfloat16), torch.empty(1, 2 * rows, dtype=torch.bfloat16)
+        readers["bf16_linear"] = partial(kernels.bf16_linear, x, weight, None, out)
+    return readers
+
+
+def _product(dtype: torch.dtype, size: int, count: int, seconds: float) -> Limit:
+    a, b = torch.randn(2, size, size).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    timings = interleaved({"matmul": [partial(torch.matmul, a, b)]}, seconds=seconds)
+    return _limit(f"{name} product", count, "GFLOP/s", 2 * size**3 / 1e9, timings["matmul"], f"torch.matmul {size}³")
+
+
+def _limit(name: str, count: int, unit: str, work: float, timing: Timing, how: str) -> Limit:
+    return Limit(name, count, unit, round(work / timing.median, 2), round(work / timing.best, 2), how)
+
+
+def _call_overheads(seconds: float) -> Iterator[Limit]:
+    """Microseconds of a call that has next to nothing to do: Python, checks and dispatch."""
+    one = torch.ones(1)
+    row, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
+    calls: dict[str, Call] = {
+        "torch.add of 1 element": partial(torch.add, one, one, out=torch.empty(1)),
+        "F.linear 1 x 64 x 64": partial(torch.nn.functional.linear, row, weight),
+    }
+    if kernels.available():
+        calls |= _kernel_calls(row, weight)
+    for name, timing in interleaved({name: [call] for name, call in calls.items()}, seconds=seconds).items():
+        yield Limit("a call", 1, "µs", round(timing.median * 1e6, 2), round(timing.best * 1e6, 2), name)
+
+
+def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
+    out = torch.empty_like(row)
+    kv = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], 16, "bfloat16"), 2).layers[0]
+    query, attended = torch.ones(1, 1, 64, dtype=torch.bfloat16), torch.empty(1, 1, 64, dtype=torch.bfloat16)
+    table, start, length = torch.ones(1, 1).int(), torch.tensor([0, 1]).int(), torch.ones(1).int()
+    return {
+        "kernels.rms_norm 1 x 64": partial(kernels.rms_norm, row, weight[0], 1e-5, out),
+        "kernels.bf16_linear 1 x 64 x 64": partial(kernels.bf16_linear, row, weight, None, out),
+        "kernels.attend 1 token": partial(
+            kernels.attend, kv.key, kv.value, query, table, start, length, scale=1.0, out=attended
+        ),
+    }

@@ -1,0 +1,119 @@
+"""`octavo bench attention`: blocks against contiguous memory, the same kernel, the same lengths."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench import report
+from octavo.commands.base import Command
+from octavo.commands.workload_options import block_sizes, positive, positives
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.bench.attention import AttentionFigure, Kind
+
+KINDS: tuple[Kind, ...] = ("decode", "prefill")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = "512,1024,2048,4096,8192,16384"
+    parser.add_argument("--kind", choices=KINDS, action="append", help="may be given twice (default: both)")
+    parser.add_argument(
+        "--attention-backend",
+        choices=("native", "reference"),
+        action="append",
+        help="may be given twice (default: native where it runs, and reference)",
+    )
+    parser.add_argument("--contexts", type=positives, default=default, metavar="N,…", help=f"(default: {default})")
+    parser.add_argument("--block-sizes", type=block_sizes, default="16,32,max", metavar="N|max,…", help="(16,32,max)")
+    parser.add_argument("--heads", default="9,3,64", metavar="Q,KV,DIM", help="of a layer (default: SmolLM2's 9,3,64)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument(
+        "--decode-tokens", type=positive, default=16384, metavar="N", help="context of all sequences in decode (16384)"
+    )
+    parser.add_argument("--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefill (2048)")
+    parser.add_argument("--working-set-mib", type=positive, default=256, metavar="N", help="gone round (256: DRAM)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="spent on each figure (1)")
+    parser.add_argument("--num-threads", type=positive, metavar="N", help="(default: the cores there are)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    heads = positives(args.heads)
+    if len(heads) != 3 or heads[0] % heads[1]:
+        raise ConfigError(f"--heads must be Q,KV,DIM with Q a multiple of KV, got {args.heads}")
+
+    from octavo import __version__, kernels
+    from octavo.bench.attention import Heads, cases, measure_case, worst_slowdown
+    from octavo.bench.limits import read_bandwidth
+    from octavo.bench.timing import threads
+
+    backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]
+    count = args.num_threads or len(os.sched_getaffinity(0))
+    figures: list[AttentionFigure] = []
+    with threads(count):
+        read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds)
+        for case in cases(
+            args.kind or KINDS,
+            backends,
+            args.contexts,
+            heads=Heads(*heads),
+            dtype=args.dtype,
+            decode_tokens=args.decode_tokens,
+            chunk=args.chunk,
+        ):
+            figures += measure_case(
+                case, args.block_sizes, working_set=args.working_set_mib << 20, seconds=args.seconds
+            )
+    machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None, "threads": count}
+    result: dict[str, Any] = {
+        "bench": "attention",
+        "version": __version__,
+        "heads": {"query": heads[0], "kv": heads[1], "dim": heads[2]},
+        "read_gb_per_s": read.value,
+        "worst_slower_percent": {
+            backend: {str(size): worst_slowdown(figures, size, backend) for size in args.block_sizes if size != "max"}
+            for backend in backends
+        },
+        "machine": machine,
+    }
+    if args.json:
+        print(report.as_json_line({**result, "figures": [asdict(figure) for figure in figures]}))
+    else:
+        print("\n".join(_tables(result, figures)))
+    return 0
+
+
+def _tables(result: dict[str, Any], figures: list[AttentionFigure]) -> list[str]:
+    read = result["read_gb_per_s"]
+    rows = [
+        (
+            *(f.kind, f.backend, f"{f.seqs} x {f.context}", f.block_size, report.show(f.microseconds)),
+            *(report.show(f.gb_per_s), "-" if f.gb_per_s is None else f"{100 * f.gb_per_s / read:.0f} %"),
+            *(
+                report.show(f.gflop_per_s),
+                "-" if f.slower_percent is None or f.block_size == "max" else f"{f.slower_percent:+.1f} %",
+            ),
+        )
+        for f in figures
+    ]
+    heading = ("", "backend", "seqs x context", "block", "µs", "GB/s", "of read", "GFLOP/s", "vs contiguous")
+    shown = {
+        "heads": result["heads"],
+        "read_gb_per_s": read,
+        **{f"worst of {name}, % slower": worst for name, worst in result["worst_slower_percent"].items()},
+        "machine": result["machine"],
+    }
+    return [*report.columns(heading, rows), "", report.as_table(shown)]
+
+
+COMMAND = Command(
+    "attention",
+    "attention over blocks against one contiguous block",
+    add_arguments,
+    run,
+    "Time decode and prefill attention at several block sizes in turns, over shuffled blocks.",
+)

@@ -1,0 +1,53 @@
+"""`octavo bench limits`: what this machine can do at most."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from octavo.bench import report
+from octavo.commands.base import Command
+from octavo.commands.workload_options import positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-threads", type=positive, metavar="N", help="beside 1 (default: the cores there are)")
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="spent on each way of each (0.5)")
+    parser.add_argument("--dram-mib", type=positive, default=256, metavar="N", help="read as DRAM (default: 256)")
+    parser.add_argument("--cache-mib", type=positive, default=4, metavar="N", help="read as cache (default: 4)")
+    parser.add_argument("--product", type=positive, default=2048, metavar="N", help="N x N matrices (default: 2048)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo import __version__, kernels
+    from octavo.bench.limits import measure_limits, thread_counts
+
+    limits = list(
+        measure_limits(
+            thread_counts(args.num_threads),
+            seconds=args.seconds,
+            dram_bytes=args.dram_mib << 20,
+            cache_bytes=args.cache_mib << 20,
+            product_size=args.product,
+        )
+    )
+    machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None}
+    if args.json:
+        found = [asdict(limit) for limit in limits]
+        print(report.as_json_line({"bench": "limits", "version": __version__, "limits": found, "machine": machine}))
+    else:
+        print(report.as_table({"machine": machine}))
+        columns = ("limit", "threads", "median", "best", "", "by")
+        rows = [(x.name, x.threads, report.show(x.value), report.show(x.best), x.unit, x.how) for x in limits]
+        print("\n".join(report.columns(columns, rows)))
+    return 0
+
+
+COMMAND = Command(
+    "limits",
+    "this machine's memory bandwidth, matrix products, call overhead",
+    add_arguments,
+    run,
+    "Measure the ceilings beside which the other benchmarks report.",
+)

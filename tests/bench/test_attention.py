@@ -1,0 +1,69 @@
+import json
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.bench.attention import AttentionCase, AttentionFigure, Heads, cases, worst_slowdown
+
+BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no kernels"))]
+HEADS = Heads(4, 2, 32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kind", "new_tokens"), [("decode", 1), ("prefill", 8)])
+def test_every_block_size_computes_the_same(backend, kind, new_tokens):
+    case = AttentionCase(kind, backend, HEADS, "float32", seqs=2, context=48, new_tokens=new_tokens)
+    outputs = []
+    for size in (16, 32, "max"):
+        torch.manual_seed(0)
+        (call,) = case.calls(size, num_layers=1)
+        outputs.append(call())
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
+def test_work_is_counted_per_query_and_key_seen():
+    case = AttentionCase("prefill", "reference", HEADS, "bfloat16", seqs=1, context=3, new_tokens=2)
+    assert case.flops == 4 * 4 * 32 * (2 + 3)
+    assert case.kv_bytes == 3 * 2 * (32 + 32) * 2
+    assert case.num_layers(working_set=10 * case.kv_bytes) == 10
+
+
+def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chunk_of_the_end():
+    found = list(cases(["decode", "prefill"], ["reference"], [64, 256], decode_tokens=256, chunk=128))
+    assert [(c.kind, c.seqs, c.context, c.new_tokens) for c in found] == [
+        ("decode", 4, 64, 1),
+        ("decode", 1, 256, 1),
+        ("prefill", 1, 64, 64),
+        ("prefill", 1, 256, 128),
+    ]
+
+
+def test_the_worst_slowdown_is_over_kinds_and_contexts_of_one_backend():
+    def figure(backend, block_size, slower):
+        return AttentionFigure("decode", backend, "bfloat16", 1, 512, 1, block_size, 5, 1.0, 1.0, 1.0, slower)
+
+    figures = [figure("native", 16, 1.0), figure("native", 16, 1.5), figure("reference", 16, 9.0)]
+    assert worst_slowdown(figures, 16, "native") == 1.5
+    assert worst_slowdown(figures, 32, "native") is None
+
+
+def test_the_command_compares_blocks_with_contiguous_memory(octavo_command):
+    argv = ["--contexts", "32,64", "--heads", "4,2,32", "--decode-tokens", 64, "--chunk", 16, "--working-set-mib", 1]
+    argv += ["--seconds", 0, "--num-threads", 1, "--attention-backend", "reference", "--block-sizes", "16,max"]
+    code, out, _ = octavo_command("bench", "attention", *argv, "--json")
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    assert result["read_gb_per_s"] > 0
+    assert len(result["figures"]) == 2 * 2 * 2
+    assert {f["slower_percent"] for f in result["figures"] if f["block_size"] == "max"} == {0.0}
+    assert set(result["worst_slower_percent"]) == {"reference"}
+    assert all((f["gb_per_s"] is None) == (f["kind"] == "prefill") for f in result["figures"])
+
+
+@pytest.mark.parametrize("heads", ["9,3", "9,2,64"])
+def test_heads_that_cannot_be_shared_out_are_refused(octavo_command, heads):
+    code, _, err = octavo_command("bench", "attention", "--heads", heads)
+    assert code == 1
+    assert "--heads must be Q,KV,DIM" in err
