@@ -65,6 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "blocks of 32": {"block_size": 32},
     "one block a sequence": {"block_size": "max"},
     "no prefix cache": {"enable_prefix_caching": False},
+    "radix prefix cache": {"prefix_cache": "radix"},
     "reference attention": {"attention_backend": "reference"},
     "native attention": {"attention_backend": "native"},
 }
@@ -83,13 +84,14 @@ def test_the_batch_the_chunks_and_the_blocks_change_no_token(
     assert_same(llm.generate(prompts, params, use_tqdm=False), alone(make_llm, folder))
 
 
+@pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
 @pytest.mark.parametrize("chunk", [2048, 7])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 def test_a_warm_prefix_cache_changes_no_token(
-    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, chunk: int
+    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, chunk: int, prefix_cache: str
 ) -> None:
     folder = request.getfixturevalue(model)
-    llm = make_llm(folder, block_size=4, max_num_batched_tokens=chunk)
+    llm = make_llm(folder, block_size=4, max_num_batched_tokens=chunk, prefix_cache=prefix_cache)
     prompts, params = workload()
     llm.generate(prompts, params, use_tqdm=False)
     warm = llm.generate(prompts, params, use_tqdm=False)
@@ -97,10 +99,12 @@ def test_a_warm_prefix_cache_changes_no_token(
     assert_same(warm, alone(make_llm, folder))
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    "cache", [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
+)
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 def test_preemption_changes_no_token(
-    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, prefix_caching: bool
+    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, cache: dict[str, Any]
 ) -> None:
     folder = request.getfixturevalue(model)
     prompts, params = workload()
@@ -109,8 +113,8 @@ def test_preemption_changes_no_token(
         folder,
         block_size=4,
         num_blocks=longest // 4 + 4,
-        enable_prefix_caching=prefix_caching,
         max_num_batched_tokens=24,
+        **cache,
     )
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.core.scheduler.counters.num_preemptions > 3
