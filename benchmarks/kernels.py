@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import get_args
 
 import gguf
 import torch
@@ -27,7 +26,10 @@ from octavo.bench.timing import Call, interleaved, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
 
-MODEL_SHAPES = ((576, 960), (576, 3072), (1536, 576), (576, 49152))  # SmolLM2-135M: qkv, gate-up, down, logits
+QUANTISED: tuple[kernels.WeightFormat, ...] = ("Q4_0", "Q4_1", "Q8_0")
+# SmolLM2-135M's qkv, output, gate-up, down and logits, and one of a wider model's.
+MODEL_SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (4096, 4096))
+ROWS = (1, 4, 8, 16, 64, 256, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,12 @@ def products(inputs: int, outputs: int, rows: int) -> Iterator[Figure]:
     calls = [partial(torch.nn.functional.linear, x, weight) for weight in plain]
     yield measure(f"F.linear bf16 {shape}", calls, nbytes=2 * size, flops=flops)
     yield measure(f"oneDNN packed bf16 {shape}", [partial(onednn, w) for w in packed], nbytes=2 * size, flops=flops)
-    calls = [partial(kernels.bf16_linear, x, weight, out=out) for weight in plain]
-    yield measure(f"bf16_linear {shape}", calls, nbytes=2 * size, flops=flops)
-    for name in get_args(kernels.QuantFormat):
+    ours = [kernels.PackedWeight.pack(weight) for weight in plain]
+    calls = [partial(weight.linear, x, out=out) for weight in ours]
+    yield measure(f"packed bf16 {shape}", calls, nbytes=2 * size, flops=flops)
+    for name in QUANTISED:
         raw = torch.from_numpy(gguf.quantize(plain[0].float().numpy(), gguf.GGMLQuantizationType[name]))
-        weights = [kernels.QuantizedWeight.pack(name, raw, inputs) for _ in range(copies * 2)]
+        weights = [kernels.PackedWeight.pack_quantised(name, raw, inputs) for _ in range(copies * 2)]
         calls = [partial(weight.linear, x, out=out) for weight in weights]
         yield measure(f"{name} {shape}", calls, nbytes=weights[0].nbytes, flops=flops)
 
@@ -103,7 +106,7 @@ def main() -> None:
     parts: dict[str, Iterator[Figure]] = {
         "products": (
             figure
-            for rows, (inputs, outputs) in itertools.product((1, 4, 64), MODEL_SHAPES)
+            for rows, (inputs, outputs) in itertools.product(ROWS, MODEL_SHAPES)
             for figure in products(inputs, outputs, rows)
         ),
         "rowwise": (figure for rows in (1, 64, 2048) for figure in rowwise(rows)),

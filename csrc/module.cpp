@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "attention.h"
+#include "bindings.h"
 #include "ops.h"
 #include "tensor.h"
 #include "thread_pool.h"
@@ -15,63 +16,6 @@ using namespace nb::literals;
 
 namespace octavo {
 namespace {
-
-Storage storage_of(const Tensor& tensor, const char* name) {
-    if (tensor.dtype == DType::bf16) return kBf16;
-    if (tensor.dtype == DType::f32) return kF32;
-    require(false, std::string(name) + " must be bfloat16 or float32, got " + tensor.describe());
-    return kF32;
-}
-
-Matrix matrix(const Tensor& tensor, const char* name, DType dtype) {
-    check_rows(tensor, name, 2);
-    check_dtype(tensor, name, dtype);
-    return {tensor.base, tensor.shape[0], tensor.shape[1], tensor.stride_bytes(0)};
-}
-
-void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape) {
-    check_shape(tensor, name, shape);
-    check_dtype(tensor, name, dtype);
-    int64_t expected = 1;
-    for (int axis = tensor.ndim; axis-- > 0;) {
-        if (tensor.shape[axis] > 1) require(tensor.stride[axis] == expected, std::string(name) + " must be contiguous");
-        expected *= tensor.shape[axis];
-    }
-}
-
-LayerKV layer_kv(const Tensor& key, const Tensor& value) {
-    const Storage storage = storage_of(key, "key cache");
-    const int64_t pair = storage == kBf16 ? 2 : 1;
-    check_shape(key, "key cache", {-1, -1, -1, -1, pair});
-    const int64_t heads = key.shape[1], block_size = key.shape[3];
-    check_dtype(value, "value cache", key.dtype);
-    check_shape(value, "value cache", {key.shape[0], heads, block_size / pair, -1, pair});
-    const int64_t value_dim = value.shape[3];
-    const auto dense_block = [&](const Tensor& t) {
-        return t.stride[4] == 1 && t.stride[3] == pair && t.stride[2] == t.shape[3] * pair;
-    };
-    require(dense_block(key) && dense_block(value), "key and value cache must be dense within a head of a block");
-    require(heads > 0 && block_size % 16 == 0 && block_size > 0,
-            "block_size must be a multiple of 16, got " + std::to_string(block_size));
-    require(value_dim % 16 == 0 && value_dim > 0 && value_dim <= kMaxHeadDim,
-            "value_dim must be a multiple of 16 and at most 256, got " + std::to_string(value_dim));
-    require(key.shape[2] > 0 && key.shape[2] * pair <= kMaxHeadDim,
-            "key_dim must be at most 256, got " + std::to_string(key.shape[2] * pair));
-    LayerKV kv{};
-    kv.key = key.base;
-    kv.value = value.base;
-    kv.key_block_stride = key.stride_bytes(0);
-    kv.key_head_stride = key.stride_bytes(1);
-    kv.value_block_stride = value.stride_bytes(0);
-    kv.value_head_stride = value.stride_bytes(1);
-    kv.num_blocks = key.shape[0];
-    kv.kv_heads = static_cast<int>(heads);
-    kv.key_units = static_cast<int>(key.shape[2]);
-    kv.value_dim = static_cast<int>(value_dim);
-    kv.block_size = static_cast<int>(block_size);
-    kv.storage = storage;
-    return kv;
-}
 
 void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
                const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens, float scale,
@@ -115,13 +59,6 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
     call.window = window;
     nb::gil_scoped_release release;
     attend(call);
-}
-
-void check_range(const int64_t* x, int64_t count, int64_t end, const char* name) {
-    for (int64_t i = 0; i < count; ++i)
-        if (x[i] < 0 || x[i] >= end)
-            require(false, std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(x[i]) +
-                               ", must be in [0, " + std::to_string(end) + ")");
 }
 
 void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, const Tensor& cos, const Tensor& sin,
@@ -205,56 +142,6 @@ void py_copy_blocks(const Tensor& arena, const Tensor& copies) {
     copy_blocks(blocks.base, blocks.width, copies.data<int64_t>(), copies.shape[0]);
 }
 
-QuantFormat quant_format(const std::string& name) {
-    if (name == "Q4_0") return kQ4_0;
-    if (name == "Q4_1") return kQ4_1;
-    require(name == "Q8_0", "quantised format '" + name + "' is not one of Q4_0, Q4_1, Q8_0");
-    return kQ8_0;
-}
-
-int64_t packed_bytes(QuantFormat format, int64_t outputs, int64_t inputs) {
-    return (outputs + 15) / 16 * (inputs / 32) * quant_block_bytes(format);
-}
-
-void py_pack_quant(const std::string& format_name, const Tensor& blocks, int64_t inputs, const Tensor& packed) {
-    const QuantFormat format = quant_format(format_name);
-    require(inputs > 0 && inputs % 32 == 0, "inputs must be a multiple of 32, got " + std::to_string(inputs));
-    check_shape(blocks, "blocks", {-1, inputs / 32 * gguf_block_bytes(format)});
-    check_dense(blocks, "blocks", DType::u8, {blocks.shape[0], blocks.shape[1]});
-    check_dense(packed, "packed", DType::u8, {packed_bytes(format, blocks.shape[0], inputs)});
-    nb::gil_scoped_release release;
-    pack_quant(format, blocks.data<uint8_t>(), blocks.shape[0], inputs, packed.data<uint8_t>());
-}
-
-LinearOutput linear_output(const Tensor& out, const Tensor& bias, int64_t rows) {
-    const Storage storage = storage_of(out, "out");
-    check_rows(out, "out", 2);
-    check_shape(out, "out", {rows, -1});
-    if (!bias.is_null()) check_dense(bias, "bias", out.dtype, {out.shape[1]});
-    return {out.base, out.stride_bytes(0), out.shape[1], bias.base, storage};
-}
-
-void py_quant_linear(const std::string& format_name, const Tensor& packed, const Tensor& x, const Tensor& bias,
-                     const Tensor& out) {
-    const QuantFormat format = quant_format(format_name);
-    const Storage storage = storage_of(x, "x");
-    const Matrix rows = matrix(x, "x", x.dtype);
-    require(rows.width > 0 && rows.width % 32 == 0, "x must be a multiple of 32 wide, got " + x.describe());
-    const LinearOutput output = linear_output(out, bias, rows.rows);
-    check_dense(packed, "packed", DType::u8, {packed_bytes(format, output.width, rows.width)});
-    nb::gil_scoped_release release;
-    quant_linear(format, packed.data<uint8_t>(), storage, rows, output);
-}
-
-void py_bf16_linear(const Tensor& weight, const Tensor& x, const Tensor& bias, const Tensor& out) {
-    const Matrix rows = matrix(x, "x", DType::bf16), weights = matrix(weight, "weight", DType::bf16);
-    require(rows.width > 0 && rows.width % 32 == 0, "x must be a multiple of 32 wide, got " + x.describe());
-    const LinearOutput output = linear_output(out, bias, rows.rows);
-    check_shape(weight, "weight", {output.width, rows.width});
-    nb::gil_scoped_release release;
-    bf16_linear(weights.base, weights.stride, rows, output);
-}
-
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (int isa = 0; isa < kNumIsas; ++isa)
@@ -290,9 +177,8 @@ NB_MODULE(_native, m) {
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);
     m.def("copy_blocks", &py_copy_blocks, "arena"_a, "copies"_a);
-    m.def("pack_quant", &py_pack_quant, "format"_a, "blocks"_a, "inputs"_a, "packed"_a);
-    m.def("quant_linear", &py_quant_linear, "format"_a, "packed"_a, "x"_a, "bias"_a.none(), "out"_a);
-    m.def("bf16_linear", &py_bf16_linear, "weight"_a, "x"_a, "bias"_a.none(), "out"_a);
+    bind_linear(m);
+    bind_decoder(m);
     m.def("isa", [] { return std::string(isa_name(current_isa())); });
     m.def("supported_isas", &supported_isas);
     m.def("force_isa", &py_force_isa, "name"_a);

@@ -75,7 +75,7 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     task.out = out;
     task.units = static_cast<int>(storage == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs);
     const int64_t units = task.units;
-    if (x.rows == 1 && !odd) {
+    if (x.rows == 1 && !odd && reinterpret_cast<uintptr_t>(x.base) % 4 == 0) {
         task.x = reinterpret_cast<const uint32_t*>(x.base);
     } else {
         uint32_t* packed = scratch<uint32_t, 0>(x.rows * units);

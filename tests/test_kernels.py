@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -178,79 +177,6 @@ def test_rope_write_rotates_and_stores(level, dtype, with_norm, tokens, kv_heads
     assert not stored_value[untouched].any()
 
 
-def gguf_weight(name: str, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a random weight as a GGUF file holds them, and its exact values in float64."""
-    kind = gguf.GGMLQuantizationType[name]
-    blocks = gguf.quantize(randn(outputs, inputs, dtype=torch.float32, seed=seed).numpy(), kind)
-    return torch.from_numpy(blocks), torch.from_numpy(gguf.dequantize(blocks, kind)).double()
-
-
-def quantise_like_llama_cpp(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to 127 steps of each group's largest value, in float64."""
-    groups = x.float().unflatten(-1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True)
-    steps = (groups * torch.where(largest > 0, 127.0 / largest, 0.0)).round()
-    return (steps.double() * (largest / 127.0).double()).flatten(-2)
-
-
-@compiled
-@every_level
-@every_dtype
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
-@settings(max_examples=8, deadline=None)
-@given(
-    rows=st.integers(0, 9),
-    outputs=st.integers(1, 70),
-    blocks=st.integers(1, 9),
-    with_bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_quantised_products_agree_with_float64(level, dtype, name, rows, outputs, blocks, with_bias, seed):
-    kernels.force_isa(level)
-    raw, exact = gguf_weight(name, outputs, blocks * 32, seed)
-    weight = kernels.QuantizedWeight.pack(name, raw, blocks * 32)
-    x = randn(rows, blocks * 32, dtype=dtype, seed=seed)
-    bias = randn(outputs, dtype=dtype, seed=seed) if with_bias else None
-    expected = quantise_like_llama_cpp(x) @ exact.T + (0.0 if bias is None else bias.double())
-    assert_close(weight.linear(x, bias), expected)
-
-
-@compiled
-def test_a_packed_weight_is_as_large_as_in_its_file():
-    raw, _ = gguf_weight("Q4_1", 64, 96, seed=0)
-    assert kernels.QuantizedWeight.pack("Q4_1", raw, 96).nbytes == raw.nbytes
-
-
-@compiled
-@every_level
-@few_examples
-@given(rows=st.integers(0, 9), outputs=st.integers(1, 70), groups=st.integers(1, 9), seed=st.integers(0, 99))
-def test_bf16_products_agree_with_float64(level, rows, outputs, groups, seed):
-    kernels.force_isa(level)
-    x = randn(rows, groups * 32, dtype=torch.bfloat16, seed=seed)
-    weight = randn(outputs, groups * 32, dtype=torch.bfloat16, seed=seed + 1)
-    expected = x.double() @ weight.double().T
-    assert_close(kernels.bf16_linear(x, weight), expected)
-    assert_close(kernels.bf16_linear(x, weight, out=torch.empty(rows, outputs)), expected)
-
-
-@compiled
-@every_level
-def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level):
-    kernels.force_isa(level)
-    x = randn(70, 192, dtype=torch.bfloat16, seed=0)
-    plain = randn(1000, 192, dtype=torch.bfloat16, seed=1)
-    quantised = [kernels.QuantizedWeight.pack(n, gguf_weight(n, 1000, 192, 2)[0], 192) for n in ("Q4_1", "Q8_0")]
-    products = [lambda x: kernels.bf16_linear(x, plain), *(weight.linear for weight in quantised)]
-    kernels.set_num_threads(1)
-    whole = [product(x) for product in products]
-    for threads in (1, 2, 3):
-        kernels.set_num_threads(threads)
-        for product, expected in zip(products, whole, strict=True):
-            for start, stop in ((0, 1), (1, 3), (3, 6), (6, 70), (69, 70)):
-                assert torch.equal(product(x[start:stop]), expected[start:stop])
-
-
 @compiled
 @few_examples
 @given(copies=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=30, unique_by=lambda pair: pair[1]))
@@ -285,9 +211,6 @@ def test_row_wise_bits_do_not_depend_on_threads(threads):
         (lambda: kernels.argmax(torch.zeros(2, 0)), "no columns"),
         (lambda: kernels.copy_blocks(torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([[0, 4]])), r"copies\[1\] is"),
         (lambda: kernels.set_num_threads(0), "between 1 and 1024, got 0"),
-        (lambda: kernels.bf16_linear(torch.zeros(1, 40).bfloat16(), torch.zeros(2, 40).bfloat16()), "multiple of 32"),
-        (lambda: kernels.QuantizedWeight.pack("Q4_0", torch.zeros(2, 35).byte(), 64), r"blocks must have shape"),
-        (lambda: kernels.QuantizedWeight.pack("Q5_K", torch.zeros(2, 35).byte(), 64), "'Q5_K' is not one of Q4_0"),
         (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, avx2, avx512, avx512_bf16"),
     ],
 )  # fmt: skip

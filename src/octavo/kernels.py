@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch  # before the library: both then use torch's OpenMP runtime, hence one set of threads
 
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "QuantizedWeight",
+    "PackedWeight",
     "add_rms_norm",
     "argmax",
     "attend",
     "available",
-    "bf16_linear",
     "copy_blocks",
     "force_isa",
     "gelu_tanh_mul",
@@ -233,73 +232,89 @@ def copy_blocks(arena: torch.Tensor, copies: torch.Tensor) -> None:
     _native.copy_blocks(arena, copies)
 
 
-def bf16_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x @ weight.T + bias [rows, outputs] for a few bfloat16 rows, reading the weight as it lies in memory.
-
-    Faster than oneDNN's packed product up to 4 rows, slower beyond. A row has the same bits whatever the other rows.
-
-    Args:
-        x: bfloat16 [rows, inputs], inputs a multiple of 32; weight: bfloat16 [outputs, inputs].
-        bias: [outputs] in out's dtype; out: [rows, outputs], bfloat16 (made when absent) or float32.
-    """
-    if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-    _native.bf16_linear(weight, x, bias, out)
-    return out
-
-
-QuantFormat = Literal["Q4_0", "Q4_1", "Q8_0"]
+WeightFormat = Literal["bfloat16", "float32", "Q4_0", "Q4_1", "Q8_0"]
+FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A GGUF weight [outputs, inputs] in the kernels' order, byte for byte as large as in the file.
+class PackedWeight:
+    """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
 
-    Activations are quantised to int8 in groups of 32, as llama.cpp does. A row has the same bits whatever the other
-    rows; at any number of rows the product is faster than oneDNN's in bfloat16.
+    Quantised formats are GGUF's, byte for byte as large as in the file; activations are then quantised to int8 in
+    groups of 32, as llama.cpp does. A row's result has the same bits whatever the other rows and the threads.
 
     Attributes:
-        packed: uint8, tiles of 16 outputs (drawn in `csrc/linear.h`).
+        packed: uint8; panels of 32 outputs (drawn in `csrc/gemm.h`) or tiles of 16 (`csrc/quant.h`).
     """
 
-    format: QuantFormat
+    format: WeightFormat
     outputs: int
     inputs: int
     packed: torch.Tensor
 
-    BLOCK: ClassVar[int] = 32
-    BLOCK_BYTES: ClassVar[dict[str, int]] = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-
     @classmethod
-    def pack(cls, format: QuantFormat, blocks: torch.Tensor, inputs: int) -> QuantizedWeight:
-        """Reorder a tensor's bytes as they lie in a GGUF file: uint8 [outputs, inputs / 32 * block bytes].
+    def empty(cls, format: WeightFormat, outputs: int, inputs: int) -> PackedWeight:
+        """A matrix of zeros, to `put` rows into.
 
         Raises:
-            ValueError: another format, inputs no multiple of 32, or bytes that do not fit them.
+            ValueError: another format, or inputs of a quantised one that are no multiple of 32.
         """
-        if format not in get_args(QuantFormat):
-            raise ValueError(f"format {format!r} is not one of {', '.join(get_args(QuantFormat))}")
-        tiles = -(-blocks.shape[0] // 16)
-        packed = torch.empty(tiles * 16 * (inputs // cls.BLOCK) * cls.BLOCK_BYTES[format], dtype=torch.uint8)
-        _native.pack_quant(format, blocks, inputs, packed)
-        return cls(format, blocks.shape[0], inputs, packed)
+        packed = torch.zeros(_native.packed_bytes(format, outputs, inputs), dtype=torch.uint8)
+        return cls(format, outputs, inputs, packed)
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> PackedWeight:
+        """weight: bfloat16 or float32 [outputs, inputs]."""
+        if weight.dtype not in FLOAT_FORMATS:
+            raise ValueError(f"a weight must be bfloat16 or float32, got {weight.dtype}")
+        packed = cls.empty(FLOAT_FORMATS[weight.dtype], *weight.shape)
+        packed.put(weight)
+        return packed
+
+    @classmethod
+    def pack_quantised(cls, format: WeightFormat, blocks: torch.Tensor, inputs: int) -> PackedWeight:
+        """blocks: uint8 [outputs, bytes per output], as a GGUF file holds them."""
+        packed = cls.empty(format, blocks.shape[0], inputs)
+        packed.put(blocks)
+        return packed
+
+    def put(self, rows: torch.Tensor, first_output: int = 0, step: int = 1) -> None:
+        """Write rows [n, …] as the outputs from `first_output` on: all in a row, or 16 of every `step` * 16.
+
+        A gated product (`linear`) takes its gates at first_output 0 and what they open at 16, both with step 2.
+
+        Raises:
+            ValueError: rows of another dtype or width, or more than there are outputs.
+        """
+        _native.pack_rows(self.format, self.packed, self.outputs, self.inputs, rows, first_output, step)
 
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
 
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        activation: Literal["silu", "gelu_pytorch_tanh"] | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias [rows, outputs].
+        """x @ weight.T + bias [rows, outputs], or activation(gate) * up [rows, outputs / 2] of | gate | up |.
 
         Args:
-            x: [rows, inputs], bfloat16 or float32.
-            bias: [outputs] in out's dtype; out: [rows, outputs], bfloat16 or float32, made in x's dtype when absent.
+            x: [rows, inputs] in the weight's dtype; bfloat16 or float32 where the weight is quantised.
+            bias: [outputs] in out's dtype; out: bfloat16 or float32, made in x's dtype when absent.
+            activation: sums are | 16 gates | 16 ups | 16 gates | … (see `put`); rounded to out's dtype before the
+                activation, after it and after the product, as separate steps would.
         """
         if out is None:
-            out = x.new_empty(x.shape[0], self.outputs)
-        _native.quant_linear(self.format, self.packed, x, bias, out)
+            out = x.new_empty(x.shape[0], self.outputs // 2 if activation else self.outputs)
+        _native.linear(self.format, self.packed, self.outputs, x, bias, out, activation or "")
+        return out
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Outputs `ids` int64 [n] as they were put, dequantised: [n, inputs] in `dtype` (the weight's own if float)."""
+        out = torch.empty(len(ids), self.inputs, dtype=dtype)
+        _native.unpack_rows(self.format, self.packed, self.outputs, self.inputs, ids, out)
         return out

@@ -1,0 +1,2 @@
+#include "bindings.h"
+namespace octavo { void bind_decoder(nanobind::module_&) {} }

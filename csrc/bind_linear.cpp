@@ -1,0 +1,100 @@
+#include <nanobind/stl/string.h>
+
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+WeightFormat weight_format(const std::string& name) {
+    static const char* const names[] = {"bfloat16", "float32", "Q4_0", "Q4_1", "Q8_0"};
+    for (int i = 0; i < 5; ++i)
+        if (name == names[i]) return static_cast<WeightFormat>(i);
+    require(false, "weight format '" + name + "' is not one of bfloat16, float32, Q4_0, Q4_1, Q8_0");
+    return {};
+}
+
+int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t inputs) {
+    const WeightFormat format = weight_format(name);
+    require(outputs > 0 && inputs > 0, "a weight must have outputs and inputs, got " + std::to_string(outputs) + " x " +
+                                           std::to_string(inputs));
+    require(!is_quantised(format) || inputs % 32 == 0,
+            "inputs of a " + name + " weight must be a multiple of 32, got " + std::to_string(inputs));
+    require(inputs <= 1 << 24 && outputs <= int64_t{1} << 32, "a weight of " + std::to_string(outputs) + " x " +
+                                                                  std::to_string(inputs) + " is too large");
+    return packed_bytes(format, outputs, inputs);
+}
+
+void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& rows,
+                  int64_t first_output, int64_t step) {
+    const Weight weight = weight_of(format, packed, outputs, inputs);
+    const DType dtype = is_quantised(weight.format)           ? DType::u8
+                        : weight.format == WeightFormat::bf16 ? DType::bf16
+                                                              : DType::f32;
+    const Matrix stored = matrix(rows, "rows", dtype);
+    check_shape(rows, "rows", {-1, stored_row_bytes(weight.format, inputs) / dtype_bytes(dtype)});
+    require(step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
+            "rows cannot be placed from output " + std::to_string(first_output) + " in steps of " + std::to_string(step));
+    const Placement place{first_output, step};
+    require(stored.rows == 0 || place.output(stored.rows - 1) < outputs,
+            "rows end at output " + std::to_string(place.output(stored.rows - 1)) + " of " + std::to_string(outputs));
+    nb::gil_scoped_release release;
+    pack_rows(weight, stored.base, stored.stride, stored.rows, place);
+}
+
+void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& ids,
+                    const Tensor& out) {
+    const Weight weight = weight_of(format, packed, outputs, inputs);
+    const Storage storage = storage_of(out, "out");
+    const Matrix rows = matrix(out, "out", out.dtype);
+    check_shape(out, "out", {-1, inputs});
+    require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (storage == kBf16),
+            "out must have the weight's dtype, " + format + ", got " + out.describe());
+    check_dense(ids, "ids", DType::i64, {rows.rows});
+    check_range(ids.data<int64_t>(), rows.rows, outputs, "ids");
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, ids.data<int64_t>()[i], storage, rows.row(i));
+}
+
+void py_linear(const std::string& format, const Tensor& packed, int64_t outputs, const Tensor& x, const Tensor& bias,
+               const Tensor& out, const std::string& activation) {
+    const Storage x_storage = storage_of(x, "x"), out_storage = storage_of(out, "out");
+    const Matrix rows = matrix(x, "x", x.dtype), results = matrix(out, "out", out.dtype);
+    const Weight weight = weight_of(format, packed, outputs, rows.width);
+    const Epilogue epilogue = epilogue_of(activation);
+    require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (x_storage == kBf16),
+            "x must have the weight's dtype, " + format + ", got " + x.describe());
+    require(epilogue == kPlain || outputs % 32 == 0,
+            "a gated product needs a multiple of 32 outputs, got " + std::to_string(outputs));
+    check_shape(out, "out", {rows.rows, epilogue == kPlain ? outputs : outputs / 2});
+    if (!bias.is_null()) check_dense(bias, "bias", out.dtype, {outputs});
+    const LinearOutput output{results.base, results.stride, results.width, bias.base, out_storage, epilogue};
+    nb::gil_scoped_release release;
+    linear(weight, x_storage, rows, output);
+}
+
+}  // namespace
+
+Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs) {
+    check_dense(packed, "packed", DType::u8, {checked_packed_bytes(format, outputs, inputs)});
+    return {packed.base, outputs, inputs, weight_format(format)};
+}
+
+Epilogue epilogue_of(const std::string& activation) {
+    if (activation.empty()) return kPlain;
+    if (activation == "silu") return kSiluGate;
+    require(activation == "gelu_pytorch_tanh", "activation '" + activation + "' is not one of silu, gelu_pytorch_tanh");
+    return kGeluGate;
+}
+
+void bind_linear(nb::module_& m) {
+    m.def("packed_bytes", &checked_packed_bytes, "format"_a, "outputs"_a, "inputs"_a);
+    m.def("pack_rows", &py_pack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "rows"_a, "first_output"_a,
+          "step"_a);
+    m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
+    m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a);
+}
+
+}  // namespace octavo

@@ -1,0 +1,26 @@
+// What the bindings share: checks of arguments that raise nanobind::value_error with the numbers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "kernels.h"
+#include "linear.h"
+#include "ops.h"
+#include "tensor.h"
+
+namespace octavo {
+
+Storage storage_of(const Tensor& tensor, const char* name);
+Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
+void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
+LayerKV layer_kv(const Tensor& key, const Tensor& value);
+void check_range(const int64_t* x, int64_t count, int64_t end, const char* name);
+Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
+Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none
+
+void bind_linear(nanobind::module_& m);
+void bind_decoder(nanobind::module_& m);
+
+}  // namespace octavo

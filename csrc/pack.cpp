@@ -1,0 +1,130 @@
+// Weights into the kernels' order and, a row at a time, back.
+#include <algorithm>
+#include <cstring>
+
+#include "linear.h"
+
+namespace octavo {
+namespace {
+
+int gguf_block_bytes(QuantFormat format) { return format == kQ4_0 ? 18 : format == kQ4_1 ? 20 : 34; }
+
+int64_t units_per_output(const Weight& weight) {
+    return weight.format == WeightFormat::bf16 ? (weight.inputs + 1) / 2 : weight.inputs;
+}
+
+// Sixteen units of sixteen outputs at a time: lines of the packed weight are written whole.
+void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
+    const int64_t units = units_per_output(weight), row_bytes = stored_row_bytes(weight.format, weight.inputs);
+    for (int64_t first = 0; first < num_rows; first += 16) {
+        const int64_t count = std::min<int64_t>(16, num_rows - first);
+        for (int64_t unit = 0; unit < units; unit += 16)
+            for (int64_t r = 0; r < count; ++r) {
+                const int64_t output = place.output(first + r), panel = output / kPanelOutputs;
+                uint32_t block[16] = {};
+                std::memcpy(block, rows + (first + r) * row_stride + unit * 4, std::min<int64_t>(64, row_bytes - unit * 4));
+                uint32_t* to = reinterpret_cast<uint32_t*>(weight.packed) + (panel * units + unit) * kPanelOutputs +
+                               output % kPanelOutputs;
+                const int64_t end = std::min<int64_t>(16, units - unit);
+                for (int64_t u = 0; u < end; ++u) to[u * kPanelOutputs] = block[u];
+            }
+    }
+}
+
+void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
+    const QuantFormat format = quant_format(weight.format);
+    const int64_t blocks = weight.inputs / 32, from_bytes = gguf_block_bytes(format);
+    const int header = format == kQ4_1 ? 4 : 2, quads = format == kQ8_0 ? 8 : 4;
+    const uint32_t flip = format == kQ8_0 ? 0x80808080u : 0;  // signed to unsigned
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t output = place.output(row), lane = output % 16;
+        const char* from = rows + row * row_stride;
+        char* to = weight.packed + output / 16 * blocks * quant_block_bytes(format);
+        for (int64_t block = 0; block < blocks; ++block, from += from_bytes, to += quant_block_bytes(format)) {
+            std::memcpy(to + lane * 2, from, 2);
+            if (format == kQ4_1) std::memcpy(to + 32 + lane * 2, from + 2, 2);
+            char* vectors = to + header * 16 + lane * 4;
+            for (int quad = 0; quad < quads; ++quad) {
+                uint32_t bytes;
+                std::memcpy(&bytes, from + header + quad * 4, 4);
+                bytes ^= flip;
+                std::memcpy(vectors + quad * 64, &bytes, 4);
+            }
+        }
+    }
+}
+
+float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, magnitude = half & 0x7fff;
+    uint32_t bits = magnitude << 13;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;  // moves the exponent's bias, and makes subnormal halves normal
+    std::memcpy(&bits, &value, 4);
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+uint16_t float_to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void store(float value, Storage storage, int64_t index, char* to) {
+    const uint16_t half = float_to_bf16(value);
+    if (storage == kBf16) std::memcpy(to + index * 2, &half, 2);
+    else std::memcpy(to + index * 4, &value, 4);
+}
+
+void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
+    const QuantFormat format = quant_format(weight.format);
+    const int64_t blocks = weight.inputs / 32, lane = output % 16;
+    const int header = format == kQ4_1 ? 4 : 2;
+    const char* from = weight.packed + output / 16 * blocks * quant_block_bytes(format);
+    for (int64_t block = 0; block < blocks; ++block, from += quant_block_bytes(format)) {
+        uint16_t halves[2] = {};
+        std::memcpy(&halves[0], from + lane * 2, 2);
+        if (format == kQ4_1) std::memcpy(&halves[1], from + 32 + lane * 2, 2);
+        const float scale = half_to_float(halves[0]), minimum = half_to_float(halves[1]);
+        const auto* vectors = reinterpret_cast<const uint8_t*>(from + header * 16 + lane * 4);
+        for (int i = 0; i < 32; ++i) {
+            const int byte = format == kQ8_0 ? i : i % 16;
+            const int bits = vectors[byte / 4 * 64 + byte % 4];
+            const int quant = format == kQ8_0 ? bits - 128 : (i < 16 ? bits & 15 : bits >> 4) - (format == kQ4_0 ? 8 : 0);
+            const float product = static_cast<float>(quant) * scale;
+            store(format == kQ4_1 ? product + minimum : product, storage, block * 32 + i, to);
+        }
+    }
+}
+
+}  // namespace
+
+int64_t stored_row_bytes(WeightFormat format, int64_t inputs) {
+    if (is_quantised(format)) return inputs / 32 * gguf_block_bytes(quant_format(format));
+    return inputs * (format == WeightFormat::bf16 ? 2 : 4);
+}
+
+int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
+    if (is_quantised(format)) return (outputs + 15) / 16 * (inputs / 32) * quant_block_bytes(quant_format(format));
+    const Weight weight{nullptr, outputs, inputs, format};
+    return (outputs + kPanelOutputs - 1) / kPanelOutputs * kPanelOutputs * units_per_output(weight) * 4;
+}
+
+void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
+    if (is_quantised(weight.format)) pack_quants(weight, rows, row_stride, num_rows, place);
+    else pack_floats(weight, rows, row_stride, num_rows, place);
+}
+
+void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {
+    if (is_quantised(weight.format)) return unpack_quants(weight, output, storage, to);
+    const int64_t units = units_per_output(weight);
+    const char* from = weight.packed + (output / kPanelOutputs * units * kPanelOutputs + output % kPanelOutputs) * 4;
+    const int64_t row_bytes = stored_row_bytes(weight.format, weight.inputs);
+    for (int64_t unit = 0; unit < units; ++unit)
+        std::memcpy(to + unit * 4, from + unit * kPanelOutputs * 4, std::min<int64_t>(4, row_bytes - unit * 4));
+}
+
+}  // namespace octavo

@@ -1,0 +1,215 @@
+"""Products with packed weights against float64 at every instruction-set level, and their promise about bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import kernels
+from octavo.kernels import PackedWeight
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+LEVELS = kernels.supported_isas() if kernels.available() else []
+FLOATS = [torch.bfloat16, torch.float32]
+QUANTISED = ["Q4_0", "Q4_1", "Q8_0"]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+every_dtype = pytest.mark.parametrize("dtype", FLOATS)
+every_quant = pytest.mark.parametrize("name", QUANTISED)
+
+
+@pytest.fixture(autouse=True)
+def _restore_level_and_threads() -> Iterator[None]:
+    level, threads = kernels.isa(), kernels.num_threads()
+    yield
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error < TOLERANCE[actual.dtype], error
+
+
+def stored_blocks(name: str, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of a random weight as a GGUF file holds them, and its exact values in float64."""
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = gguf.quantize(randn(outputs, inputs, dtype=torch.float32, seed=seed).numpy(), kind)
+    return torch.from_numpy(blocks), torch.from_numpy(gguf.dequantize(blocks, kind)).double()
+
+
+def quantise_like_llama_cpp(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to 127 steps of each group's largest value, in float64."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True)
+    steps = (groups * torch.where(largest > 0, 127.0 / largest, 0.0)).round()
+    return (steps.double() * (largest / 127.0).double()).flatten(-2)
+
+
+def gated(name: str, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> PackedWeight:
+    weight = PackedWeight.empty(name, 2 * len(gate), inputs)
+    weight.put(gate, 0, 2)
+    weight.put(up, 16, 2)
+    return weight
+
+
+@every_level
+@every_dtype
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 130),
+    with_bias=st.booleans(),
+    wide_out=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_agree_with_float64(level, dtype, rows, outputs, inputs, with_bias, wide_out, seed):
+    kernels.force_isa(level)
+    out_dtype = torch.float32 if wide_out else dtype
+    x, weight = randn(rows, inputs, dtype=dtype, seed=seed), randn(outputs, inputs, dtype=dtype, seed=seed + 1)
+    bias = randn(outputs, dtype=out_dtype, seed=seed + 2) if with_bias else None
+    expected = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    out = torch.empty(rows, outputs, dtype=out_dtype)
+    assert_close(PackedWeight.pack(weight).linear(x, bias, out), expected)
+
+
+@every_level
+@every_dtype
+@every_quant
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(0, 20),
+    outputs=st.integers(1, 70),
+    blocks=st.integers(1, 9),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_quantised_products_agree_with_float64(level, dtype, name, rows, outputs, blocks, with_bias, seed):
+    kernels.force_isa(level)
+    stored, exact = stored_blocks(name, outputs, blocks * 32, seed)
+    weight = PackedWeight.pack_quantised(name, stored, blocks * 32)
+    x = randn(rows, blocks * 32, dtype=dtype, seed=seed)
+    bias = randn(outputs, dtype=dtype, seed=seed) if with_bias else None
+    expected = quantise_like_llama_cpp(x) @ exact.T + (0.0 if bias is None else bias.double())
+    assert_close(weight.linear(x, bias), expected)
+
+
+@every_level
+@every_dtype
+@pytest.mark.parametrize("name", ["own", *QUANTISED])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(level, dtype, name, activation, with_bias):
+    kernels.force_isa(level)
+    own = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[dtype]
+    parts = [
+        randn(48, 64, dtype=dtype, seed=seed) if name == "own" else stored_blocks(name, 48, 64, seed)[0]
+        for seed in (1, 2)
+    ]
+    bias = randn(96, dtype=dtype, seed=3) if with_bias else None
+    fused, plain = gated(own if name == "own" else name, *parts, 64), PackedWeight.empty(fused_name(name, own), 96, 64)
+    plain.put(torch.cat(parts))
+    interleaved = None if bias is None else bias.view(2, 3, 16).transpose(0, 1).reshape(-1)
+    x = randn(30, 64, dtype=dtype, seed=0)
+    gate = kernels.silu_mul if activation == "silu" else kernels.gelu_tanh_mul
+    assert torch.equal(fused.linear(x, interleaved, activation=activation), gate(plain.linear(x, bias)))
+
+
+def fused_name(name: str, own: str) -> Any:
+    return own if name == "own" else name
+
+
+@every_level
+def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level):
+    kernels.force_isa(level)
+    x = randn(70, 192, dtype=torch.bfloat16, seed=0)
+    weights = [PackedWeight.pack(randn(1000, 192, dtype=torch.bfloat16, seed=1))]
+    weights += [PackedWeight.pack_quantised(name, stored_blocks(name, 1000, 192, 2)[0], 192) for name in QUANTISED]
+    cases = [(weight, x) for weight in weights]
+    cases.append((PackedWeight.pack(randn(1000, 192, dtype=torch.float32, seed=1)), x.float()))
+    for weight, inputs in cases:
+        kernels.set_num_threads(1)
+        whole = weight.linear(inputs)
+        for threads in (1, 2, 3):
+            kernels.set_num_threads(threads)
+            assert torch.equal(weight.linear(inputs), whole)
+            for size in (1, 2, 5, 7, 12, 13, 33, 64):
+                parts = [weight.linear(part) for part in inputs.split(size)]
+                assert torch.equal(torch.cat(parts), whole), (weight.format, threads, size)
+
+
+@every_dtype
+@settings(max_examples=20, deadline=None)
+@given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=4), inputs=st.integers(1, 70))
+def test_rows_come_back_as_they_were_put_wherever_they_lie(dtype, parts, inputs):
+    whole = randn(sum(parts), inputs, dtype=dtype, seed=0)
+    weight, first = PackedWeight.empty(kernels.FLOAT_FORMATS[dtype], len(whole), inputs), 0
+    for part in whole.split(parts):
+        weight.put(part, first)
+        first += len(part)
+    ids = torch.randperm(len(whole))
+    assert torch.equal(weight.rows(ids, dtype), whole[ids])
+    assert torch.equal(weight.packed, PackedWeight.pack(whole).packed)
+
+
+@every_dtype
+@every_quant
+def test_quantised_rows_come_back_dequantised(dtype, name):
+    stored, exact = stored_blocks(name, 50, 96, seed=0)
+    weight = PackedWeight.pack_quantised(name, stored, 96)
+    assert torch.equal(weight.rows(torch.arange(50), dtype), exact.float().to(dtype))
+
+
+def test_a_quantised_weight_is_as_large_as_in_its_file():
+    stored, _ = stored_blocks("Q4_1", 64, 96, seed=0)
+    assert PackedWeight.pack_quantised("Q4_1", stored, 96).nbytes == stored.nbytes
+
+
+def test_strided_and_unaligned_rows_multiply_alike():
+    wide = randn(9, 201, dtype=torch.bfloat16, seed=0)
+    weight = PackedWeight.pack(randn(40, 64, dtype=torch.bfloat16, seed=1))
+    out = torch.zeros(9, 100, dtype=torch.bfloat16)
+    weight.linear(wide[:, 3:67], out=out[:, 5:45])
+    assert torch.equal(out[:, 5:45], weight.linear(wide[:, 3:67].contiguous()))
+    assert not out[:, :5].any()
+    assert not out[:, 45:].any()
+    assert torch.equal(weight.linear(wide[2:3, 3:67]), out[2:3, 5:45])
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 5)), r"packed must have shape \[384\], got"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).linear(torch.zeros(1, 4)), "x must have the weight's dtype, bfloat16"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), bf16(7)), r"bias must have shape \[8\]"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), out=bf16(1, 9)), r"out must have shape \[1, 8\]"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), activation="silu"), "a multiple of 32 outputs"),
+        (lambda: PackedWeight.pack(bf16(32, 4)).linear(bf16(1, 4), activation="relu"), "'relu' is not one of silu"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).rows(torch.tensor([8]), torch.bfloat16), r"ids\[0\] is 8, must be in"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(3, 4), 6), "rows end at output 8 of 8"),
+        (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(1, 4), 3, 2), "cannot be placed from output 3 in steps of 2"),
+        (lambda: PackedWeight.pack(bf16(8, 4).half()), "must be bfloat16 or float32, got torch.float16"),
+        (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 35).byte(), 64), "rows must have shape"),
+        (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 36).byte(), 60), "a multiple of 32, got 60"),
+        (lambda: PackedWeight.pack_quantised("Q5_K", torch.zeros(2, 36).byte(), 64), "'Q5_K' is not one of bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_bad_argument_is_a_value_error_with_the_numbers(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
