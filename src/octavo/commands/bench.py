@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands import bench_attention, bench_limits, bench_serve, bench_throughput
+from octavo.commands import bench_attention, bench_latency, bench_limits, bench_serve, bench_throughput
 from octavo.commands.base import Command, add_command
 
 BENCHES: tuple[Command, ...] = (
     bench_throughput.COMMAND,
     bench_serve.COMMAND,
+    bench_latency.COMMAND,
     bench_attention.COMMAND,
     bench_limits.COMMAND,
 )

@@ -1,0 +1,108 @@
+"""Latency of one batch: every prompt there at once, each step of the engine timed.
+
+A step is *prefill* while some prompt of the batch is not whole in the cache when it begins, *decode* after that: then
+each step gives every sequence that has not ended one token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.report import summarise
+from octavo.bench.workload import BenchRequest
+from octavo.engine.outputs import OutputKind
+from octavo.errors import ConfigError
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRun:
+    """One pass over the batch, in seconds.
+
+    Attributes:
+        prefill: until every prompt was computed and had its first token.
+        decode_steps: each step after that.
+        first_tokens: until each prompt's first token.
+        total: until the last token.
+    """
+
+    prefill: float
+    decode_steps: tuple[float, ...]
+    first_tokens: tuple[float, ...]
+    total: float
+
+
+def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, warm_ups: int = 1) -> list[LatencyRun]:
+    """`runs` passes after `warm_ups` that count for nothing, each with an empty prefix cache.
+
+    Raises:
+        ConfigError: the batch is not computed all at once under the engine's options.
+    """
+    limit = llm.config.max_num_seqs
+    if len(requests) > limit:
+        raise ConfigError(f"a batch of {len(requests)} prompts, but max_num_seqs is {limit}: raise --max-num-seqs")
+    timed = []
+    for index in range(warm_ups + runs):
+        llm.reset_prefix_cache()
+        run = _run_once(llm, requests)
+        if index >= warm_ups:
+            timed.append(run)
+    return timed
+
+
+def summary(runs: Sequence[LatencyRun]) -> Mapping[str, Any]:
+    """Milliseconds: of prefill and total over the runs, of decode steps and first tokens over all of their runs."""
+    return {
+        "prefill_ms": summarise([run.prefill for run in runs], 1e3),
+        "decode_step_ms": summarise([step for run in runs for step in run.decode_steps], 1e3),
+        "ttft_ms": summarise([first for run in runs for first in run.first_tokens], 1e3),
+        "total_ms": summarise([run.total for run in runs], 1e3),
+    }
+
+
+def _run_once(llm: LLM, requests: Sequence[BenchRequest]) -> LatencyRun:
+    core = llm.core
+    batch = [
+        core.make_request(
+            request.prompt_token_ids,
+            SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False),
+        )
+        for request in requests
+    ]
+    first_tokens: list[float] = []
+    decode_steps: list[float] = []
+    prefill = 0.0
+    pending = list(batch)
+    start = time.perf_counter()
+    for request in batch:
+        core.add(request, kind=OutputKind.FINAL)
+    try:
+        while core.has_work:
+            preempted = core.scheduler.counters.num_preemptions
+            began = time.perf_counter()
+            core.step()
+            ended = time.perf_counter()
+            if core.scheduler.counters.num_preemptions > preempted:
+                raise ConfigError(f"the cache is too small for a batch of {len(batch)}: raise --kv-cache-memory")
+            if not pending:
+                decode_steps.append(ended - began)
+                continue
+            waiting = [request for request in pending if not _has_a_token(request)]
+            first_tokens += [ended - start] * (len(pending) - len(waiting))
+            if not (pending := waiting):
+                prefill = ended - start
+    finally:
+        for request in batch:
+            core.abort(request.request_id)
+    return LatencyRun(prefill, tuple(decode_steps), tuple(first_tokens), time.perf_counter() - start)
+
+
+def _has_a_token(request: Request) -> bool:
+    return request.sequences[0].num_output_tokens > 0

@@ -1,0 +1,65 @@
+"""`octavo bench latency`: how long one batch takes, prefill and each decode step."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.bench import report, workload
+from octavo.commands.base import Command
+from octavo.commands.options import add_engine_options, engine_options
+from octavo.commands.workload_options import positive
+from octavo.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("batch options")
+    group.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (default: 8)")
+    group.add_argument(
+        "--input-len",
+        default="32",
+        metavar="LENGTHS",
+        help="prompt tokens: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
+    )
+    group.add_argument("--output-len", default="128", metavar="LENGTHS", help="output tokens (default: %(default)s)")
+    group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
+    group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="passes before them (default: 1)")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths and tokens")
+    group.add_argument("--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="ids below it")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.num_iters_warmup < 0:
+        raise ConfigError(f"--num-iters-warmup must be at least 0, got {args.num_iters_warmup}")
+    lengths = workload.Lengths.parse(args.input_len), workload.Lengths.parse(args.output_len)
+    requests = workload.random_workload(args.batch_size, *lengths, args.workload_seed, args.token_id_end)
+    engine = engine_options(args)
+
+    from octavo import LLM, __version__
+    from octavo.bench import latency
+
+    with LLM(**engine) as llm:
+        requests, num_clipped = workload.clip(requests, max_model_len=llm.max_model_len)
+        runs = latency.measure(llm, requests, args.num_iters, args.num_iters_warmup)
+        model = llm.config.model
+    result = {
+        "bench": "latency",
+        "version": __version__,
+        "model": model,
+        "options": engine,
+        "batch_size": len(requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "output_tokens": sum(request.max_tokens for request in requests),
+        "clipped": num_clipped,
+        "runs": len(runs),
+        **latency.summary(runs),
+        "machine": report.machine(),
+    }
+    print(report.as_json_line(result) if args.json else report.as_table(result))
+    return 0
+
+
+COMMAND = Command(
+    "latency", "latency of one batch", add_arguments, run, "Time one batch: prefill, and each decode step after it."
+)
