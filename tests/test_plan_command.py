@@ -5,8 +5,11 @@ import sys
 import pytest
 
 from octavo.cli import main
+from octavo.config import EngineConfig
+from octavo.engine.builder import build_engine
 from octavo.kvcache.spec import DTYPE_BYTES
 from octavo.planner.known_models import KNOWN_MODELS
+from octavo.planner.machine import MEMORY_LIMIT_VARIABLE
 from tests.models.tiny import write_hf_model
 
 
@@ -141,6 +144,18 @@ def test_a_folder_is_read(plan, tmp_path):
     write_hf_model(tmp_path, "Qwen2")
     answer = plan("--model", tmp_path)
     assert (answer["kv_bytes_per_token"], answer["context"]) == (2 * 2 * (16 + 16) * 2, 256)
+
+
+def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(plan, tmp_path, monkeypatch):
+    write_hf_model(tmp_path, "Qwen3", tokenizer=True, tie_word_embeddings=True)
+    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "max_num_seqs": 64}
+    flags = [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), value)]
+    answer = plan(*flags, "--memory", "32MiB")
+    monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "32MiB")
+    engine = build_engine(EngineConfig(**options))
+    assert answer["memory"]["pool_bytes_per_device"] == engine.runner.arena.nbytes
+    assert answer["weight_bytes"] == engine.runner.model.weight_bytes
+    engine.close()
 
 
 def test_the_table_names_the_same_figures(capsys):

@@ -40,7 +40,9 @@ class PlanOptions:
     device: Literal["cuda", "cpu"] = option(
         "cuda", "what is planned for; a CPU keeps a second copy of a tied head, and leaves memory to others"
     )
-    tensor_parallel_size: int = option(1, "devices that share the model: heads and matrices are divided among them")
+    tensor_parallel_size: int = option(
+        1, "devices that share the model, heads and matrices divided among them; a plan only: octavo serve uses one"
+    )
     dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
     kv_cache_dtype: str = option("auto", f"keys and values: {_DTYPES}; auto: as dtype")
     block_size: int | Literal["max"] = option(16, "tokens per block; 'max': one block of max_model_len per sequence")
