@@ -6,15 +6,27 @@ out while in use or found for the wrong prefix shows as a sequence reading anoth
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import Sequence
 from tests.kvcache.caches import FULL, make_manager, make_sequence, sliding
 
+SOAK_STEPS = 100_000
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(6))]
 
 
@@ -27,6 +39,7 @@ class CacheMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
     def build(self, num_blocks: int, block_size: int, layers: tuple, prefix_cache: str | None, eviction: str) -> None:
+        self.combination = (prefix_cache, eviction)
         self.manager = make_manager(
             num_blocks, block_size, layers, prefix_cache is not None, prefix_cache or "", eviction
         )
@@ -138,3 +151,28 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_steps_over_every_policy_and_cache() -> None:
+    combinations: Counter[tuple[str | None, str]] = Counter()
+
+    class Soak(CacheMachine):
+        num_steps = 0
+
+        @invariant()
+        def count(self) -> None:
+            if hasattr(self, "combination"):
+                Soak.num_steps += 1
+                combinations[self.combination] += 1
+
+    started, rounds = time.perf_counter(), 0
+    while Soak.num_steps < SOAK_STEPS:
+        rounds += 1
+        limits = settings(max_examples=300, stateful_step_count=200, deadline=None, database=None, derandomize=False)
+        run_state_machine_as_test(Soak, settings=limits)
+    assert len(combinations) == 3 * len(EVICTION_POLICIES)
+    print(f"{Soak.num_steps:,} steps in {rounds} rounds, {time.perf_counter() - started:.0f} s")
+    for (cache, policy), steps in sorted(combinations.items(), key=str):
+        print(f"| {cache or 'none'} | {policy} | {steps:,} |")

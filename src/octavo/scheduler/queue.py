@@ -74,7 +74,7 @@ class LongestPrefixFirst:
         window: how many of a line are compared; each costs a look-up per admission.
     """
 
-    def __init__(self, cached_tokens: Callable[[Sequence], int], *, max_overtakes: int = 16, window: int = 32) -> None:
+    def __init__(self, cached_tokens: Callable[[Sequence], int], *, max_overtakes: int = 16, window: int = 16) -> None:
         self._cached_tokens = cached_tokens
         self._max_overtakes = max_overtakes
         self._window = window

@@ -71,5 +71,5 @@ class CostEviction(RankedEviction):
 
     def evict(self) -> BlockId:
         block_id = super().evict()
-        self._clock = max(self._clock, self._given[block_id].rank)
+        self._clock = max(self._clock, self._given[block_id][0])
         return block_id

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 
@@ -16,10 +15,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId
 MIN_HEAP = 64
 
 
-class _Entry(NamedTuple):
-    rank: float
-    stamp: int
-    block_id: BlockId
+_Entry = tuple[float, int, BlockId]  # rank, stamp, block
 
 
 class RankedEviction(ABC):
@@ -47,7 +43,7 @@ class RankedEviction(ABC):
 
     def add(self, block_id: BlockId) -> None:
         self._stamp += 1
-        self._hold(_Entry(self.rank(block_id), self._stamp, block_id))
+        self._hold((self.rank(block_id), self._stamp, block_id))
 
     def remove(self, block_id: BlockId) -> None:
         del self._held[block_id]
@@ -58,11 +54,12 @@ class RankedEviction(ABC):
     def evict(self) -> BlockId:
         while self._heap:
             entry = heapq.heappop(self._heap)
+            block_id = entry[2]
             # By identity: a block that left and came back has a newer entry.
-            if self._held.get(entry.block_id) is entry:
-                del self._held[entry.block_id]
-                self._given[entry.block_id] = entry
-                return entry.block_id
+            if self._held.get(block_id) is entry:
+                del self._held[block_id]
+                self._given[block_id] = entry
+                return block_id
         raise KeyError("no block is held")
 
     def restore(self, block_id: BlockId) -> None:
@@ -78,7 +75,7 @@ class RankedEviction(ABC):
         return iter(self._held)
 
     def _hold(self, entry: _Entry) -> None:
-        self._held[entry.block_id] = entry
+        self._held[entry[2]] = entry
         heapq.heappush(self._heap, entry)
 
 

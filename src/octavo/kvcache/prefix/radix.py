@@ -130,7 +130,8 @@ class RadixPrefixCache:
     def drop(self, block_id: BlockId) -> None:
         node, group, index = self._places.pop(block_id)
         node.blocks[group][index - node.start] = NULL_BLOCK
-        self._prune(node)
+        if not node.children and index == node.end - 1:
+            self._prune(node)
 
     def parent(self, block_id: BlockId) -> BlockId | None:
         """The block right before this one in its group; None at the start, at a hole, and under a sliding window."""
@@ -141,16 +142,17 @@ class RadixPrefixCache:
             return node.blocks[group][index - node.start - 1] or None
         return (node.parent and node.parent.blocks[group][-1]) or None
 
-    def children(self, block_id: BlockId) -> Iterator[BlockId]:
+    def children(self, block_id: BlockId) -> Sequence[BlockId]:
         """The blocks right after this one in its group; none under a sliding window."""
         node, group, index = self._places[block_id]
         if self._windows[group] is not None:
-            return
+            return ()
         if index + 1 < node.end:
-            behind = [node.blocks[group][index - node.start + 1]]
-        else:
-            behind = [child.blocks[group][0] for child in node.children.values()]
-        yield from (block for block in behind if block != NULL_BLOCK)
+            block = node.blocks[group][index - node.start + 1]
+            return () if block == NULL_BLOCK else (block,)
+        if not node.children:
+            return ()
+        return [block for child in node.children.values() if (block := child.blocks[group][0]) != NULL_BLOCK]
 
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._places)

@@ -1,0 +1,303 @@
+"""Eviction policies and prefix caches against each other, on a recorded hour of a chat service.
+
+    python benchmarks/eviction_replay.py TRACE.jsonl [--pools 1000 4000 ...] [--out benchmarks/results]
+
+Replays a Mooncake trace through the real `KVCacheManager`, one request after the other: match, admit, commit, forget.
+One hash id of the trace stands for one block, so a block here is 512 tokens of the trace and one token of the replay.
+Every policy meets the same accesses as Belady's optimum, which knows the future, and as a cache without bounds. Times
+are of the processor, not of the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.traces import TOKENS_PER_HASH, read_trace
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, RecomputeCost, make_eviction_policy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.request import Request, RequestId
+from octavo.sampling_params import SamplingParams
+
+POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
+CACHES = ["hashed", "radix"]
+IMPORTANT_EVERY = 10
+
+SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
+# The policy weighs the trace's tokens, not the replay's.
+COST = RecomputeCost(block_size=TOKENS_PER_HASH)
+
+Prompt = tuple[int, ...]
+Operation = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One replay. Hits count block references; `important_hit_rate` those of the important requests only."""
+
+    prefix_cache: str
+    policy: str
+    pool_blocks: int
+    hit_rate: float
+    important_hit_rate: float
+    evictions: int
+    us_per_block: float
+
+
+def make_manager(cache: str, policy: str, pool_blocks: int) -> KVCacheManager:
+    prefix_cache, eviction = make_prefix_cache(cache, policy, spec=SPEC, identity=("replay",), cost=COST)
+    return KVCacheManager(SPEC, pool_blocks + 1, prefix_cache, eviction)
+
+
+def make_requests(prompts: Sequence[Prompt], mixed_priorities: bool) -> list[Request]:
+    """A conversation (all requests with the same second block) is important or not as a whole."""
+    params = SamplingParams(max_tokens=1)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        conversation = prompt[1] if len(prompt) > 1 else prompt[0]
+        important = mixed_priorities and conversation % IMPORTANT_EVERY == 0
+        # A hit never covers the last token, so one follows that is not computed.
+        tokens = [*prompt, -1]
+        requests.append(Request(RequestId(str(i)), tokens, params, priority=-1 if important else 0))
+    return requests
+
+
+def replay(manager: KVCacheManager, requests: Sequence[Request]) -> tuple[int, int, int]:
+    """Returns hits, hits of important requests, and references of important requests, all in blocks."""
+    hits = important_hits = important = 0
+    for request in requests:
+        seq = request.sequences[0]
+        length = seq.num_tokens - 1
+        hit = manager.match(seq)
+        if not manager.admit(seq, hit, length - hit.num_tokens):
+            raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {manager.pool.num_blocks - 1}")
+        seq.num_computed = length
+        manager.commit(seq)
+        manager.forget(seq)
+        hits += hit.num_tokens
+        if request.priority < 0:
+            important += length
+            important_hits += hit.num_tokens
+    return hits, important_hits, important
+
+
+def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt], mixed: bool = False) -> Result:
+    manager = make_manager(cache, policy, pool_blocks)
+    requests = make_requests(prompts, mixed)
+    total = sum(map(len, prompts))
+    started = time.process_time()
+    hits, important_hits, important = replay(manager, requests)
+    seconds = time.process_time() - started
+    manager.audit()
+    return Result(
+        cache,
+        policy,
+        pool_blocks,
+        hits / total,
+        important_hits / important if important else 0.0,
+        # Every miss publishes a block: what is not cached at the end was evicted.
+        total - hits - manager.pool.num_cached,
+        1e6 * seconds / total,
+    )
+
+
+class Recorder:
+    """A policy that writes down what it is asked, so that it can be asked again with nothing else on the clock."""
+
+    def __init__(self, inner: EvictionPolicy) -> None:
+        self._inner = inner
+        self.operations: list[Operation] = []
+
+    def publish(self, block_id: BlockId, position: int, priority: int) -> None:
+        self.operations.append(("publish", (block_id, position, priority)))
+        self._inner.publish(block_id, position, priority)
+
+    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+        self.operations.append(("hit", (tuple(block_ids), priority)))
+        self._inner.hit(block_ids, priority)
+
+    def add(self, block_id: BlockId) -> None:
+        self.operations.append(("add", (block_id,)))
+        self._inner.add(block_id)
+
+    def remove(self, block_id: BlockId) -> None:
+        self.operations.append(("remove", (block_id,)))
+        self._inner.remove(block_id)
+
+    def evict(self) -> BlockId:
+        self.operations.append(("evict", ()))
+        return self._inner.evict()
+
+    def restore(self, block_id: BlockId) -> None:
+        self.operations.append(("restore", (block_id,)))
+        self._inner.restore(block_id)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._inner
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._inner)
+
+
+def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """µs per call of each method of a policy, on the calls of a whole replay."""
+    recorder = Recorder(make_eviction_policy(policy, COST))
+    prefix_cache, _ = make_prefix_cache("hashed", policy, spec=SPEC, identity=("replay",))
+    replay(KVCacheManager(SPEC, pool_blocks + 1, prefix_cache, recorder), make_requests(prompts, False))
+    fresh = make_eviction_policy(policy, COST)
+    calls = [(getattr(fresh, name), arguments) for name, arguments in recorder.operations]
+    # Collecting among a million recorded tuples is no work of the policy's.
+    gc.disable()
+    started = time.process_time()
+    for call, arguments in calls:
+        call(*arguments)
+    seconds = time.process_time() - started
+    gc.enable()
+    return {"operations": len(calls), "us_per_operation": 1e6 * seconds / len(calls)}
+
+
+def belady(prompts: Sequence[Prompt], pool_blocks: int) -> float:
+    """Hit rate of the optimum (Belady 1966): evict what is asked for again last, and never before what never is.
+
+    Blocks are taken one by one and none is held by its own request, which bounds every policy from above. A block's
+    next use is never before that of the block it stands on, so the optimum, too, keeps prefixes whole.
+    """
+    references = [block for prompt in prompts for block in prompt]
+    never = len(references)
+    next_use, seen = [never] * never, {}
+    for time_ in range(never - 1, -1, -1):
+        next_use[time_] = seen.get(references[time_], never)
+        seen[references[time_]] = time_
+    resident: dict[int, int] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for time_, block in enumerate(references):
+        if block in resident:
+            hits += 1
+        elif len(resident) == pool_blocks:
+            while True:
+                use, _, victim = heapq.heappop(farthest)
+                if resident.get(victim) == -use:
+                    del resident[victim]
+                    break
+        resident[block] = next_use[time_]
+        heapq.heappush(farthest, (-next_use[time_], -time_, block))
+    return hits / never
+
+
+def infinite(prompts: Sequence[Prompt]) -> float:
+    seen: set[int] = set()
+    hits = 0
+    for prompt in prompts:
+        hits += sum(block in seen for block in prompt)
+        seen.update(prompt)
+    return hits / sum(map(len, prompts))
+
+
+def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
+    results = []
+    for pool in pools:
+        for cache in CACHES:
+            for policy in EVICTION_POLICIES:
+                results.append(measure(cache, policy, pool, prompts))
+                print(f"{pool:>7} {cache:<7} {policy:<9} {results[-1].hit_rate:7.2%}", flush=True)
+    middle = pools[len(pools) // 2]
+    return {
+        "requests": len(prompts),
+        "block_references": sum(map(len, prompts)),
+        "unique_blocks": len({block for prompt in prompts for block in prompt}),
+        "tokens_per_block": TOKENS_PER_HASH,
+        "infinite": infinite(prompts),
+        "belady": {pool: belady(prompts, pool) for pool in pools},
+        "results": [asdict(result) for result in results],
+        "policy_calls": {policy: us_per_operation(policy, middle, prompts) for policy in EVICTION_POLICIES},
+        "middle_pool": middle,
+        "mixed_priorities": [asdict(measure("hashed", p, middle, prompts, mixed=True)) for p in ("lru", "priority")],
+        "python": platform.python_version(),
+    }
+
+
+def table(report: dict[str, Any], trace: str) -> str:
+    pools = list(report["belady"])
+    by_key = {(r["prefix_cache"], r["policy"], r["pool_blocks"]): r for r in report["results"]}
+    lines = [
+        "# Eviction policies on a recorded hour of chat",
+        "",
+        f"`python benchmarks/eviction_replay.py {trace}`, Python {report['python']}, one core. "
+        f"{report['requests']:,} requests, {report['block_references']:,} block references, "
+        f"{report['unique_blocks']:,} different blocks of {report['tokens_per_block']} tokens, one request at a time.",
+        "",
+        "Share of block references found in the cache, by blocks in the pool (and tokens they hold):",
+        "",
+        "| cache | policy | " + " | ".join(f"{p:,} ({p * TOKENS_PER_HASH / 1e6:.1f} M)" for p in pools) + " |",
+        "|---|---|" + "---:|" * len(pools),
+    ]
+    for cache in CACHES:
+        for policy in EVICTION_POLICIES:
+            rates = (f"{by_key[cache, policy, pool]['hit_rate']:.2%}" for pool in pools)
+            lines.append(f"| {cache} | {policy} | " + " | ".join(rates) + " |")
+    lines.append("| | Belady's optimum | " + " | ".join(f"{report['belady'][pool]:.2%}" for pool in pools) + " |")
+    lines.append("| | infinite cache | " + " | ".join(f"{report['infinite']:.2%}" for _ in pools) + " |")
+    middle = report["middle_pool"]
+    lines += [
+        "",
+        f"Processor time, at {middle:,} blocks. A reference is all that the manager does for one block of a prompt "
+        "(pack or hash, match, allocate or share, publish, release, evict); a call is one of the policy alone.",
+        "",
+        "| policy | µs per reference, hashed | µs per reference, radix | policy calls | µs per call |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for policy in EVICTION_POLICIES:
+        times = [f"{by_key[cache, policy, middle]['us_per_block']:.2f}" for cache in CACHES]
+        calls = report["policy_calls"][policy]
+        lines.append(
+            f"| {policy} | {times[0]} | {times[1]} | {calls['operations']:,} | {calls['us_per_operation']:.2f} |"
+        )
+    lines += [
+        "",
+        "The trace has no priorities, so above `priority` is `lru`. With one conversation in "
+        f"{IMPORTANT_EVERY} made important, at {middle:,} blocks (hashed):",
+        "",
+        "| policy | hits of the important | hits of all |",
+        "|---|---:|---:|",
+    ]
+    lines += [
+        f"| {r['policy']} | {r['important_hit_rate']:.2%} | {r['hit_rate']:.2%} |" for r in report["mixed_priorities"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path, help="a Mooncake trace (JSON lines with hash_ids)")
+    parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks in the pool")
+    parser.add_argument("--limit", type=int, help="only the first requests of the trace")
+    parser.add_argument("--out", type=Path, help="folder for eviction_mooncake.md and .json")
+    options = parser.parse_args()
+    prompts = [request.hash_ids for request in read_trace(options.trace)[: options.limit] if request.hash_ids]
+    report = run(prompts, options.pools)
+    text = table(report, options.trace.name)
+    print(text)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "eviction_mooncake.md").write_text(text)
+        (options.out / "eviction_mooncake.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What prefix caching costs where nothing is shared: `python benchmarks/prefix_overhead.py [--out benchmarks/results]`.
+
+Unique prompts go through the real scheduler and KV cache, arriving as others end, in a pool small enough that blocks
+are evicted all the time. A runner that draws token 7 for everyone plays the model, so all that is timed is bookkeeping.
+The difference to no caching is set against the time that a model would take for the same steps. One JSON object on the
+last line of standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from pathlib import Path
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.request import Request, RequestId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.queue import LongestPrefixFirst
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+
+CACHES = {"none": None, "hashed": "hashed", "radix": "radix"}
+
+# Seconds a step takes: a decode step of the batch, plus its prompt tokens at the rate of prefill. Orders of magnitude
+# of Llama 3.1 8B in bf16 on an H200 (16 GB of weights read at 4 TB/s, plus KV and launches; 25,000 prompt tokens a
+# second), and of SmolLM2-135M on two CPU cores. Assumed, not measured.
+MACHINES = {"8B on a GPU": (0.008, 25_000.0), "135M on two cores": (0.050, 3_000.0)}
+
+
+def run(cache: str | None, eviction: str, arguments: argparse.Namespace) -> dict[str, float]:
+    layer = LayerKVSpec(8, 128, 128)
+    spec = KVCacheSpec.build([layer] * 32, 16, "bfloat16")
+    prefix_cache, policy = make_prefix_cache(cache, eviction, spec=spec, identity=("bench",))
+    most = spec.blocks_for_tokens(arguments.prompt_tokens + arguments.output_tokens)
+    kv = KVCacheManager(spec, 2 * arguments.num_seqs * most, prefix_cache, policy)
+    waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if cache == "radix" else None
+    scheduler = Scheduler(SchedulerConfig(arguments.num_seqs, 2048, 8192), kv, waiting=waiting)
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=arguments.output_tokens, ignore_eos=True)
+    requests = [
+        Request(RequestId(str(i)), [rng.randrange(50_000) for _ in range(arguments.prompt_tokens)], params)
+        for i in range(arguments.requests)
+    ]
+    arriving = iter(requests)
+    steps = prompt_tokens = 0
+    started = time.process_time()
+    while True:
+        while scheduler.num_running + scheduler.num_waiting < arguments.num_seqs + 32:
+            if (request := next(arriving, None)) is None:
+                break
+            scheduler.add(request)
+        if not (plan := scheduler.schedule()):
+            break
+        scheduler.update(plan, StepResult([[SampleResult(7) for _ in item.samples] for item in plan.scheduled]))
+        steps += 1
+        prompt_tokens += sum(item.num_tokens for item in plan.scheduled if item.num_tokens > 1)
+    seconds = time.process_time() - started
+    return {"seconds": seconds, "steps": steps, "prompt_tokens": prompt_tokens}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--num-seqs", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--output-tokens", type=int, default=150)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for prefix_overhead.md")
+    arguments = parser.parse_args()
+    variants = [("none", "lru"), ("hashed", "lru"), ("hashed", "cost"), ("radix", "lru"), ("radix", "cost")]
+    # In turns, so that a busy minute of the machine falls on all alike; the least disturbed run of each counts.
+    runs = [[run(CACHES[cache], policy, arguments) for cache, policy in variants] for _ in range(arguments.runs)]
+    best = [min((turn[i] for turn in runs), key=lambda r: r["seconds"]) for i in range(len(variants))]
+    rows = []
+    for (cache, policy), result in zip(variants, best, strict=True):
+        extra = result["seconds"] - best[0]["seconds"]
+        row: dict[str, object] = {
+            "prefix_cache": cache,
+            "policy": policy,
+            "us_per_step": 1e6 * result["seconds"] / result["steps"],
+            "extra_us_per_step": 1e6 * extra / result["steps"],
+        }
+        for machine, (decode, prefill) in MACHINES.items():
+            model = result["steps"] * decode + result["prompt_tokens"] / prefill
+            row[f"extra, {machine}"] = extra / model
+        rows.append(row)
+    lines = [
+        "# What prefix caching costs where nothing is shared",
+        "",
+        f"`python benchmarks/prefix_overhead.py`, Python {platform.python_version()}, one core, processor time, best "
+        f"of {arguments.runs} runs. {arguments.requests} unique prompts of {arguments.prompt_tokens:,} tokens, "
+        f"{arguments.output_tokens} tokens out, {arguments.num_seqs} sequences at a time, blocks of 16, every block "
+        "evicted in the end. A step here is `add`, `schedule` and `update` of the real scheduler and cache, nothing "
+        "computed; the shares are of the time a model is assumed to take for the same steps: "
+        + "; ".join(f"{m}: {d * 1e3:g} ms a decode step, {p:,.0f} prompt tokens/s" for m, (d, p) in MACHINES.items())
+        + ".",
+        "",
+        "| cache | policy | µs per step | more than without | " + " | ".join(f"of {m}" for m in MACHINES) + " |",
+        "|---|---|---:|---:|" + "---:|" * len(MACHINES),
+    ]
+    for row in rows:
+        shares = " | ".join(f"{row[f'extra, {machine}']:.2%}" for machine in MACHINES)
+        lines.append(
+            f"| {row['prefix_cache']} | {row['policy']} | {row['us_per_step']:.0f} | {row['extra_us_per_step']:.0f} "
+            f"| {shares} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out:
+        (arguments.out / "prefix_overhead.md").write_text(text)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
