@@ -1,7 +1,7 @@
 """What this machine can do: the ceilings beside which kernels and engines are reported.
 
 Reading: the fastest of three loops over one buffer, all of it read once a call: torch's sum, torch's matrix times
-vector (both float32), and the library's bf16_linear of one row. A buffer of `DRAM_BYTES` is beyond every cache; one of
+vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` is beyond every cache; one of
 `CACHE_BYTES` stays in the last two levels. Products: square matrices, a multiply-add counted as two operations. Each
 figure is that of the median call.
 """
@@ -81,7 +81,8 @@ def read_bandwidth(name: str, nbytes: int, count: int, *, seconds: float = 0.5) 
 
 
 def _readers(nbytes: int) -> dict[str, Call]:
-    rows = max(1, nbytes // (4 * _ROW))
+    # Sixteen rows of floats are the 32 rows of bfloat16 that a panel of the packed product holds.
+    rows = max(1, nbytes // (4 * _ROW * 16)) * 16
     floats = torch.ones(rows, _ROW)
     readers: dict[str, Call] = {
         "torch.sum": floats.view(-1).sum,
@@ -89,9 +90,10 @@ def _readers(nbytes: int) -> dict[str, Call]:
     }
     if kernels.available():
         # The same memory as bfloat16; what the numbers are does not matter to the time, as long as none is subnormal.
-        weight = floats.view(torch.bfloat16).view(2 * rows, _ROW).fill_(1.0)
-        x, out = torch.ones(1, _ROW, dtype=torch.bfloat16), torch.empty(1, 2 * rows, dtype=torch.bfloat16)
-        readers["bf16_linear"] = partial(kernels.bf16_linear, x, weight, None, out)
+        floats.view(torch.bfloat16).fill_(1.0)
+        packed = kernels.PackedWeight("bfloat16", 2 * rows, _ROW, floats.view(-1).view(torch.uint8))
+        x, out = torch.ones(1, _ROW, dtype=torch.bfloat16), torch.empty(1, packed.outputs, dtype=torch.bfloat16)
+        readers["PackedWeight.linear"] = partial(packed.linear, x, None, out)
     return readers
 
 
@@ -127,7 +129,7 @@ def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
     table, start, length = torch.ones(1, 1).int(), torch.tensor([0, 1]).int(), torch.ones(1).int()
     return {
         "kernels.rms_norm 1 x 64": partial(kernels.rms_norm, row, weight[0], 1e-5, out),
-        "kernels.bf16_linear 1 x 64 x 64": partial(kernels.bf16_linear, row, weight, None, out),
+        "PackedWeight.linear 1 x 64 x 64": partial(kernels.PackedWeight.pack(weight).linear, row, None, out),
         "kernels.attend 1 token": partial(
             kernels.attend, kv.key, kv.value, query, table, start, length, scale=1.0, out=attended
         ),
