@@ -1,9 +1,9 @@
 """What this machine can do: the ceilings beside which kernels and engines are reported.
 
 Reading: the fastest of three loops over one buffer, all of it read once a call: torch's sum, torch's matrix times
-vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` is beyond every cache; one of
-`CACHE_BYTES` stays in the last two levels. Products: square matrices, a multiply-add counted as two operations. Each
-figure is that of the median call.
+vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` is beyond every
+cache; one of `CACHE_BYTES` stays in the last two levels. Products: square matrices, a multiply-add counted as two
+operations. Each figure is that of the median call.
 """
 
 from __future__ import annotations
