@@ -1,7 +1,7 @@
 """Octavo: an LLM inference server around one data structure, the paged KV cache.
 
-    from octavo import LLM, SamplingParams
-    LLM("smollm2").generate(["Once upon a time"], SamplingParams(max_tokens=64))
+from octavo import LLM, SamplingParams
+LLM("smollm2").generate(["Once upon a time"], SamplingParams(max_tokens=64))
 """
 
 from importlib.metadata import PackageNotFoundError, version

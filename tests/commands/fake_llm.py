@@ -1,6 +1,5 @@
 """A stand-in for `octavo.LLM`: it answers every prompt with the words of a script, one token a word."""
 
-from types import SimpleNamespace
 
 from octavo.config import EngineConfig
 from octavo.engine.outputs import CompletionOutput, RequestOutput
@@ -21,14 +20,13 @@ class FakeLLM:
     def __init__(self, **options):
         self.config = EngineConfig(**options)
         self.num_cache_resets = 0
-        kv = SimpleNamespace(reset_prefix_cache=self._reset_prefix_cache)
-        self.core = SimpleNamespace(max_model_len=MAX_MODEL_LEN, scheduler=SimpleNamespace(kv=kv))
+        self.max_model_len = MAX_MODEL_LEN
         self.prompts, self.params, self.conversations = [], [], []
         self.use_tqdm = None
         self.closed = self.stream_closed = False
         type(self).last = self
 
-    def _reset_prefix_cache(self):
+    def reset_prefix_cache(self):
         self.num_cache_resets += 1
 
     def __enter__(self):

@@ -78,7 +78,7 @@ def test_results_go_to_a_file_and_nothing_to_stdout(octavo_command, fake_llm, tm
         ('{"prompt": "a", "max_token": 3}', "line 2: unknown field 'max_token'"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature must be at least 0"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias must have token ids as keys"),
-        ('{"prompt": "a", "stop": 3}', "line 2: sampling options of a wrong type"),
+        ('{"prompt": "a", "stop": 3}', "line 2: stop must be a list"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_no_model_is_loaded(octavo_command, fake_llm, tmp_path, line, message):
