@@ -15,7 +15,8 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.model_source import load_model_config, resolve_model
-from octavo.models.loader import WeightSource, expected_shapes, iter_weights, open_weights
+from octavo.models.loader import expected_shapes, iter_weights, open_weights
+from octavo.models.weights import WeightSource
 from tests.models import tiny
 
 

@@ -11,7 +11,7 @@ from octavo.errors import CorruptModelError
 from octavo.gguf_config import hf_name, rotary_row_order
 from octavo.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
 from octavo.model_config import ModelConfig
-from octavo.models.loader import RawTensor
+from octavo.models.weights import RawTensor
 
 
 class GGUFWeights:

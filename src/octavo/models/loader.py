@@ -7,12 +7,9 @@ loading never holds more than one tensor twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -20,39 +17,7 @@ from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedMode
 from octavo.hf_config import read_json
 from octavo.model_config import ModelConfig
 from octavo.model_source import ModelFormat, ModelSource
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A quantised matrix as its file stores it.
-
-    Attributes:
-        rows: uint8 [shape[0], bytes per row], in Hugging Face's row order.
-        type: a gguf.GGMLQuantizationType.
-        shape: of the matrix the bytes encode.
-    """
-
-    rows: npt.NDArray[np.uint8]
-    type: Any
-    shape: tuple[int, ...]
-
-
-class WeightSource(Protocol):
-    """Tensors by their Hugging Face names, such as "model.layers.0.self_attn.q_proj.weight"."""
-
-    def names(self) -> list[str]: ...
-
-    def has(self, name: str) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor on the CPU, contiguous. Raises CorruptModelError where there is none of that name."""
-        ...
-
-    def raw(self, name: str) -> RawTensor | None:
-        """The stored bytes of a GGUF tensor; None where the file keeps ordinary floats."""
-        ...
+from octavo.models.weights import RawTensor, WeightSource
 
 
 def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
