@@ -16,7 +16,11 @@ FIRST_TOKEN_ID = 100
 END_TOKEN_ID = 40_000
 """Ids up to here exist in every vocabulary that is benchmarked by default."""
 
-NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN (N requests, as in mixed64)"
+NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN, sharegptN, alpacaN (N requests, as in mixed64)"
+
+_DIALOGUES = {"sharegpt": (161.31, 1.2, 337.99, 0.9), "alpaca": (19.31, 0.6, 58.45, 0.9)}
+"""Mean and sigma of the logarithm, of prompt and output lengths. The means are those of the PagedAttention paper
+(Kwon et al. 2023, figure 11); it plots the spread without a figure, so the sigmas are ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,21 @@ def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[Be
     """The fixed workloads that engines are compared on.
 
     single: one prompt of 64 tokens, 128 out. uniformN: N of those. mixedN: log-normal lengths of a chat service,
-    16 to 1024 in and 8 to 256 out. sharedN: one prefix of 512 tokens, 32 of each request's own, 32 out.
+    16 to 1024 in and 8 to 256 out. sharedN: one prefix of 512 tokens, 32 of each request's own, 32 out. sharegptN and
+    alpacaN: log-normal lengths with the means of those datasets (ShareGPT: 161 in, 338 out; Alpaca: 19 in, 58 out).
 
     Raises:
         ConfigError: there is no such workload.
     """
-    match = re.fullmatch(r"(single)|(uniform|mixed|shared)([1-9][0-9]*)", name)
+    match = re.fullmatch(r"(single)|(uniform|mixed|shared|sharegpt|alpaca)([1-9][0-9]*)", name)
     if not match:
         raise ConfigError(f"unknown workload {name!r}: {NAMED_WORKLOADS}")
     rng = random.Random(seed)
     kind, count = match[1] or match[2], int(match[3] or 1)
     if kind == "mixed":
         return [_mixed_request(rng, end) for _ in range(count)]
+    if kind in _DIALOGUES:
+        return [_dialogue_request(rng, end, *_DIALOGUES[kind]) for _ in range(count)]
     if kind == "shared":
         prefix = random_token_ids(rng, 512, end)
         return [BenchRequest(prefix + random_token_ids(rng, 32, end), 32) for _ in range(count)]
@@ -66,6 +73,17 @@ def _mixed_request(rng: random.Random, end: int) -> BenchRequest:
     # Both lengths are drawn before the ids: the order of draws is part of what makes the workload the same everywhere.
     prompt_len = min(1024, max(16, int(rng.lognormvariate(5.0, 0.8))))
     output_len = min(256, max(8, int(rng.lognormvariate(4.4, 0.7))))
+    return BenchRequest(random_token_ids(rng, prompt_len, end), output_len)
+
+
+def _dialogue_request(
+    rng: random.Random, end: int, prompt_mean: float, prompt_sigma: float, output_mean: float, output_sigma: float
+) -> BenchRequest:
+    prompt_len, output_len = (
+        # The mean of a log-normal variable is exp(mu + sigma² / 2).
+        max(1, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+        for mean, sigma in ((prompt_mean, prompt_sigma), (output_mean, output_sigma))
+    )
     return BenchRequest(random_token_ids(rng, prompt_len, end), output_len)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands import bench_attention, bench_latency, bench_limits, bench_serve, bench_throughput
+from octavo.commands import bench_attention, bench_latency, bench_limits, bench_memory, bench_serve, bench_throughput
 from octavo.commands.base import Command, add_command
 
 BENCHES: tuple[Command, ...] = (
     bench_throughput.COMMAND,
     bench_serve.COMMAND,
     bench_latency.COMMAND,
+    bench_memory.COMMAND,
     bench_attention.COMMAND,
     bench_limits.COMMAND,
 )

@@ -1,0 +1,290 @@
+"""One memory budget, several block sizes: what fits at once, what is wasted, how fast the work gets done.
+
+All requests are there at once, so that memory is the limit until the queue is empty. The contiguous baseline is the
+block size "max": one block of `max_model_len` tokens for each sequence, as engines reserved before paging (the
+PagedAttention paper's "Orca (Max)"). Every block size gets the same bytes for blocks of sequences, and the null block
+on top of them.
+
+The scheduler, the manager and the prefix cache are those that serve. What computes a step is either the engine's
+runner (`real_engine`) or nothing, for an assumed time (`simulated_engine`): then memory figures are exact and times
+follow from `StepCost`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from octavo.bench.memory_usage import MemoryObserver, MemoryUsage
+from octavo.bench.workload import FIRST_TOKEN_ID, BenchRequest
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.planner.calculator import PoolSize, block_tokens, pool_for_memory, weight_bytes
+from octavo.planner.model_shape import ModelShape
+from octavo.request import Request, RequestId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+
+BlockSize = int | Literal["max"]
+
+CONTIGUOUS: Literal["max"] = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The assumed time of a step: step_s + token_s * new tokens + context_byte_s * bytes of keys and values read.
+
+    A sum, where hardware overlaps some of it: pessimistic by less than a factor of two. Each sequence's context is read
+    once a step, windows not taken off; the arithmetic of attention counts for nothing.
+
+    Attributes:
+        step_s: seconds of a step with nothing in it: all weights read once.
+        token_s: seconds of a new token: two operations for each parameter.
+        context_byte_s: seconds of a byte of context.
+    """
+
+    step_s: float
+    token_s: float
+    context_byte_s: float
+
+    @classmethod
+    def of_device(cls, shape: ModelShape, dtype: str, gb_per_s: float, gflop_per_s: float) -> StepCost:
+        """Of a device that reads so many 1e9 bytes and does so many 1e9 operations a second.
+
+        Raises:
+            ConfigError: a speed that is not positive.
+        """
+        if not gb_per_s > 0 or not gflop_per_s > 0:
+            raise ConfigError(f"speeds must be above 0, got {gb_per_s:g} GB/s and {gflop_per_s:g} GFLOP/s")
+        return cls(
+            step_s=weight_bytes(shape, dtype, tied_head_copied=False) / gb_per_s / 1e9,
+            token_s=2 * shape.parameters.total / gflop_per_s / 1e9,
+            context_byte_s=1 / gb_per_s / 1e9,
+        )
+
+    def seconds(self, plan: StepPlan, spec: KVCacheSpec) -> float:
+        context = sum(item.start + item.num_tokens for item in plan.scheduled)
+        return self.step_s + self.token_s * plan.num_tokens + self.context_byte_s * context * spec.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What every block size of one comparison has in common.
+
+    Attributes:
+        kv_dtype: of keys and values, as KVCacheSpec names it.
+        num_bytes: for blocks of sequences.
+        max_model_len: longest prompt + output; what the contiguous baseline reserves.
+    """
+
+    shape: ModelShape
+    kv_dtype: str
+    num_bytes: int
+    max_model_len: int
+
+    @classmethod
+    def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> MemoryBudget:
+        """Of an engine's options; without kv_cache_memory as much as `contiguous_seqs` sequences reserve.
+
+        Raises:
+            ConfigError: max_model_len is over the model's, or the memory does not hold one contiguous sequence.
+        """
+        limit = shape.max_position_embeddings
+        max_model_len = config.max_model_len or min(limit, 2048)
+        if max_model_len > limit:
+            raise ConfigError(f"max_model_len is {max_model_len}, but {shape.name} was made for {limit}")
+        kv_dtype = next((d for d in (config.kv_cache_dtype, config.dtype) if d != "auto"), "bfloat16")
+        budget = cls(shape, kv_dtype, 0, max_model_len)
+        reserved = budget.spec(CONTIGUOUS)
+        one = len(reserved.groups) * reserved.block_bytes
+        given = config.kv_cache_memory
+        num_bytes = given if isinstance(given, int) else contiguous_seqs * one
+        if num_bytes < one:
+            raise ConfigError(
+                f"{num_bytes} bytes do not hold one contiguous sequence of {max_model_len} tokens, which takes {one}: "
+                "raise --kv-cache-memory or lower --max-model-len"
+            )
+        return cls(shape, kv_dtype, num_bytes, max_model_len)
+
+    @property
+    def contiguous_seqs(self) -> int:
+        """Sequences that the contiguous baseline holds at once."""
+        spec = self.spec(CONTIGUOUS)
+        return self.num_bytes // (len(spec.groups) * spec.block_bytes)
+
+    def spec(self, block_size: BlockSize) -> KVCacheSpec:
+        return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), self.kv_dtype)
+
+    def pool(self, block_size: BlockSize, config: EngineConfig) -> PoolSize:
+        spec = self.spec(block_size)
+        return pool_for_memory(
+            spec,
+            self.num_bytes + spec.block_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_step=config.max_num_batched_tokens,
+        )
+
+
+class BenchEngine(Protocol):
+    """What a workload is played on."""
+
+    scheduler: Scheduler
+
+    def add(self, request: BenchRequest, n: int) -> Request:
+        """Queue `n` samples of a request, past end-of-sequence."""
+
+    def step(self) -> float:
+        """Compute one step; returns its seconds."""
+
+
+class SimulatedEngine:
+    """The scheduler and the cache as they serve, over a runner that computes nothing."""
+
+    def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
+        self.scheduler = scheduler
+        self._cost = cost
+        self._ids = itertools.count()
+
+    def add(self, request: BenchRequest, n: int) -> Request:
+        """See `BenchEngine.add`."""
+        params = SamplingParams(n=n, max_tokens=request.max_tokens, ignore_eos=True)
+        number = next(self._ids)
+        queued = Request(RequestId(f"bench-{number}"), request.prompt_token_ids, params, arrival_time=float(number))
+        self.scheduler.add(queued)
+        return queued
+
+    def step(self) -> float:
+        """See `BenchEngine.step`."""
+        plan = self.scheduler.schedule()
+        seconds = self._cost.seconds(plan, self.scheduler.kv.spec)
+        self.scheduler.update(plan, _draw(plan))
+        return seconds
+
+
+def _draw(plan: StepPlan) -> StepResult:
+    """Parallel samples part with their first token, as they would under a temperature."""
+    return StepResult([[SampleResult(FIRST_TOKEN_ID + seq.index) for seq in item.samples] for item in plan.scheduled])
+
+
+class RealEngine:
+    """A loaded model; only its steps are timed."""
+
+    def __init__(self, llm: Any) -> None:
+        self._core = llm.core
+        self.scheduler: Scheduler = llm.core.scheduler
+
+    def add(self, request: BenchRequest, n: int) -> Request:
+        """See `BenchEngine.add`."""
+        from octavo.engine.outputs import OutputKind
+
+        temperature = 1.0 if n > 1 else 0.0
+        params = SamplingParams(
+            n=n, max_tokens=request.max_tokens, ignore_eos=True, temperature=temperature, detokenize=False
+        )
+        queued: Request = self._core.make_request(request.prompt_token_ids, params)
+        self._core.add(queued, kind=OutputKind.FINAL)
+        return queued
+
+    def step(self) -> float:
+        """See `BenchEngine.step`."""
+        began = time.perf_counter()
+        self._core.step()
+        return time.perf_counter() - began
+
+
+def simulated_engine(
+    budget: MemoryBudget, block_size: BlockSize, config: EngineConfig, cost: StepCost
+) -> SimulatedEngine:
+    spec = budget.spec(block_size)
+    cache = make_prefix_cache(
+        config.prefix_cache if config.enable_prefix_caching else None, config.eviction_policy, spec=spec
+    )
+    kv = KVCacheManager(spec, budget.pool(block_size, config).num_blocks, *cache)
+    limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, budget.max_model_len)
+    return SimulatedEngine(Scheduler(limits, kv), cost)
+
+
+@contextmanager
+def real_engine(budget: MemoryBudget, block_size: BlockSize, options: Mapping[str, Any]) -> Iterator[RealEngine]:
+    """A model in memory, warmed up by two short requests.
+
+    Raises:
+        ConfigError: the model's keys and values are not of the budget's dtype.
+    """
+    from octavo import LLM
+
+    pool = budget.pool(block_size, EngineConfig.from_options(dict(options)))
+    sized = {"max_model_len": budget.max_model_len, "block_size": block_size, "num_blocks": pool.num_blocks}
+    with LLM(**{**options, **sized}) as llm:
+        spec = llm.core.scheduler.kv.spec
+        if spec != budget.spec(block_size):
+            raise ConfigError(
+                f"this model's cache is in {spec.dtype}, not {budget.kv_dtype}: give --dtype {spec.dtype}"
+            )
+        engine = RealEngine(llm)
+        play(engine, [BenchRequest([1, 2, 3, 4], 4)] * 2, budget)
+        llm.reset_prefix_cache()
+        yield engine
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One workload on one engine.
+
+    Attributes:
+        seconds: of all steps.
+        cached_tokens: of the prompts, found in the prefix cache.
+        recomputed_tokens: computed, lost to preemption, and so computed again.
+    """
+
+    usage: MemoryUsage
+    seconds: float
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+
+    @property
+    def output_tok_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: MemoryBudget, n: int = 1) -> Played:
+    """Run `n` samples of every request to their end, all queued at once, looking at the cache after every step."""
+    scheduler = engine.scheduler
+    observer = MemoryObserver(scheduler, budget.num_bytes)
+    preemptions, recomputed = scheduler.counters.num_preemptions, scheduler.counters.recomputed_tokens
+    queued = [engine.add(request, n) for request in requests]
+    for request in queued:
+        observer.watch(request)
+    seconds, steps = 0.0, 0
+    while scheduler.has_work:
+        took = engine.step()
+        observer.observe(took)
+        seconds, steps = seconds + took, steps + 1
+    return Played(
+        usage=observer.usage(),
+        seconds=seconds,
+        steps=steps,
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in queued),
+        cached_tokens=sum(request.num_cached_tokens or 0 for request in queued),
+        output_tokens=sum(seq.num_output_tokens for request in queued for seq in request.sequences),
+        preemptions=scheduler.counters.num_preemptions - preemptions,
+        recomputed_tokens=scheduler.counters.recomputed_tokens - recomputed,
+    )
+
+
+def cost_dtype(config: EngineConfig) -> str:
+    """The dtype of the weights that a simulated step reads."""
+    return config.dtype if config.dtype in DTYPE_BYTES else "bfloat16"

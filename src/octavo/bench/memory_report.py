@@ -1,0 +1,226 @@
+"""The comparison of block sizes as rows, as a markdown table, as a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.memory import CONTIGUOUS, BlockSize, MemoryBudget, Played
+from octavo.bench.report import show
+from octavo.config import format_bytes
+from octavo.errors import ConfigError
+
+_COLOURS = {
+    "tokens": "#0f766e",
+    "reserved": "#fbbf24",
+    "internal": "#c2410c",
+    "cached": "#7dd3fc",
+    "external": "#7f1d1d",
+    "idle": "#e2e8f0",
+}
+
+
+def row(block_size: BlockSize, budget: MemoryBudget, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
+    """One block size on one workload: times are medians over the runs, memory figures those of the median run."""
+    run = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
+    usage = {
+        key: {state: round(share, 5) for state, share in value.items()} if key == "shares" else round(value, 5)
+        for key, value in asdict(run.usage).items()
+    }
+    return {
+        "block_size": block_size,
+        "block_tokens": budget.spec(block_size).block_size,
+        "usable_blocks": usable_blocks,
+        **usage,
+        "seconds": round(statistics.median(each.seconds for each in runs), 4),
+        "seconds_of_runs": [round(each.seconds, 4) for each in runs],
+        "output_tok_s": round(statistics.median(each.output_tok_s for each in runs), 2),
+        "steps": run.steps,
+        "cached_tokens": run.cached_tokens,
+        "preemptions": run.preemptions,
+        "recomputed_tokens": run.recomputed_tokens,
+    }
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `throughput_ratio`, over the contiguous baseline's; None where that was not measured."""
+    baseline = next((r["output_tok_s"] for r in rows if r["block_size"] == CONTIGUOUS), None)
+    return [{**r, "throughput_ratio": round(r["output_tok_s"] / baseline, 3) if baseline else None} for r in rows]
+
+
+def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
+    """What sharing saved of the blocks that `n` samples a request, or a common prefix, would take by themselves."""
+    return {
+        "workload": workload,
+        "n": n,
+        "saved": round(run.usage.sharing_saved, 5),
+        "cached_prompt_share": round(run.cached_tokens / run.prompt_tokens, 5),
+        "running_mean": round(run.usage.running_mean, 2),
+        "output_tok_s": round(run.output_tok_s, 2),
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """All tables, under one line that says what was measured."""
+    return "\n".join(_lines(result))
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{result['model']}, {format_bytes(result['kv_bytes'])} for keys and values: {result['contiguous_seqs']} "
+        f"contiguous sequences of {result['max_model_len']:,} tokens. {_how(result)}"
+    )
+    for workload in result["workloads"]:
+        yield ""
+        yield (
+            f"**{workload['name']}**: {workload['requests']} requests, {workload['prompt_tokens']:,} tokens in, "
+            f"{workload['output_tokens']:,} out{_scaled(workload)}"
+        )
+        yield ""
+        yield from _table(
+            ("block size", "waste", "sequences at once (max)", "of the budget: tokens", "reserved", "internal"),
+            ("external", "preemptions", "output tok/s", "× contiguous"),
+            [_cells(r) for r in workload["rows"]],
+        )
+    if result["sharing"]:
+        yield ""
+        yield "Blocks saved by sharing, of those that the same sequences would hold without it:"
+        yield ""
+        yield from _table(
+            ("workload", "samples each", "blocks saved", "prompt tokens from the cache"),
+            ("sequences at once", "output tok/s"),
+            [
+                (
+                    *(r["workload"], r["n"], _percent(r["saved"]), _percent(r["cached_prompt_share"])),
+                    *(show(r["running_mean"]), show(r["output_tok_s"])),
+                )
+                for r in result["sharing"]
+            ],
+        )
+
+
+def _how(result: Mapping[str, Any]) -> str:
+    if result["mode"] == "real":
+        return "Measured on the engine."
+    cost = result["step_cost"]
+    return (
+        f"Simulated: a step takes {1e3 * cost['step_s']:.3g} ms, {1e6 * cost['token_s']:.3g} µs a new token and "
+        f"{1e12 * cost['context_byte_s']:.3g} ps a byte of context."
+    )
+
+
+def _scaled(workload: Mapping[str, Any]) -> str:
+    parts = [f", lengths × {workload['scale']:.3g}"] if workload["scale"] != 1 else []
+    return "".join([*parts, f", {workload['clipped']} cut" if workload["clipped"] else ""])
+
+
+def _cells(r: Mapping[str, Any]) -> tuple[str, ...]:
+    shares, ratio = r["shares"], r["throughput_ratio"]
+    return (
+        f"max ({r['block_tokens']:,})" if r["block_size"] == CONTIGUOUS else str(r["block_size"]),
+        _percent(r["waste"]),
+        f"{r['running_mean']:.1f} ({r['running_max']})",
+        *(_percent(shares[state]) for state in ("tokens", "reserved", "internal", "external")),
+        f"{r['preemptions']:,}",
+        show(r["output_tok_s"]),
+        "–" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def _table(left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    heading = (*left, *right)
+    yield "| " + " | ".join(heading) + " |"
+    yield "|---" + "|---:" * (len(heading) - 1) + "|"
+    for cells in rows:
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError where the picture could not be drawn: before an hour of measuring, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--output draws a picture with matplotlib, which is missing: pip install 'octavo[plot]'"
+        ) from None
+
+
+def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
+    """OUTPUT.json, OUTPUT.md and OUTPUT.png."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _beside(output, ".json").write_text(json_line + "\n", encoding="utf-8")
+    _beside(output, ".md").write_text(markdown(result) + "\n", encoding="utf-8")
+    plot(result, _beside(output, ".png"))
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    """`memory-1.5` keeps its name: only a suffix that is one of the three is replaced."""
+    stem = output.with_suffix("") if output.suffix in (".json", ".md", ".png") else output
+    return stem.with_name(stem.name + suffix)
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """For each workload a line of three: where the memory is, what is wasted, how much faster than contiguous."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    workloads = result["workloads"]
+    figure, axes = pyplot.subplots(
+        len(workloads), 3, figsize=(13, 0.9 + 3.3 * len(workloads)), squeeze=False, width_ratios=(1.5, 1, 1)
+    )
+    for line, workload in zip(axes, workloads, strict=True):
+        rows = workload["rows"]
+        names = [str(r["block_size"]) for r in rows]
+        _plot_shares(line[0], names, rows, workload["name"])
+        waste = [100 * r["waste"] for r in rows]
+        labels = [f"{percent:.1f}" for percent in waste]
+        _plot_bars(line[1], names, waste, labels, "waste, % of the slots held (dashed: 4 %)", _COLOURS["internal"])
+        line[1].axhline(4, color="#475569", linewidth=0.8, linestyle="--", zorder=0)
+        rates = [r["output_tok_s"] for r in rows]
+        labels = ["" if (ratio := r["throughput_ratio"]) is None else f"{ratio:.2f}×" for r in rows]
+        _plot_bars(line[2], names, rates, labels, "output tokens per second (× contiguous)", _COLOURS["tokens"])
+        for axis in line:
+            axis.set_xlabel("tokens per block", fontsize=8)
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles, states = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, states, loc="lower center", ncols=len(states), fontsize=8, frameon=False)
+    figure.suptitle(
+        f"{result['model']}, {format_bytes(result['kv_bytes'])} of keys and values, contexts up to "
+        f"{result['max_model_len']:,} tokens ({'measured' if result['mode'] == 'real' else 'simulated'})",
+        fontsize=10,
+    )
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _plot_shares(axis: Any, names: Sequence[str], rows: Sequence[Mapping[str, Any]], workload: str) -> None:
+    bottom = [0.0] * len(rows)
+    for state, colour in _COLOURS.items():
+        heights = [100 * r["shares"][state] for r in rows]
+        axis.bar(names, heights, bottom=bottom, color=colour, label=state, width=0.75)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    for x, r in enumerate(rows):
+        axis.text(x, 101, f"{r['running_mean']:.0f}", ha="center", va="bottom", fontsize=7)
+    axis.set_ylim(0, 112)
+    axis.set_yticks(range(0, 101, 25))
+    axis.set_title(f"{workload}: the budget, % (above: sequences at once)", fontsize=9)
+
+
+def _plot_bars(
+    axis: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str], title: str, colour: str
+) -> None:
+    bars = axis.bar(names, values, color=colour, width=0.75)
+    axis.bar_label(bars, labels=labels, padding=2, fontsize=7)
+    axis.margins(y=0.12)
+    axis.set_title(title, fontsize=9)

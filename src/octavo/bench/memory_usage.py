@@ -1,0 +1,213 @@
+"""Where the memory of a KV cache goes, read from the manager's own tables after every step.
+
+The terms are those of the PagedAttention paper (Kwon et al., SOSP 2023, section 3.1 and figures 2 and 3). A *slot* is
+room for one token's keys and values. Every slot of the budget is in exactly one of these states:
+
+    tokens      holds a computed token of a sequence; a slot that several sequences share counts once
+    reserved    in a block that a sequence holds, empty, and a later token of that sequence will fill it
+    internal    in a block that a sequence holds, and nothing will ever fill it: internal fragmentation
+    cached      in a block that no sequence holds, but a prefix could use again
+    external    free, and cannot be used although a sequence waits for memory: the next in line needs more blocks than
+                there are (beside those that admission leaves available); also what a budget has beyond whole blocks
+    idle        free, and nobody waits for it
+
+    three blocks of 16, 37 tokens now, 43 in the end:   tttttttttttttttt tttttttttttttttt tttttrrrrrriiiii
+
+*Waste* is (reserved + internal) / slots held. What the paper's figure 2 plots is the share of the whole budget.
+
+How long a request's output will be is known, because a benchmark ignores end-of-sequence; the last token's keys and
+values are never stored. Reading takes time in proportion to the sequences, not to their lengths: all blocks of a table
+but those from the first unfinished one on are full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.request import Request, Sequence, SequenceStatus
+from octavo.scheduler.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Slots:
+    """Slots by state, or shares of them; see the module."""
+
+    tokens: float = 0.0
+    reserved: float = 0.0
+    internal: float = 0.0
+    cached: float = 0.0
+    external: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.held + self.cached + self.external + self.idle
+
+    @property
+    def held(self) -> float:
+        return self.tokens + self.reserved + self.internal
+
+    def add(self, other: Slots, times: float) -> None:
+        for state in fields(self):
+            setattr(self, state.name, getattr(self, state.name) + times * getattr(other, state.name))
+
+    def shares(self) -> dict[str, float]:
+        """Each state's share of all, 0 to 1; zeros of nothing."""
+        total = self.total or 1.0
+        return {state: slots / total for state, slots in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The cache after one step.
+
+    Attributes:
+        blocks_held: by sequences, a shared one counted once; `blocks_unshared` is the sum of the tables' lengths,
+            what the same sequences would hold if none shared a block.
+        memory_is_short: whether a sequence waits for nothing but memory: not for its turn in a step full of other
+            prompts, nor for `max_num_seqs`.
+    """
+
+    slots: Slots
+    num_running: int
+    blocks_held: int
+    blocks_unshared: int
+    memory_is_short: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Averages over time.
+
+    Attributes:
+        shares: of the budget by state, while memory was short; over the whole run if it never was.
+        waste: share of the slots held that held no token, and its two parts; over the whole run.
+        running_mean: sequences at once, over the same time as `shares`; `running_max`: after any step.
+        sharing_saved: blocks saved by sharing over blocks without sharing (the paper's section 6.3).
+        short_share: of the time memory was short.
+    """
+
+    shares: dict[str, float]
+    waste: float
+    waste_reserved: float
+    waste_internal: float
+    running_mean: float
+    running_max: int
+    sharing_saved: float
+    short_share: float
+
+
+class MemoryObserver:
+    """Watches the cache of one scheduler through what it and its manager show to anybody.
+
+    Args:
+        budget_bytes: memory for blocks of sequences. The null block is not part of it: a contiguous allocator would
+            have none, and one of `max_model_len` tokens is no small thing.
+    """
+
+    def __init__(self, scheduler: Scheduler, budget_bytes: int) -> None:
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._requests: list[Request] = []
+        spec, pool = self._kv.spec, self._kv.pool
+        left = budget_bytes - (pool.num_blocks - 1) * spec.block_bytes
+        slots_per_byte = spec.block_size / spec.block_bytes
+        self._never_a_block = left % spec.block_bytes * slots_per_byte
+        self._not_asked_for = left // spec.block_bytes * spec.block_size
+        self._all, self._short = _Average(), _Average()
+
+    def watch(self, request: Request) -> None:
+        """Follow a request from now until it ends."""
+        self._requests.append(request)
+
+    def observe(self, seconds: float) -> None:
+        """Look at the cache after a step that took `seconds`."""
+        self._requests = [request for request in self._requests if not request.finished]
+        moment = self.moment()
+        self._all.add(moment, seconds)
+        if moment.memory_is_short:
+            self._short.add(moment, seconds)
+
+    def usage(self) -> MemoryUsage:
+        """The averages so far."""
+        every, busy = self._all, self._short if self._short.seconds else self._all
+        held = every.slots.held or 1.0
+        return MemoryUsage(
+            shares=busy.slots.shares(),
+            waste=(every.slots.reserved + every.slots.internal) / held,
+            waste_reserved=every.slots.reserved / held,
+            waste_internal=every.slots.internal / held,
+            running_mean=busy.running / (busy.seconds or 1.0),
+            running_max=every.running_max,
+            sharing_saved=(every.blocks_unshared - every.blocks_held) / (every.blocks_unshared or 1.0),
+            short_share=self._short.seconds / (every.seconds or 1.0),
+        )
+
+    def moment(self) -> Moment:
+        """The cache as it is now."""
+        pool, size = self._kv.pool, self._kv.spec.block_size
+        sequences = [seq for request in self._requests for seq in request.sequences]
+        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+        unfinished, blocks_unshared = self._unfinished_blocks(running)
+        reserved = sum(min(final, size) - filled for filled, final in unfinished.values())
+        internal = sum(size - min(final, size) for _, final in unfinished.values())
+        held = pool.num_active * size
+        slots = Slots(held - reserved - internal, reserved, internal, cached=pool.num_cached * size)
+        waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
+        room = self._scheduler.num_running < self._scheduler.config.max_num_seqs
+        memory_is_short = bool(waiting) and room and self._does_not_fit(min(waiting, key=lambda seq: seq.order))
+        if memory_is_short:
+            slots.external = pool.num_free * size
+        else:
+            slots.idle = pool.num_free * size
+        slots.external += self._never_a_block
+        slots.idle += self._not_asked_for
+        return Moment(slots, len(running), pool.num_active, blocks_unshared, memory_is_short)
+
+    def _unfinished_blocks(self, running: list[Sequence]) -> tuple[dict[BlockId, tuple[int, int]], int]:
+        """(slots filled, slots filled in the end) of each held block that is not full, and the tables' total length.
+
+        Of several holders of one block, the one who will fill it most counts.
+        """
+        size = self._kv.spec.block_size
+        slides = any(group.sliding_window is not None for group in self._kv.spec.groups)
+        blocks: dict[BlockId, tuple[int, int]] = {}
+        total = 0
+        for seq in running:
+            final = seq.num_prompt_tokens + (seq.request.params.max_tokens or 1) - 1
+            first = seq.num_computed // size
+            for table in self._kv.tables(seq):
+                total += len(table) - (table.count(NULL_BLOCK) if slides else 0)
+                for index in range(first, len(table)):
+                    filled = max(0, seq.num_computed - index * size)
+                    before = blocks.get(table[index], (0, 0))
+                    blocks[table[index]] = (max(before[0], filled), max(before[1], final - index * size))
+        return blocks, total
+
+    def _does_not_fit(self, seq: Sequence) -> bool:
+        """Whether the first step of a sequence needs more blocks than admission may take."""
+        config, spec, pool = self._scheduler.config, self._kv.spec, self._kv.pool
+        chunk = min(seq.num_tokens, config.max_num_batched_tokens)
+        left_available = int(config.watermark * pool.num_blocks)
+        return len(spec.groups) * spec.blocks_for_tokens(chunk) + left_available > pool.num_available
+
+
+class _Average:
+    """Sums over time, weighted by the seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.slots = Slots()
+        self.running = 0.0
+        self.running_max = 0
+        self.blocks_held = 0.0
+        self.blocks_unshared = 0.0
+
+    def add(self, moment: Moment, seconds: float) -> None:
+        self.seconds += seconds
+        self.slots.add(moment.slots, seconds)
+        self.running += seconds * moment.num_running
+        self.running_max = max(self.running_max, moment.num_running)
+        self.blocks_held += seconds * moment.blocks_held
+        self.blocks_unshared += seconds * moment.blocks_unshared

@@ -1,0 +1,79 @@
+"""`octavo bench memory`: the paged cache against a contiguous one, at one memory budget."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.bench.workload import NAMED_WORKLOADS
+from octavo.commands.base import Command
+from octavo.commands.options import add_engine_options
+from octavo.commands.workload_options import block_sizes, positive, positives
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison options")
+    group.add_argument(
+        "--simulate",
+        action="store_true",
+        help="compute nothing: real scheduler and cache, exact memory, times by --gb-s and --gflop-s; MODEL may be any "
+        "that `octavo plan` knows",
+    )
+    group.add_argument(
+        "--block-sizes",
+        type=block_sizes,
+        metavar="N|max,…",
+        help="(default: 16,max; with --simulate 1,2,4,…,256,max). Kernels want multiples of 16",
+    )
+    group.add_argument(
+        "--contiguous-seqs",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="without --kv-cache-memory, the budget is what N sequences of max_model_len reserve (default: 8)",
+    )
+    group.add_argument(
+        "--workload",
+        metavar="NAME,…",
+        help=f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none beside --trace)",
+    )
+    group.add_argument(
+        "--trace", action="append", metavar="FILE", help="also a trace's lengths, scaled to max_model_len; repeatable"
+    )
+    group.add_argument(
+        "--num-prompts", type=positive, metavar="N", help="first requests of each trace (64; with --simulate 512)"
+    )
+    group.add_argument(
+        "--trace-scale-lengths", type=float, metavar="X", help="(default: 99 of 100 requests fit max_model_len uncut)"
+    )
+    group.add_argument(
+        "--samples", type=positives, default="2,4,8", metavar="N,…", help="parallel samples to share for (2,4,8)"
+    )
+    group.add_argument(
+        "--sharing",
+        action=argparse.BooleanOptionalAction,
+        help="also what parallel samples and a common prefix save (default: with --simulate)",
+    )
+    group.add_argument("--runs", type=positive, default=1, metavar="N", help="median of N, block sizes in turns (1)")
+    group.add_argument("--gb-s", type=float, default=20.0, metavar="X", help="simulated memory, GB/s (default: 20)")
+    group.add_argument(
+        "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic, GFLOP/s (default: 400)"
+    )
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths and tokens")
+    group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.commands.bench_memory_run import run
+
+    return run(args)
+
+
+COMMAND = Command(
+    "memory",
+    "blocks against contiguous memory: waste, sequences at once, throughput",
+    add_arguments,
+    run,
+    "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block a sequence.",
+)

@@ -1,0 +1,173 @@
+"""The run of `octavo bench memory`, apart from its options so that `--help` imports little."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.bench import memory_report, report, traces, workload
+from octavo.bench.memory import (
+    CONTIGUOUS,
+    BenchEngine,
+    BlockSize,
+    MemoryBudget,
+    Played,
+    StepCost,
+    cost_dtype,
+    play,
+    real_engine,
+    simulated_engine,
+)
+from octavo.bench.workload import BenchRequest
+from octavo.commands.options import engine_options
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.planner.sources import find_shape
+
+_SIMULATED_SIZES: list[BlockSize] = [1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS]
+_PAGED = EngineConfig().block_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Requests cut to the model; `scale` is what a trace's lengths were multiplied by."""
+
+    name: str
+    requests: list[BenchRequest]
+    clipped: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One comparison: the budget, and how an engine of one block size is made."""
+
+    budget: MemoryBudget
+    options: dict[str, Any]
+    cost: StepCost | None
+
+    def config(self, **changes: Any) -> EngineConfig:
+        return EngineConfig.from_options({**self.options, **changes})
+
+    def engine(self, block_size: BlockSize, **changes: Any) -> AbstractContextManager[BenchEngine]:
+        if self.cost is None:
+            return real_engine(self.budget, block_size, {**self.options, **changes})
+        return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), self.cost))
+
+    def play(self, block_size: BlockSize, work: _Work, n: int = 1, **changes: Any) -> Played:
+        with self.engine(block_size, **changes) as engine:
+            return play(engine, work.requests, self.budget, n)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    for name, instead in (("block_size", "--block-sizes"), ("num_blocks", "--kv-cache-memory")):
+        if name in options:
+            raise ConfigError(f"{name} is what this benchmark compares: use {instead}")
+    if args.output:
+        memory_report.require_matplotlib()
+    config = EngineConfig.from_options(options)
+    shape = find_shape(config.model)
+    budget = MemoryBudget.build(shape, config, args.contiguous_seqs)
+    cost = StepCost.of_device(shape, cost_dtype(config), args.gb_s, args.gflop_s) if args.simulate else None
+    # Nothing of one block size may be left over for the next; what sharing saves has a table of its own.
+    bench = _Bench(budget, {"enable_prefix_caching": False, **options}, cost)
+    works = list(_works(args, budget, shape.vocab_size))
+
+    from octavo import __version__
+
+    result: dict[str, Any] = {
+        "bench": "memory",
+        "version": __version__,
+        "mode": "simulate" if args.simulate else "real",
+        "model": shape.name,
+        "options": bench.options,
+        "kv_dtype": budget.kv_dtype,
+        "kv_bytes": budget.num_bytes,
+        "max_model_len": budget.max_model_len,
+        "contiguous_seqs": budget.contiguous_seqs,
+        "step_cost": None if cost is None else asdict(cost),
+        "workloads": [
+            _compare(bench, work, args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, "max"]), args.runs)
+            for work in works
+        ],
+        "sharing": [],
+        "machine": report.machine(),
+    }
+    if args.simulate if args.sharing is None else args.sharing:
+        result["sharing"] = list(_sharing(bench, works, args.samples, shape.vocab_size, args.workload_seed))
+    line = report.as_json_line(result)
+    if args.output:
+        memory_report.write(result, line, Path(args.output))
+    print(line if args.json else memory_report.markdown(result))
+    return 0
+
+
+def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> dict[str, Any]:
+    played: dict[BlockSize, list[Played]] = {size: [] for size in sizes}
+    for _ in range(runs):
+        for size in sizes:
+            played[size].append(bench.play(size, work))
+            print(f"{work.name}, blocks of {size}: {played[size][-1].seconds:.1f} s", file=sys.stderr)
+    rows = [
+        memory_report.row(size, bench.budget, bench.budget.pool(size, bench.config()).usable_blocks, played[size])
+        for size in sizes
+    ]
+    return {
+        "name": work.name,
+        "requests": len(work.requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in work.requests),
+        "output_tokens": sum(request.max_tokens for request in work.requests),
+        "scale": work.scale,
+        "clipped": work.clipped,
+        "rows": memory_report.with_ratios(rows),
+    }
+
+
+def _sharing(
+    bench: _Bench, works: list[_Work], samples: list[int], vocab_size: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Parallel samples, then a common prefix with and without a prefix cache.
+
+    With the cache, as in serving: a sample that was preempted finds its prompt's blocks again. The prompts of a
+    workload share nothing by themselves, those of some traces do.
+    """
+    for work in works:
+        for n in samples:
+            yield memory_report.sharing_row(work.name, n, bench.play(_PAGED, work, n, enable_prefix_caching=True))
+    common = _named(f"shared{len(works[0].requests)}", seed, bench.budget, vocab_size)
+    for caching in (False, True):
+        played = bench.play(_PAGED, common, enable_prefix_caching=caching)
+        yield memory_report.sharing_row(f"{common.name}, {'with' if caching else 'no'} prefix cache", 1, played)
+
+
+def _works(args: argparse.Namespace, budget: MemoryBudget, vocab_size: int) -> Iterator[_Work]:
+    count = args.num_prompts or (512 if args.simulate else 64)
+    default = "" if args.trace else f"mixed{count},sharegpt{count}"
+    names = default if args.workload is None else args.workload
+    for name in filter(None, names.split(",")):
+        yield _named(name, args.workload_seed, budget, vocab_size)
+    for path in args.trace or ():
+        trace = traces.read_trace(path)[:count]
+        scale = args.trace_scale_lengths
+        if scale is None:
+            totals = [request.prompt_tokens + request.output_tokens for request in trace]
+            scale = min(1.0, budget.max_model_len / report.percentile(totals, 99))
+        end = min(workload.END_TOKEN_ID, vocab_size)
+        requests = traces.as_requests(trace, scale_lengths=scale, seed=args.workload_seed, end=end)
+        yield _clipped(Path(path).stem, requests, budget, scale)
+
+
+def _named(name: str, seed: int, budget: MemoryBudget, vocab_size: int) -> _Work:
+    end = min(workload.END_TOKEN_ID, vocab_size)
+    return _clipped(name, workload.named_workload(name, seed, end), budget)
+
+
+def _clipped(name: str, requests: list[BenchRequest], budget: MemoryBudget, scale: float = 1.0) -> _Work:
+    requests, num_clipped = workload.clip(requests, max_model_len=budget.max_model_len)
+    return _Work(name, requests, num_clipped, scale)

@@ -1,0 +1,147 @@
+import json
+import sys
+
+import pytest
+import torch
+
+from octavo.bench.memory import MemoryBudget, StepCost, play, simulated_engine
+from octavo.bench.memory_report import markdown, require_matplotlib
+from octavo.bench.workload import named_workload
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.planner.sources import find_shape
+
+COST = StepCost(step_s=0.02, token_s=1e-4, context_byte_s=1e-12)
+"""About what a 13B model costs on an A100: reading the weights is most of a decode step."""
+SIMULATE = ["--simulate", "--model", "llama-2-7b", "--max-model-len", 2048]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return find_shape("llama-2-7b")
+
+
+@pytest.fixture
+def same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_comes_on_top(llama):
+    config = EngineConfig(max_model_len=2048)
+    budget = MemoryBudget.build(llama, config, contiguous_seqs=4)
+    assert budget.num_bytes == 4 * 2048 * 524_288
+    assert budget.pool("max", config).usable_blocks == budget.contiguous_seqs == 4
+    assert budget.pool(16, config).usable_blocks == 4 * 2048 // 16
+
+
+def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama):
+    config = EngineConfig(max_model_len=2048, kv_cache_memory=1000)
+    with pytest.raises(ConfigError, match=r"1000 bytes do not hold one contiguous sequence of 2048 tokens.*1073741824"):
+        MemoryBudget.build(llama, config, 4)
+
+
+def test_a_step_costs_its_weights_its_tokens_and_its_context(llama):
+    cost = StepCost.of_device(llama, "bfloat16", gb_per_s=1000, gflop_per_s=100_000)
+    assert cost.step_s == pytest.approx(2 * llama.parameters.total / 1e12)
+    assert cost.token_s == pytest.approx(2 * llama.parameters.total / 1e14)
+    config = EngineConfig(max_model_len=2048)
+    engine = simulated_engine(MemoryBudget.build(llama, config, 4), 16, config, cost)
+    engine.add(named_workload("single")[0], 1)
+    assert engine.step() == pytest.approx(cost.step_s + 64 * cost.token_s + 64 * 524_288 / 1e12)
+    assert engine.step() == pytest.approx(cost.step_s + cost.token_s + 65 * 524_288 / 1e12)
+
+
+@pytest.mark.parametrize("speeds", [(0, 1), (1, -1)])
+def test_a_speed_must_be_positive(llama, speeds):
+    with pytest.raises(ConfigError, match="speeds must be above 0"):
+        StepCost.of_device(llama, "bfloat16", *speeds)
+
+
+def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama):
+    config = EngineConfig(max_model_len=2048, enable_prefix_caching=False)
+    budget = MemoryBudget.build(llama, config, contiguous_seqs=4)
+    played = {}
+    for size in (16, "max"):
+        engine = simulated_engine(budget, size, config, COST)
+        played[size] = play(engine, named_workload("mixed96"), budget)
+        engine.scheduler.kv.audit()
+    paged, contiguous = played[16], played["max"]
+    assert paged.usage.waste < 0.04
+    assert contiguous.usage.waste > 0.6
+    assert contiguous.usage.running_max == 4
+    assert paged.usage.running_mean > 4 * contiguous.usage.running_mean
+    assert paged.output_tok_s > 2 * contiguous.output_tok_s
+    assert paged.output_tokens == contiguous.output_tokens == sum(r.max_tokens for r in named_workload("mixed96"))
+
+
+def test_the_command_simulates_every_block_size_and_says_what_sharing_saves(octavo_command, tmp_path):
+    pytest.importorskip("matplotlib")
+    trace = tmp_path / "t.csv"
+    rows = "\n".join(f"{i},alice,{300 * (i + 1)},{40 * (i + 1)}" for i in range(12))
+    trace.write_text(f"arrival_s,client,prompt_tokens,output_tokens\n{rows}\n")
+    argv = ["--workload", "mixed12", "--trace", trace, "--contiguous-seqs", 2, "--samples", "2", "--json"]
+    output = tmp_path / "deep" / "memory-1.5"
+    code, out, _ = octavo_command("bench", "memory", *SIMULATE, *argv, "--output", output)
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    assert [work["name"] for work in result["workloads"]] == ["mixed12", "t"]
+    assert result["workloads"][1]["scale"] < 1
+    for work in result["workloads"]:
+        assert [row["block_size"] for row in work["rows"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256, "max"]
+        wastes = [row["waste"] for row in work["rows"]]
+        assert wastes == sorted(wastes)
+        assert work["rows"][0]["waste"] == 0.0
+        assert work["rows"][-1]["throughput_ratio"] == 1.0
+        assert all(sum(row["shares"].values()) == pytest.approx(1.0, abs=1e-3) for row in work["rows"])
+    saved = {row["workload"]: row["saved"] for row in result["sharing"]}
+    assert saved["mixed12"] > 0.1
+    assert saved["shared12, no prefix cache"] == 0.0
+    assert saved["shared12, with prefix cache"] > 0.3
+    assert json.loads((tmp_path / "deep" / "memory-1.5.json").read_text()) == result
+    assert (tmp_path / "deep" / "memory-1.5.md").read_text() == markdown(result) + "\n"
+    assert (tmp_path / "deep" / "memory-1.5.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_json_there_are_markdown_tables(octavo_command):
+    argv = ["--workload", "mixed4", "--block-sizes", "16", "--no-sharing"]
+    code, out, _ = octavo_command("bench", "memory", *SIMULATE, *argv)
+    assert code == 0
+    assert "| block size | waste |" in out
+    assert "Simulated: a step takes" in out
+
+
+def test_the_real_engine_plays_the_same_comparison(octavo_command, tiny_llama, same_threads):
+    argv = ["--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--num-threads", 1, "--max-model-len", 128]
+    argv += ["--workload", "alpaca6", "--contiguous-seqs", 2, "--runs", 2, "--sharing", "--samples", "2", "--json"]
+    code, out, err = octavo_command("bench", "memory", *argv)
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    paged, contiguous = result["workloads"][0]["rows"]
+    assert result["mode"] == "real"
+    assert len(paged["seconds_of_runs"]) == 2
+    assert (paged["usable_blocks"], contiguous["usable_blocks"]) == (16, 2)
+    assert paged["running_max"] > contiguous["running_max"] == 2
+    assert paged["waste"] < contiguous["waste"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--block-size", "16"], "use --block-sizes"),
+        (["--num-blocks", "9"], "use --kv-cache-memory"),
+        (["--max-model-len", "999999"], "was made for 4096"),
+        (["--workload", "odd64"], "unknown workload"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(octavo_command, argv, message):
+    code, _, err = octavo_command("bench", "memory", "--simulate", "--model", "llama-2-7b", *argv)
+    assert code == 1
+    assert message in err
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[plot\]'"):
+        require_matplotlib()
