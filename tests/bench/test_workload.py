@@ -112,3 +112,10 @@ def test_an_infinite_rate_sends_all_at_once():
 def test_rates_must_be_positive(rate, burstiness):
     with pytest.raises(ConfigError, match="above 0"):
         arrival_times(3, rate, burstiness)
+
+
+@pytest.mark.parametrize(("name", "prompt_mean", "output_mean"), [("sharegpt4000", 161, 338), ("alpaca4000", 19, 58)])
+def test_dialogues_have_the_mean_lengths_of_their_dataset(name, prompt_mean, output_mean):
+    requests = named_workload(name)
+    assert statistics.fmean(len(r.prompt_token_ids) for r in requests) == pytest.approx(prompt_mean, rel=0.1)
+    assert statistics.fmean(r.max_tokens for r in requests) == pytest.approx(output_mean, rel=0.1)
