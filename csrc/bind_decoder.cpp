@@ -1,2 +1,196 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
 #include "bindings.h"
-namespace octavo { void bind_decoder(nanobind::module_&) {} }
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+// (format, packed, outputs, inputs, bias)
+using PartArguments = std::tuple<std::string, nb::object, int64_t, int64_t, nb::object>;
+using LinearArguments = std::vector<PartArguments>;
+
+// A decoder, and the Python objects whose memory it refers to.
+class BoundDecoder {
+  public:
+    BoundDecoder(const std::string& dtype, int64_t hidden, int64_t inner, int64_t vocab, int num_heads, int kv_heads,
+                 int key_dim, int value_dim, float eps, const std::string& activation) {
+        require(dtype == "bfloat16" || dtype == "float32", "dtype '" + dtype + "' is not one of bfloat16, float32");
+        require(hidden > 0 && inner > 0 && inner % 16 == 0 && vocab > 0,
+                "a decoder's inner width must be a multiple of 16, got " + std::to_string(inner));
+        require(kv_heads > 0 && num_heads > 0 && num_heads % kv_heads == 0, "query heads must be a multiple of KV heads");
+        require(key_dim > 0 && key_dim <= kMaxHeadDim && value_dim > 0 && value_dim <= kMaxHeadDim,
+                "heads must have 1 to 256 dimensions");
+        const Epilogue gate = epilogue_of(activation);
+        require(gate != kPlain, "a decoder needs an activation");
+        decoder_.shape = {dtype == "bfloat16" ? kBf16 : kF32, hidden, inner, vocab, num_heads, kv_heads, key_dim,
+                          value_dim, eps, gate};
+    }
+
+    void add_layer(nb::object input_norm, nb::object post_attention_norm, nb::object query_norm, nb::object key_norm,
+                   const LinearArguments& qkv, const LinearArguments& output, const LinearArguments& gate_up,
+                   const LinearArguments& down) {
+        const DecoderShape& s = decoder_.shape;
+        DecoderLayer layer{};
+        layer.input_norm = vector(input_norm, "input_norm", s.hidden);
+        layer.post_attention_norm = vector(post_attention_norm, "post_attention_norm", s.hidden);
+        layer.query_norm = query_norm.is_none() ? nullptr : vector(query_norm, "query_norm", s.key_dim);
+        layer.key_norm = key_norm.is_none() ? nullptr : vector(key_norm, "key_norm", s.key_dim);
+        const int64_t width = int64_t{s.num_heads} * s.key_dim + int64_t{s.kv_heads} * (s.key_dim + s.value_dim);
+        layer.qkv = product(qkv, "qkv", width, s.hidden);
+        layer.output = product(output, "output", s.hidden, int64_t{s.num_heads} * s.value_dim);
+        layer.gate_up = product(gate_up, "gate_up", 2 * s.inner, s.hidden);
+        require(layer.gate_up.parts.size() == 1, "gate_up must be one matrix of interleaved gates and ups");
+        layer.down = product(down, "down", s.hidden, s.inner);
+        decoder_.layers.push_back(std::move(layer));
+    }
+
+    // The embedding is plain rows, or one packed matrix.
+    void set_ends(nb::object embedding_rows, const LinearArguments& embedding, nb::object final_norm,
+                  const LinearArguments& head) {
+        const DecoderShape& s = decoder_.shape;
+        if (embedding_rows.is_none()) {
+            const Linear packed = product(embedding, "embedding", s.vocab, s.hidden);
+            require(packed.parts.size() == 1, "the embedding must be one matrix");
+            decoder_.embedding = packed.parts[0].weight;
+        } else {
+            const Tensor rows = tensor(embedding_rows, "embedding");
+            check_dense(rows, "embedding", dtype(), {s.vocab, s.hidden});
+            decoder_.embedding_rows = rows.base;
+        }
+        decoder_.final_norm = vector(final_norm, "final_norm", s.hidden);
+        decoder_.head = product(head, "head", s.vocab, s.hidden);
+    }
+
+    // For each layer: key cache, value cache, group, window (0: none).
+    void set_caches(const std::vector<std::tuple<Tensor, Tensor, int, int>>& caches) {
+        const DecoderShape& s = decoder_.shape;
+        require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
+                                                             " layers, got " + std::to_string(caches.size()) + " caches");
+        std::vector<LayerCache> bound;
+        num_groups_ = 0;
+        for (const auto& [key, value, group, window] : caches) {
+            const LayerKV kv = layer_kv(key, value);
+            check_dtype(key, "key cache", dtype());
+            require(kv.kv_heads == s.kv_heads && kv.key_units * (s.storage == kBf16 ? 2 : 1) == s.key_dim &&
+                        kv.value_dim == s.value_dim,
+                    "the key cache " + key.describe() + " is not for " + std::to_string(s.kv_heads) + " heads of " +
+                        std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
+            require(group >= 0 && window >= 0, "group and window must not be negative");
+            bound.push_back({kv, group, window});
+            num_groups_ = std::max<size_t>(num_groups_, group + 1);
+        }
+        decoder_.caches = std::move(bound);
+    }
+
+    void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start, const Tensor& context_lens,
+                 const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos, const Tensor& sin,
+                 const Tensor& logits_indices, const Tensor& logits) {
+        const DecoderShape& s = decoder_.shape;
+        require(!decoder_.layers.empty() && decoder_.final_norm, "the decoder is not complete");
+        require(decoder_.caches.size() == decoder_.layers.size(), "the decoder has no caches: call set_caches first");
+        DecoderStep step{};
+        check_shape(token_ids, "token_ids", {-1});
+        step.num_tokens = token_ids.shape[0];
+        step.token_ids = indices(token_ids, "token_ids", step.num_tokens, s.vocab);
+        check_shape(cos, "cos", {-1, -1});
+        check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
+        check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
+        require(cos.shape[1] * 2 <= s.key_dim, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
+                                                   std::to_string(s.key_dim) + " rotates at most half as many");
+        step.cos = cos.data<float>();
+        step.sin = sin.data<float>();
+        step.rotary_dim = static_cast<int>(cos.shape[1]) * 2;
+        step.positions = indices(positions, "positions", step.num_tokens, cos.shape[0]);
+        check_shape(context_lens, "context_lens", {-1});
+        step.num_seqs = context_lens.shape[0];
+        check_dense(context_lens, "context_lens", DType::i32, {step.num_seqs});
+        check_dense(query_start, "query_start", DType::i32, {step.num_seqs + 1});
+        step.context_lens = context_lens.data<int32_t>();
+        step.query_start = query_start.data<int32_t>();
+        require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) + " groups, got tables of " +
+                                                  std::to_string(groups.size()));
+        std::vector<GroupTables> tables;
+        for (const auto& [table, slots] : groups) {
+            check_rows(table, "block_tables", 2);
+            check_dtype(table, "block_tables", DType::i32);
+            check_shape(table, "block_tables", {step.num_seqs, -1});
+            check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
+            tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
+        }
+        for (const LayerCache& cache : decoder_.caches)
+            check_range(tables[cache.group].slots, step.num_tokens, cache.kv.num_blocks * cache.kv.block_size,
+                        "slot_mapping");
+        step.groups = tables.data();
+        check_shape(logits_indices, "logits_indices", {-1});
+        step.num_logits = logits_indices.shape[0];
+        step.logits_indices = indices(logits_indices, "logits_indices", step.num_logits, step.num_tokens);
+        check_dense(logits, "logits", DType::f32, {step.num_logits, s.vocab});
+        step.logits = logits.data<float>();
+        if (step.num_tokens == 0) return;
+        nb::gil_scoped_release release;
+        decoder_.forward(step);
+    }
+
+  private:
+    DType dtype() const { return decoder_.shape.storage == kBf16 ? DType::bf16 : DType::f32; }
+
+    // Keeps the object, hence its memory, as long as the decoder lives.
+    Tensor tensor(const nb::object& object, const char* name) {
+        Tensor view;
+        require(borrow_tensor(object.ptr(), &view), std::string(name) + " must be a dense CPU tensor");
+        kept_.push_back(object);
+        return view;
+    }
+    const char* vector(const nb::object& object, const char* name, int64_t width) {
+        const Tensor view = tensor(object, name);
+        check_dense(view, name, dtype(), {width});
+        return view.base;
+    }
+    Linear product(const LinearArguments& parts, const char* name, int64_t outputs, int64_t inputs) {
+        Linear linear;
+        for (const auto& [format, packed, part_outputs, part_inputs, bias] : parts) {
+            const Weight weight = weight_of(format, tensor(packed, name), part_outputs, part_inputs);
+            require(part_inputs == inputs, std::string(name) + " must have " + std::to_string(inputs) + " inputs, got " +
+                                               std::to_string(part_inputs));
+            require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (dtype() == DType::bf16),
+                    std::string(name) + " must have the decoder's dtype, got " + format);
+            linear.parts.push_back({weight, bias.is_none() ? nullptr : vector(bias, name, part_outputs)});
+        }
+        require(linear.outputs() == outputs, std::string(name) + " must have " + std::to_string(outputs) +
+                                                 " outputs, got " + std::to_string(linear.outputs()));
+        return linear;
+    }
+    static const int64_t* indices(const Tensor& tensor, const char* name, int64_t count, int64_t end) {
+        check_dense(tensor, name, DType::i64, {count});
+        check_range(tensor.data<int64_t>(), count, end, name);
+        return tensor.data<int64_t>();
+    }
+
+    Decoder decoder_;
+    std::vector<nb::object> kept_;
+    size_t num_groups_ = 0;
+};
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+    nb::class_<BoundDecoder>(m, "Decoder")
+        .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int, int, int, int, float, const std::string&>(),
+             "dtype"_a, "hidden"_a, "inner"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
+             "eps"_a, "activation"_a)
+        .def("add_layer", &BoundDecoder::add_layer, "input_norm"_a, "post_attention_norm"_a, "query_norm"_a.none(),
+             "key_norm"_a.none(), "qkv"_a, "output"_a, "gate_up"_a, "down"_a)
+        .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)
+        .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
+        .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
+             "groups"_a, "cos"_a, "sin"_a, "logits_indices"_a, "logits"_a);
+}
+
+}  // namespace octavo

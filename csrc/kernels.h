@@ -104,7 +104,7 @@ struct GemmTask {
 struct QuantTask {
     const uint8_t* weight;
     const uint32_t* quants;      // packed like GemmTask::x
-    const float *scales, *sums;  // of each 32 activations, and the sum of their quants: [rows / R][blocks][R]
+    const float *scales, *sums;  // [rows / R][blocks][R], as quantise_row makes them: scaled sums for Q4_1
     RowGroups groups;
     LinearOutput out;
     int64_t tiles;
@@ -122,7 +122,8 @@ struct Kernels {
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
     // Index of the largest of x[0, count), the first of equals; NaN is never the largest.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
-    void (*quantise_row[kNumStorages])(const char* x, int width, int8_t* quants, float* scales, float* sums);
+    void (*quantise_row[kNumStorages])(const char* x, int width, bool scaled, int8_t* quants, float* scales,
+                                       float* sums);
     void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end, int64_t pair_begin,
                                            int64_t pair_end);
     void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,

@@ -121,7 +121,8 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
         const char *rows[kMostGroupRows], *row_scales[kMostGroupRows], *row_sums[kMostGroupRows];
         for (int64_t r = 0; r < count; ++r) {
             float *scale = each + r * blocks, *sum = each + (count + r) * blocks;
-            level.quantise_row[x_storage](x.row(first + r), static_cast<int>(x.width), quants + r * x.width, scale, sum);
+            level.quantise_row[x_storage](x.row(first + r), static_cast<int>(x.width), format == kQ4_1,
+                                          quants + r * x.width, scale, sum);
             rows[r] = reinterpret_cast<const char*>(quants + r * x.width);
             row_scales[r] = reinterpret_cast<const char*>(scale);
             row_sums[r] = reinterpret_cast<const char*>(sum);

@@ -20,7 +20,9 @@ inline F16 round16(F16 x) {  // to integers, |x| < 2^22
     return (x + magic) - magic;
 }
 
-template <Storage S> void quantise_row(const char* bytes, int width, int8_t* quants, float* scales, float* sums) {
+// Sums are those of the quants, or with `scaled` of what they stand for.
+template <Storage S>
+void quantise_row(const char* bytes, int width, bool scaled, int8_t* quants, float* scales, float* sums) {
     const auto* x = reinterpret_cast<const Element<S>*>(bytes);
     for (int block = 0; block < width / 32; ++block, x += 32, quants += 32) {
         const F16 a = F16::load(x), b = F16::load(x + 16);
@@ -31,7 +33,7 @@ template <Storage S> void quantise_row(const char* bytes, int width, int8_t* qua
         store_int8(qa, quants);
         store_int8(qb, quants + 16);
         scales[block] = largest / 127.0f;
-        sums[block] = reduce_add(qa + qb);
+        sums[block] = reduce_add(qa + qb) * (scaled ? scales[block] : 1.0f);
     }
 }
 
@@ -74,7 +76,7 @@ inline void quant_tile(const QuantTask& task, const uint8_t* tile, int64_t row, 
         for (int r = 0; r < R; ++r) {
             const F16 x_scale = F16::set1(scales[r]);
             totals[r] = fma(F16::from_int(dots[r]) * scale, x_scale, totals[r]);
-            if constexpr (F == kQ4_1) totals[r] = fma(minimum * x_scale, F16::set1(sums[r]), totals[r]);
+            if constexpr (F == kQ4_1) totals[r] = fma(minimum, F16::set1(sums[r]), totals[r]);
         }
     }
     for (int r = 0; r < R; ++r) results[r] = totals[r];

@@ -1,14 +1,19 @@
 #include "thread_pool.h"
 
+#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
+#include <exception>
 #include <thread>
+
+#include "team.h"
 
 namespace octavo {
 namespace {
 
 std::atomic<int> g_num_threads{hardware_threads()};
+thread_local Team* t_team = nullptr;  // the team that the calling thread leads
 
 }  // namespace
 
@@ -30,11 +35,32 @@ void run_tasks(int num_tasks, void (*task)(void*, int), void* context) {
         for (int index = 0; index < num_tasks; ++index) task(context, index);
         return;
     }
+    if (t_team) return t_team->run(num_tasks, task, context);
     std::atomic<int> next{0};
     // The whole team is asked for even when there are fewer tasks than threads: libgomp rebuilds the team whenever its
     // size changes.
 #pragma omp parallel num_threads(num_threads())
     for (int index; (index = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) task(context, index);
+}
+
+void with_team(void (*body)(void*), void* context) {
+    if (num_threads() == 1 || t_team) return body(context);
+    Team team;
+    std::exception_ptr thrown;
+#pragma omp parallel num_threads(num_threads())
+    if (omp_get_thread_num() != 0) {
+        team.work();
+    } else {
+        t_team = &team;
+        try {
+            body(context);
+        } catch (...) {  // nothing may leave a parallel region
+            thrown = std::current_exception();
+        }
+        t_team = nullptr;
+        team.close();
+    }
+    if (thrown) std::rethrow_exception(thrown);
 }
 
 }  // namespace detail

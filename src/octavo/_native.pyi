@@ -42,3 +42,47 @@ def supported_isas() -> list[str]: ...
 def force_isa(name: str) -> None: ...
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None: ...
+
+_Part = tuple[str, Tensor, int, int, Tensor | None]
+
+class Decoder:
+    def __init__(
+        self,
+        dtype: str,
+        hidden: int,
+        inner: int,
+        vocab: int,
+        num_heads: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        eps: float,
+        activation: str,
+    ) -> None: ...
+    def add_layer(
+        self,
+        input_norm: Tensor,
+        post_attention_norm: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        qkv: list[_Part],
+        output: list[_Part],
+        gate_up: list[_Part],
+        down: list[_Part],
+    ) -> None: ...
+    def set_ends(
+        self, embedding_rows: Tensor | None, embedding: list[_Part], final_norm: Tensor, head: list[_Part]
+    ) -> None: ...
+    def set_caches(self, caches: list[tuple[Tensor, Tensor, int, int]]) -> None: ...
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        groups: list[tuple[Tensor, Tensor]],
+        cos: Tensor,
+        sin: Tensor,
+        logits_indices: Tensor,
+        logits: Tensor,
+    ) -> None: ...

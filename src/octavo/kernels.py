@@ -37,6 +37,7 @@ __all__ = [
     "force_isa",
     "gelu_tanh_mul",
     "isa",
+    "make_decoder",
     "num_threads",
     "rms_norm",
     "rope_write",
@@ -94,6 +95,24 @@ def supported_isas() -> list[str]:
 def force_isa(name: str) -> None:
     """Use another level from now on, in every thread. ValueError where it is unknown or the CPU lacks it."""
     _native.force_isa(name)
+
+
+def make_decoder(
+    dtype: torch.dtype,
+    *,
+    hidden: int,
+    inner: int,
+    vocab: int,
+    num_heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    eps: float,
+    activation: str,
+) -> _native.Decoder:
+    """A decoder without layers, to be filled by `models/native_decoder.py`; whole steps in one call."""
+    name = str(dtype).removeprefix("torch.")
+    return _native.Decoder(name, hidden, inner, vocab, num_heads, kv_heads, key_dim, value_dim, eps, activation)
 
 
 def num_threads() -> int:

@@ -17,25 +17,29 @@ from torch.nn import functional
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops
 from octavo.models.rotary import RotaryTable, Rotation
+from octavo.models.weights import RawTensor
 from octavo.storage.arena import LayerKV
 
 
 class Weights(Protocol):
-    """Tensors by their Hugging Face names."""
+    """Tensors by their Hugging Face names; a part of `WeightSource`."""
 
     def has(self, name: str) -> bool: ...
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor: ...
 
+    def raw(self, name: str) -> RawTensor | None: ...
+
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class DecoderLayer:
     input_norm: torch.Tensor
     qkv: Linear
     qk_norm: QKNorm | None
@@ -88,17 +92,15 @@ class Decoder(CausalLM):
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5
         self._rotary = RotaryTable(config.rope, self.device)
-        reader = _WeightReader(config, weights, dtype, self.device, linear)
-        self._embedding = reader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        reader = self._reader(weights, linear)
+        self._embedding, self._head = reader.embedding_and_head()
         self._layers = [reader.layer(index) for index in range(config.num_layers)]
         self._final_norm = reader.tensor("model.norm.weight", config.hidden_size)
-        # A tied head is a second, packed copy on a CPU: packed rows cannot be looked up, plain ones multiply slowly.
-        self._head = (
-            reader.keep(self._embedding, None)
-            if config.tie_word_embeddings
-            else reader.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
-        )
         self.weight_bytes = reader.nbytes
+
+    def _reader(self, weights: Weights, linear: LinearFactory) -> WeightReader:
+        """Where `__init__` takes its matrices from."""
+        return WeightReader(self.config, weights, self.dtype, self.device, linear)
 
     def forward(
         self,
@@ -111,7 +113,7 @@ class Decoder(CausalLM):
         """See `CausalLM.forward`."""
         ops, eps = self._ops, self.config.norm_eps
         rotation = self._rotary.at(batch.positions, batch.max_context_len)
-        residual = functional.embedding(token_ids, self._embedding)
+        residual = self._embed(token_ids)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
             attended = self._attend(layer, hidden, rotation, batch, kv[index], attention)
@@ -126,9 +128,14 @@ class Decoder(CausalLM):
             hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
         return self._head(hidden).float()
 
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._embedding, PackedWeight):
+            return self._embedding.rows(token_ids, self.dtype)
+        return functional.embedding(token_ids, self._embedding)
+
     def _attend(
         self,
-        layer: _Layer,
+        layer: DecoderLayer,
         hidden: torch.Tensor,
         rotation: Rotation,
         batch: AttentionBatch,
@@ -142,7 +149,7 @@ class Decoder(CausalLM):
         return attention.attend(kv, query, batch, scale=self._scale).flatten(1)
 
 
-class _WeightReader:
+class WeightReader:
     """Reads, checks and fuses weights one layer at a time, so that loading needs one layer more than running."""
 
     def __init__(
@@ -155,9 +162,20 @@ class _WeightReader:
         self._make_linear = linear
         self.nbytes = 0
 
+    def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
+        """The table of tokens [vocab_size, hidden_size], and the product that makes logits."""
+        config = self._config
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = self.tensor("model.embed_tokens.weight", *shape)
+        if not config.tie_word_embeddings:
+            return embedding, self.linear(["lm_head"], [shape[0]], shape[1], bias=False)
+        # A tied head is a second, packed copy on a CPU: oneDNN's packed rows cannot be looked up, and plain ones
+        # multiply slowly.
+        return embedding, self.keep(embedding, None)
+
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A checked tensor that is kept as it is."""
-        tensor = self._get(name, *shape)
+        tensor = self.get(name, *shape)
         self.nbytes += tensor.nbytes
         return tensor
 
@@ -171,19 +189,23 @@ class _WeightReader:
     def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
         """One product for the projections `names`, whose outputs come side by side."""
         parts = list(zip(names, out_features, strict=True))
-        weights = [self._get(f"{name}.weight", rows, in_features) for name, rows in parts]
-        biases = [self._get(f"{name}.bias", rows) for name, rows in parts] if bias else []
+        weights = [self.get(f"{name}.weight", rows, in_features) for name, rows in parts]
+        biases = [self.get(f"{name}.bias", rows) for name, rows in parts] if bias else []
         weight = weights[0] if len(parts) == 1 else torch.cat(weights)
         linear = self._make_linear(weight, torch.cat(biases) if bias else None)
         self.nbytes += linear.nbytes
         return linear
 
-    def layer(self, index: int) -> _Layer:
+    def gate_up(self, names: list[str], inner: int, hidden: int, *, bias: bool) -> Linear:
+        """The gate and what it opens, as one product of | gate | up |."""
+        return self.linear(names, [inner, inner], hidden, bias=bias)
+
+    def layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         hidden, inner = config.hidden_size, config.intermediate_size
         key_width, value_width = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim
-        return _Layer(
+        return DecoderLayer(
             input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
             qkv=self.linear(
                 [f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"],
@@ -202,19 +224,23 @@ class _WeightReader:
                 [f"{attention}.o_proj"], [hidden], config.num_heads * config.value_dim, bias=config.output_bias
             ),
             post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self.linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, bias=config.mlp_bias),
+            gate_up=self.gate_up([f"{mlp}.gate_proj", f"{mlp}.up_proj"], inner, hidden, bias=config.mlp_bias),
             down=self.linear([f"{mlp}.down_proj"], [hidden], inner, bias=config.mlp_bias),
         )
 
-    def _get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        """A checked tensor that the caller makes something of."""
         if not self._weights.has(name):
             raise CorruptModelError(
                 f"{self._config.architecture}: tensor {name!r} of shape {list(shape)} is missing from the checkpoint"
             )
         tensor = self._weights.get(name, self._dtype)
-        if tuple(tensor.shape) != shape:
-            raise CorruptModelError(
-                f"{self._config.architecture}: tensor {name!r} has shape {list(tensor.shape)}, "
-                f"the configuration declares {list(shape)}"
-            )
+        self.check_shape(name, tuple(tensor.shape), shape)
         return tensor.to(device=self._device, dtype=self._dtype)
+
+    def check_shape(self, name: str, found: tuple[int, ...], declared: tuple[int, ...]) -> None:
+        if found != declared:
+            raise CorruptModelError(
+                f"{self._config.architecture}: tensor {name!r} has shape {list(found)}, "
+                f"the configuration declares {list(declared)}"
+            )

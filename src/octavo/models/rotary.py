@@ -39,12 +39,17 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor, limit: int) -> Rotation:
         """The rotation of int64 `positions` [tokens], all below `limit`."""
+        cos, sin = self.tables(limit)
+        return Rotation(cos, sin, positions, cos[positions], sin[positions])
+
+    def tables(self, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [positions, rotary_dim / 2], of at least `limit` positions."""
         if limit > len(self._cos):
             # Doubled, so that a growing context recomputes the table a logarithmic number of times.
             size = max(self._MIN_POSITIONS, 1 << (limit - 1).bit_length())
             angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
             self._cos, self._sin = angles.cos(), angles.sin()
-        return Rotation(self._cos, self._sin, positions, self._cos[positions], self._sin[positions])
+        return self._cos, self._sin
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

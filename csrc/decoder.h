@@ -1,0 +1,95 @@
+// A whole step of a Llama-family decoder in one call.
+//
+//     ids -> embedding -> residual
+//     each layer:   residual -> norm -> | q | k | v | -> rotate, store in blocks -> attention -> output -> +residual
+//                            -> norm -> | gate | up | through the activation -> down -> +residual
+//     last:         only the rows that become logits go on behind the attention -> norm -> head -> logits
+//
+// Activations are rounded where the Python decoder (models/decoder.py) rounds them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "linear.h"
+
+namespace octavo {
+
+// Matrices over the same inputs, whose outputs lie side by side.
+struct Linear {
+    struct Part {
+        Weight weight;
+        const char* bias;  // in the model's storage, or null
+    };
+    std::vector<Part> parts;
+    int64_t outputs() const {
+        int64_t sum = 0;
+        for (const Part& part : parts) sum += part.weight.outputs;
+        return sum;
+    }
+};
+
+struct DecoderLayer {
+    const char *input_norm, *post_attention_norm;
+    const char *query_norm, *key_norm;  // or null
+    Linear qkv, output, gate_up, down;  // gate_up: one part, 16 gates and 16 ups in turn
+};
+
+struct LayerCache {
+    LayerKV kv;
+    int group, window;  // window 0: none
+};
+
+struct DecoderShape {
+    Storage storage;  // of activations, norms, biases and the cache
+    int64_t hidden, inner, vocab;
+    int num_heads, kv_heads, key_dim, value_dim;
+    float eps;
+    Epilogue activation;
+};
+
+struct GroupTables {
+    const int32_t* block_tables;
+    int64_t stride, max_blocks;
+    const int64_t* slots;
+};
+
+struct DecoderStep {
+    const int64_t *token_ids, *positions;
+    const int32_t *query_start, *context_lens;
+    const GroupTables* groups;
+    const float *cos, *sin;
+    const int64_t* logits_indices;
+    float* logits;  // [num_logits][vocab]
+    int64_t num_tokens, num_seqs, num_logits;
+    int rotary_dim;
+};
+
+class Decoder {
+  public:
+    DecoderShape shape;
+    std::vector<DecoderLayer> layers;
+    std::vector<LayerCache> caches;  // one for each layer
+    Weight embedding;                // packed, or rows where `embedding_rows` is set
+    const char* embedding_rows = nullptr;
+    const char* final_norm = nullptr;
+    Linear head;
+
+    // Throws std::invalid_argument when a table names blocks that do not exist; all else must have been checked.
+    void forward(const DecoderStep& step);
+
+  private:
+    using Buffer = std::vector<char>;  // [tokens][width] activations; keeps its memory from step to step
+    Buffer residual_, hidden_, qkv_, attended_, gated_;
+
+    Matrix rows(Buffer& buffer, int64_t count, int64_t width);
+    void run(const DecoderStep& step);
+    void embed(const DecoderStep& step, const Matrix& residual);
+    void attend(const DecoderStep& step, std::size_t layer, const Matrix& hidden, const Matrix& attended);
+    void keep_rows(const DecoderStep& step, Matrix& matrix, Buffer& spare);
+    void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue);
+};
+
+}  // namespace octavo

@@ -1,0 +1,305 @@
+"""The native decoder against the Python one and transformers, and its promise about bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.attention.native import NativeAttention
+from octavo.attention.reference import ReferenceAttention
+from octavo.errors import CorruptModelError
+from octavo.kernels import PackedWeight
+from octavo.models.decoder import Decoder
+from octavo.models.native_decoder import NativeDecoder, make_decoder
+from octavo.models.ops import LayerOps
+from octavo.models.weights import RawTensor
+from tests.attention.batches import PagedSequences
+from tests.models import test_decoder
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences
+from tests.models.test_decoder import VOCAB, model_config, whole_logits
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+LEVELS = kernels.supported_isas() if kernels.available() else []
+CPU = torch.device("cpu")
+# Wide enough for whole vectors; the head's bias-free product and the vocabulary keep their odd widths.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@pytest.fixture(autouse=True)
+def _restore_level_and_threads() -> Iterator[None]:
+    level, threads = kernels.isa(), kernels.num_threads()
+    yield
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+
+
+class StateDict(test_decoder.StateDict):
+    """A model's tensors, matrices in a GGUF type where one is given for their kind."""
+
+    def __init__(self, model: Any, types: dict[str, str] | None = None) -> None:
+        super().__init__(model)
+        self.types = types or {}
+
+    def raw(self, name: str) -> RawTensor | None:
+        for part, type_name in self.types.items():
+            if part in name and self.tensors[name].dim() == 2:
+                kind = gguf.GGMLQuantizationType[type_name]
+                rows = gguf.quantize(self.tensors[name].float().numpy(), kind)
+                return RawTensor(rows, kind, tuple(self.tensors[name].shape))
+        return None
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        stored = self.raw(name)
+        if stored is None:
+            return super().get(name, dtype)
+        return torch.from_numpy(np.array(gguf.dequantize(stored.rows, stored.type))).to(dtype)
+
+
+def build(case: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(test_decoder, "TINY", {**test_decoder.TINY, **WIDE})
+    return test_decoder.build(case)
+
+
+def native(model: Any, dtype: torch.dtype, weights: Any = None, **options: Any) -> NativeDecoder:
+    made = make_decoder(model_config(model), weights or StateDict(model), dtype=dtype, device=CPU, **options)
+    assert isinstance(made, NativeDecoder)
+    return made
+
+
+@pytest.mark.parametrize("case", test_decoder.FAMILY)
+def test_logits_are_those_of_transformers(case, monkeypatch):
+    model = build(case, monkeypatch)
+    sequences = random_sequences(VOCAB, [37, 5, 21])
+    ours = paged_logits(native(model, torch.float32), sequences, attention=NativeAttention())
+    assert_same_logits(ours, whole_logits(model, sequences))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("case", ["biases everywhere", "sliding window", "qwen2, half of it sliding", "qwen3"])
+def test_every_level_agrees_with_transformers(level, case, monkeypatch):
+    kernels.force_isa(level)
+    model = build(case, monkeypatch)
+    sequences = random_sequences(VOCAB, [30, 9])
+    whole = whole_logits(model, sequences)
+    assert_same_logits(paged_logits(native(model, torch.float32), sequences, attention=NativeAttention()), whole)
+    half = paged_logits(native(model, torch.bfloat16), sequences, attention=NativeAttention(), dtype="bfloat16")
+    for ours, exact in zip(half, whole, strict=True):
+        assert (ours - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("case", test_decoder.FAMILY)
+def test_bfloat16_is_that_of_the_python_decoder(case, monkeypatch):
+    model = build(case, monkeypatch)
+    sequences = random_sequences(VOCAB, [40, 18])
+    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    ours = paged_logits(native(model, torch.bfloat16), sequences, **options)
+    python = Decoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
+    for actual, expected in zip(ours, paged_logits(python, sequences, **options), strict=True):
+        assert (actual - expected).norm() < 0.02 * expected.norm()
+
+
+class Prompts:
+    """Sequences of fixed lengths whose logits are collected token by token, however they were dealt into steps."""
+
+    def __init__(self, model: NativeDecoder, lengths: list[int]) -> None:
+        self.model, self.tokens = model, random_sequences(VOCAB, lengths, seed=3)
+        self.paged = PagedSequences(model.kv_layers, 16, len(lengths), max(lengths), dtype=NAMES[model.dtype])
+        self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
+
+    def step(self, counts: dict[int, int]) -> None:
+        starts = {i: self.paged.lengths[i] for i in counts}
+        batch = self.paged.step(counts)
+        ids = torch.cat([self.tokens[i][starts[i] : self.paged.lengths[i]] for i in counts])
+        rows = torch.arange(len(ids))
+        logits = self.model.forward(ids, batch, self.paged.kv, NativeAttention(), rows)
+        for i, part in zip(counts, logits.split(list(counts.values())), strict=True):
+            self.logits[i].append(part)
+
+    def chunks(self, index: int, size: int) -> list[torch.Tensor]:
+        while (left := len(self.tokens[index]) - self.paged.lengths[index]) > 0:
+            self.step({index: min(left, size)})
+        return self.logits[index]
+
+
+@pytest.mark.parametrize("level", [LEVELS[0], LEVELS[-1]] if LEVELS else [])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "Q4_1"])
+def test_a_tokens_logits_have_the_same_bits_in_any_batch_chunk_and_thread_count(level, kind, monkeypatch):
+    kernels.force_isa(level)
+    model = build("tied head", monkeypatch)
+    quantised = kind == "Q4_1"
+    weights = StateDict(model, {"proj": kind, "embed": "Q8_0"} if quantised else None)
+    ours = native(model, torch.float32 if kind == "float32" else torch.bfloat16, weights, quantised=quantised)
+    lengths = [random.Random(1).randint(40, 70) for _ in range(33)]
+    kernels.set_num_threads(1)
+    expected = torch.cat(Prompts(ours, lengths).chunks(7, 1))
+    for threads in (1, 2, 3):
+        kernels.set_num_threads(threads)
+        for size in (1, 7, 64):
+            assert torch.equal(torch.cat(Prompts(ours, lengths).chunks(7, size)), expected)
+        batch = Prompts(ours, lengths)
+        batch.step({i: 20 + i % 3 for i in range(33)})
+        batch.step(dict.fromkeys(range(33), 1))
+        batch.step({i: lengths[i] - batch.paged.lengths[i] for i in range(33)})
+        assert torch.equal(torch.cat(batch.logits[7]), expected)
+
+
+@pytest.mark.parametrize(
+    ("types", "formats"),
+    [
+        ({"proj": "Q4_0"}, ["Q4_0"]),
+        ({"v_proj": "Q8_0", "proj": "Q4_1", "embed": "Q8_0"}, ["Q4_1", "Q8_0"]),
+        ({"gate_proj": "Q8_0", "up_proj": "Q4_0"}, ["bfloat16"]),
+        ({"k_proj": "Q5_0", "proj": "Q4_0", "lm_head": "Q8_0"}, ["Q4_0", "bfloat16", "Q4_0"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("case", ["biases everywhere", "tied head"])
+def test_quantised_weights_compute_what_their_values_do(types, formats, case, monkeypatch):
+    model = build(case, monkeypatch)
+    weights = StateDict(model, types)
+    sequences = random_sequences(VOCAB, [40, 18])
+    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    ours = native(model, torch.bfloat16, weights, quantised=True)
+    plain = native(model, torch.bfloat16, weights)
+    assert [part.weight.format for part in ours._layers[0].qkv.parts] == formats
+    assert ours.weight_bytes < plain.weight_bytes or formats == ["bfloat16"]
+    for actual, expected in zip(
+        paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
+    ):
+        assert (actual - expected).norm() < 0.1 * expected.norm()
+
+
+def test_float32_dequantises(monkeypatch):
+    model = build("tied head", monkeypatch)
+    weights = StateDict(model, {"proj": "Q4_0", "embed": "Q8_0"})
+    ours = native(model, torch.float32, weights, quantised=True)
+    assert {part.weight.format for layer in ours._layers for part in layer.down.parts} == {"float32"}
+    sequences = random_sequences(VOCAB, [21])
+    python = Decoder(model_config(model), weights, dtype=torch.float32)
+    assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), paged_logits(python, sequences))
+
+
+@pytest.mark.parametrize("case", ["tied head", "grouped queries", "biases everywhere"])
+def test_what_the_weights_take_is_counted(case, monkeypatch):
+    model = build(case, monkeypatch)
+    ours = native(model, torch.float32)
+    linears = [linear for layer in ours._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    norms = [norm for layer in ours._layers for norm in (layer.input_norm, layer.post_attention_norm)]
+    table = 0 if isinstance(ours._embedding, PackedWeight) else ours._embedding.nbytes
+    norm_bytes = sum(norm.nbytes for norm in (*norms, ours._final_norm))
+    held = table + norm_bytes + sum(linear.nbytes for linear in (*linears, ours._head))
+    assert ours.weight_bytes == held
+    # Of what is loaded, only the head's odd width is padded, to whole panels.
+    assert held - sum(parameter.nbytes for parameter in model.parameters()) == (-VOCAB % 32) * 64 * 4
+
+
+@pytest.mark.parametrize("case", ["tied head", "biases everywhere", "qwen3"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_the_python_pass_serves_where_the_kernels_do_not_reach(case, block_size, monkeypatch):
+    model = build(case, monkeypatch)
+    sequences = random_sequences(VOCAB, [37, 5])
+    attention = NativeAttention() if block_size == 4 else ReferenceAttention()
+    ours = paged_logits(native(model, torch.float32), sequences, block_size=block_size, attention=attention)
+    assert_same_logits(ours, whole_logits(model, sequences))
+
+
+def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch):
+    model = build("grouped queries", monkeypatch)
+    config, weights = model_config(model), StateDict(model)
+    for changed in (
+        {"config": dataclasses.replace(config, hidden_act="relu")},
+        {"ops": LayerOps()},
+        {"dtype": torch.float16},
+    ):
+        options = {"config": config, "weights": weights, "dtype": torch.float32, "device": CPU, **changed}
+        assert type(make_decoder(**options)) is Decoder
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is Decoder
+
+
+def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch):
+    model = build("qwen3", monkeypatch)
+    [ids] = random_sequences(VOCAB, [12])
+    [expected] = whole_logits(model, [ids])
+    ours = native(model, torch.float32)
+    paged = PagedSequences(ours.kv_layers, 16, 1, 12)
+    batch = paged.step({0: 12})
+    rows = [11, 3, *range(12), 3]
+    logits = ours.forward(ids, batch, paged.kv, NativeAttention(), torch.tensor(rows))
+    none = ours.forward(ids, batch, paged.kv, NativeAttention(), torch.tensor([], dtype=torch.int64))
+    torch.testing.assert_close(logits, expected[rows], atol=1e-4, rtol=0)
+    assert none.shape == (0, VOCAB)
+
+
+def test_a_cache_may_be_exchanged(monkeypatch):
+    model = build("sliding window", monkeypatch)
+    ours = native(model, torch.float32)
+    for seed in (0, 1):
+        sequences = random_sequences(VOCAB, [25], seed=seed)
+        assert_same_logits(
+            paged_logits(ours, sequences, attention=NativeAttention(), seed=seed), whole_logits(model, sequences)
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": [VOCAB]}, rf"token_ids\[0\] is {VOCAB}, must be in \[0, {VOCAB}\)"),
+        ({"ids": [-1]}, r"token_ids\[0\] is -1"),
+        ({"rows": [1]}, r"logits_indices\[0\] is 1, must be in \[0, 1\)"),
+        ({"positions": [5000]}, r"positions\[0\] is 5000"),
+        ({"slots": [1 << 40]}, r"slot_mapping\[0\] is"),
+        ({"tables": [[999]]}, "refers to block 999"),
+        ({"context_lens": [500]}, "needs 32 blocks for 500 tokens"),
+    ],
+)
+def test_a_step_that_names_what_does_not_exist_is_a_value_error(change, message, monkeypatch):
+    ours = native(build("grouped queries", monkeypatch), torch.float32)
+    paged = PagedSequences(ours.kv_layers, 16, 1, 20)
+    batch = paged.step({0: 1})
+    batch.positions = torch.tensor(change.get("positions", batch.positions.tolist()))
+    batch.context_lens = torch.tensor(change.get("context_lens", batch.context_lens.tolist())).int()
+    group = batch.groups[0]
+    group.slot_mapping = torch.tensor(change.get("slots", group.slot_mapping.tolist()))
+    group.block_tables = torch.tensor(change.get("tables", group.block_tables.tolist())).int()
+    ids, rows = torch.tensor(change.get("ids", [1])), torch.tensor(change.get("rows", [0]))
+    with pytest.raises(ValueError, match=message):
+        ours.forward(ids, batch, paged.kv, NativeAttention(), rows)
+
+
+def test_a_misshaped_tensor_is_named_with_both_shapes(monkeypatch):
+    model = build("grouped queries", monkeypatch)
+    weights = StateDict(model, {"k_proj": "Q4_0"})
+    weights.tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 64)
+    with pytest.raises(CorruptModelError, match=r"k_proj.weight' has shape \[16, 64\], .* declares \[32, 64\]"):
+        native(model, torch.bfloat16, weights, quantised=True)
+
+
+def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
+    """The whole way from a file: names, row order of q and k, types."""
+    from octavo.model_source import load_model_config, resolve_model
+    from octavo.models.loader import open_weights
+    from tests.models.tiny import make_model, write_gguf
+
+    write_gguf(tmp_path / "tiny.gguf", make_model("Llama"), quantization="Q8_0")
+    source = resolve_model(str(tmp_path / "tiny.gguf"))
+    config = load_model_config(source)
+    weights = open_weights(source, config)
+    ours = make_decoder(config, weights, dtype=torch.bfloat16, device=CPU, quantised=True)
+    plain = make_decoder(config, weights, dtype=torch.bfloat16, device=CPU)
+    assert ours.weight_bytes < 0.7 * plain.weight_bytes
+    sequences = random_sequences(config.vocab_size, [40, 18])
+    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    for actual, expected in zip(
+        paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
+    ):
+        assert (actual - expected).norm() < 0.1 * expected.norm()
