@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     count = args.num_threads or len(os.sched_getaffinity(0))
     figures: list[AttentionFigure] = []
     with threads(count):
-        read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds)
+        read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value
         for case in cases(
             args.kind or KINDS,
             backends,
@@ -68,12 +68,14 @@ def run(args: argparse.Namespace) -> int:
             figures += measure_case(
                 case, args.block_sizes, working_set=args.working_set_mib << 20, seconds=args.seconds
             )
+        # Once more: one bad moment at the start would make every share of it too large.
+        read = max(read, read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value)
     machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None, "threads": count}
     result: dict[str, Any] = {
         "bench": "attention",
         "version": __version__,
         "heads": {"query": heads[0], "kv": heads[1], "dim": heads[2]},
-        "read_gb_per_s": read.value,
+        "read_gb_per_s": read,
         "worst_slower_percent": {
             backend: {str(size): worst_slowdown(figures, size, backend) for size in args.block_sizes if size != "max"}
             for backend in backends
