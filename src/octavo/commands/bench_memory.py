@@ -75,5 +75,7 @@ COMMAND = Command(
     "blocks against contiguous memory: waste, sequences at once, throughput",
     add_arguments,
     run,
-    "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block a sequence.",
+    "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of "
+    "max_model_len tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, whichever "
+    "is less.",
 )
