@@ -76,6 +76,6 @@ COMMAND = Command(
     add_arguments,
     run,
     "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of "
-    "max_model_len tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, whichever "
-    "is less.",
+    "max_model_len tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, "
+    "whichever is less.",
 )
