@@ -169,6 +169,7 @@ void py_set_num_threads(int count) {
 
 NB_MODULE(_native, m) {
     using namespace octavo;
+    nb::set_leak_warnings(false);  // an engine that lives until Python exits is none
     m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "query_start"_a,
           "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,

@@ -24,6 +24,11 @@ class EngineConfig:
         DEFAULT_MODEL, "a Hugging Face folder or hub id, a GGUF file, or 'smollm2' (SmolLM2-135M-Instruct, packaged)"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "weights and activations; auto: bfloat16")
+    quantization: Literal["auto", "none"] = option(
+        "auto",
+        "auto: GGUF's Q4_0, Q4_1 and Q8_0 weights are multiplied as they are, activations in int8, where the kernels "
+        "reach and dtype is not float32; none: they are dequantised when loaded",
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: cuda where there is one")
     max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own limit")
     max_num_seqs: int = option(256, "most sequences computed in one step")

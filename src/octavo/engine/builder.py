@@ -23,8 +23,8 @@ from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.models.base import CausalLM
-from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
+from octavo.models.native_decoder import make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.tokenizer import Tokenizer
 from octavo.planner.startup import StartSizing
@@ -120,7 +120,14 @@ def _load(config: EngineConfig, device: torch.device) -> _Loaded:
         # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
         ops = LayerOps() if config.attention_backend == "reference" else None
         weights = open_weights(source, model_config)
-        model = Decoder(model_config, weights, dtype=_dtype(config, device), device=device, ops=ops)
+        model = make_decoder(
+            model_config,
+            weights,
+            dtype=_dtype(config, device),
+            device=device,
+            quantised=config.quantization == "auto",
+            ops=ops,
+        )
         return _Loaded(source, sizing, model, tokenizer.result(), model_config.hidden_size)
 
 

@@ -9,9 +9,10 @@ import torch
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
 from octavo.model_config import ModelConfig
-from octavo.model_source import ModelSource
+from octavo.model_source import ModelFormat, ModelSource
 from octavo.models.base import CausalLM
 from octavo.models.linear import PackedLinear
+from octavo.models.native_decoder import NativeDecoder
 from octavo.planner.machine import CPU_MEMORY_SHARE, available_memory, limited_memory
 from octavo.planner.model_shape import ModelShape, shape_of_checkpoint
 from octavo.planner.sources import shape_of_source
@@ -28,6 +29,8 @@ def size_before_loading(
     """
     on_cpu = device.type == "cpu"
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
+    native = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
+    native = native and config.attention_backend != "reference"
     sizing = StartSizing(
         config=config,
         shape=_promised_shape(source, model_config),
@@ -35,7 +38,8 @@ def size_before_loading(
         kv_dtype=_kv_dtype(config, dtype),
         available=limited_memory(available_memory() if on_cpu else _available_on_gpu(config, device)),
         cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
-        tied_head_copied=model_config.runs_natively and packed,
+        tied_head_copied=model_config.runs_natively and packed and not native,
+        loaded_weights=_stored_bytes(config, source, dtype) if native else None,
     )
     sizing.pool()
     return sizing
@@ -49,6 +53,13 @@ def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> S
         kv_dtype=_kv_dtype(config, model.dtype),
         loaded_weights=model.weight_bytes,
     )
+
+
+def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
+    """What quantised weights take that are used as they are: about their file. None where they are dequantised."""
+    if source.format is not ModelFormat.GGUF or config.quantization == "none" or dtype is torch.float32:
+        return None
+    return source.path.stat().st_size
 
 
 def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShape:
