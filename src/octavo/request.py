@@ -50,6 +50,73 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PinRequest:
+    """Once the first `num_tokens` of the prompt are computed, keep them cached for `ttl_seconds`."""
+
+    num_tokens: int
+    ttl_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PinReceipt:
+    """What became of a `PinRequest`. Only full blocks can be pinned, and only within the budget.
+
+    Attributes:
+        pin_id: of the pin that was made or renewed; None where nothing could be pinned.
+        num_requested_tokens: the length of the prefix that was to be pinned.
+        num_pinned_tokens: the length of the prefix that is pinned now.
+    """
+
+    pin_id: str | None
+    num_requested_tokens: int
+    num_pinned_tokens: int
+    ttl_seconds: float
+
+
+class CacheOutcome(StrEnum):
+    """What became of a prompt's tokens that did not come from the prefix cache, and why."""
+
+    COMPLETE = "complete"  # all that can ever come from a cache did: the full blocks before the last token
+    TOO_SHORT = "too_short"  # the prompt has no full block before its last token
+    COLD = "cold"  # nobody has computed these tokens before, as far as is remembered
+    DIVERGED = "diverged"  # another sequence begins alike, and goes on otherwise
+    EVICTED = "evicted"  # they were cached, and gave way to others
+    SALT = "salt"  # they are cached, under another salt
+    BYPASSED = "bypassed"  # caching is off, or the request needs every prompt token's logits
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the prefix cache did for a prompt at its first admission, for whoever runs the server.
+
+    Attributes:
+        outcome: why the tokens after the cached ones were not.
+        diverged_at: index of the first prompt token that differs.
+        diverged_from: the request that computed what goes on otherwise.
+        evicted_seconds_ago: between the eviction and the admission.
+        owner: tenant of the sequence, block or eviction that the outcome speaks of; None where it speaks of none.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    outcome: CacheOutcome
+    diverged_at: int | None = None
+    diverged_from: RequestId | None = None
+    evicted_seconds_ago: float | None = None
+    owner: str | None = None
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_cached_tokens
+
+    def as_told_to(self, tenant: str) -> CacheReport:
+        """The same without what another tenant's or salt's cache would show through: that is simply cold."""
+        if self.outcome is CacheOutcome.SALT or self.owner not in (None, tenant):
+            return CacheReport(self.num_prompt_tokens, self.num_cached_tokens, CacheOutcome.COLD)
+        return self
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One line of tokens: the unit that is scheduled, holds block tables and is preempted.
@@ -102,7 +169,9 @@ class Request:
         priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: requests share cached blocks only with requests of the same salt.
         seed: of the first sequence; sequence i uses seed + i.
+        pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
+        cache_report: why it was not more; None before first admission.
         prompt_logprobs: collected while the prompt is computed; entry i belongs to prompt token i + 1.
     """
 
@@ -115,7 +184,10 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     seed: int = 0
+    pins: tuple[PinRequest, ...] = ()
     num_cached_tokens: int | None = None
+    cache_report: CacheReport | None = None
+    pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sequences: list[Sequence] = field(init=False)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -15,6 +18,16 @@ def sliding(window: int) -> LayerKVSpec:
     return LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8, sliding_window=window)
 
 
+@dataclass
+class Clock:
+    """Stands still unless a test moves it."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def make_manager(
     num_blocks: int = 16,
     block_size: int = 4,
@@ -22,11 +35,13 @@ def make_manager(
     prefix_caching: bool = True,
     prefix_cache: str = "hashed",
     eviction: str = "lru",
+    pin_budget: float = 0.25,
+    clock: Callable[[], float] | None = None,
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, "float32")
     name = prefix_cache if prefix_caching else None
     prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
-    return KVCacheManager(spec, num_blocks, prefix, policy)
+    return KVCacheManager(spec, num_blocks, prefix, policy, pin_budget=pin_budget, clock=clock or Clock())
 
 
 def make_sequence(token_ids: list[int], salt: str = "", n: int = 1, priority: int = 0) -> Sequence:

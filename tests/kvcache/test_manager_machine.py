@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES
-from octavo.request import Sequence
-from tests.kvcache.caches import FULL, make_manager, make_sequence, sliding
+from octavo.request import PinRequest, Sequence
+from tests.kvcache.caches import FULL, Clock, make_manager, make_sequence, sliding
 
 SOAK_STEPS = 100_000
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(6))]
@@ -40,9 +40,18 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def build(self, num_blocks: int, block_size: int, layers: tuple, prefix_cache: str | None, eviction: str) -> None:
         self.combination = (prefix_cache, eviction)
+        self.clock = Clock()
         self.manager = make_manager(
-            num_blocks, block_size, layers, prefix_cache is not None, prefix_cache or "", eviction
+            num_blocks,
+            block_size,
+            layers,
+            prefix_cache is not None,
+            prefix_cache or "",
+            eviction,
+            pin_budget=0.5,
+            clock=self.clock,
         )
+        self.pinned: dict[str, tuple[list[int], str]] = {}
         self.block_size = block_size
         self.written: dict[tuple[BlockId, int], tuple[int, tuple[int, ...]]] = {}
         self.live: list[Sequence] = []
@@ -125,6 +134,42 @@ class CacheMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from([*self.live, *self.waiting]))
         self.manager.forget(seq)
         (self.live if seq in self.live else self.waiting).remove(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), ttl=st.integers(1, 9), num_tokens=st.integers(1, 20))
+    def pin(self, data: st.DataObject, ttl: int, num_tokens: int) -> None:
+        request = data.draw(st.sampled_from(self.live)).request
+        receipt = self.manager.pin(request, PinRequest(num_tokens, ttl))
+        assert receipt.num_pinned_tokens <= min(num_tokens, len(request.prompt_token_ids))
+        if receipt.pin_id is not None:
+            tokens = request.prompt_token_ids[: receipt.num_pinned_tokens]
+            self.pinned[receipt.pin_id] = (tokens, request.cache_salt)
+
+    @precondition(lambda self: getattr(self, "pinned", None))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.manager.pins.unpin(data.draw(st.sampled_from(sorted(self.pinned))))
+
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.manager.pins.expire()
+
+    @rule()
+    def a_pin_yields(self) -> None:
+        assert self.manager.pins.yield_one() == bool(self.pinned)
+
+    @invariant()
+    def what_is_pinned_is_found(self) -> None:
+        if hasattr(self, "manager"):
+            pins = {pin.pin_id: pin for pin in self.manager.pins}
+            assert pins.keys() <= self.pinned.keys()
+            self.pinned = {pin_id: self.pinned[pin_id] for pin_id in pins}
+            for pin_id, (tokens, salt) in self.pinned.items():
+                assert pins[pin_id].expires_at > self.clock.now
+                seeker = make_sequence([*tokens, 9], salt)
+                assert self.manager.match(seeker).num_tokens == len(tokens)
+                self.manager.forget(seeker)
 
     @rule()
     def reset(self) -> None:

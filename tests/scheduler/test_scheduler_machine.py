@@ -12,11 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from octavo.errors import RequestError
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
-from octavo.request import FinishReason, Request, SequenceStatus
+from octavo.kvcache.ledger import CacheTotals
+from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, SequenceStatus
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
-from tests.kvcache.caches import FULL, make_manager, make_request, sliding
+from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
 
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
 
@@ -30,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
+        pin_budget=st.sampled_from([0.25, 1.0]),
     )
     def build(
         self,
@@ -40,8 +42,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction: str,
         max_num_seqs: int,
         budget: int,
+        pin_budget: float,
     ) -> None:
-        kv = make_manager(num_blocks, block_size, layers, prefix_cache is not None, prefix_cache or "", eviction)
+        self.clock = Clock()
+        caching = (prefix_cache is not None, prefix_cache or "", eviction)
+        kv = make_manager(num_blocks, block_size, layers, *caching, pin_budget=pin_budget, clock=self.clock)
         waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if prefix_cache == "radix" else None
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, max_model_len=40), kv, waiting=waiting)
         self.requests: list[Request] = []
@@ -55,12 +60,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         salt=st.sampled_from(["", "", "s"]),
+        pin=st.sampled_from([None, None, PinRequest(8, 3), PinRequest(30, 30)]),
     )
     def arrive(
-        self, tokens: list[int], max_tokens: int, n: int, priority: int, prompt_logprobs: int | None, salt: str
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        n: int,
+        priority: int,
+        prompt_logprobs: int | None,
+        salt: str,
+        pin: PinRequest | None,
     ) -> None:
         request = make_request(tokens, salt, n, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
         request.priority = priority
+        request.pins = () if pin is None else (PinRequest(min(pin.num_tokens, len(tokens)), pin.ttl_seconds),)
         try:
             self.scheduler.add(request)
         except RequestError:
@@ -85,7 +99,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        self.clock.now += 1
         plan = self.scheduler.schedule()
+        assert all(pin.expires_at > self.clock.now for pin in self.scheduler.kv.pins), "an expired pin is let go"
         self.check_limits(plan)
         self.play_runner(plan)
         # Parallel samples differ, or sharing a block by mistake would not show.
@@ -128,6 +144,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.kv.audit()
 
+    @invariant()
+    def every_prompt_token_is_booked_once(self) -> None:
+        if hasattr(self, "scheduler"):
+            booked = [r for r in self.requests if r.cache_report is not None]
+            totals = self.scheduler.kv.ledger.totals.get("", CacheTotals())
+            assert totals.queried_tokens == sum(len(r.prompt_token_ids) for r in booked)
+            assert totals.cached_tokens == sum(r.num_cached_tokens or 0 for r in booked)
+            assert totals.requests.total() == len(booked)
+            for outcome in CacheOutcome:
+                told = [r.cache_report for r in booked if r.cache_report and r.cache_report.outcome is outcome]
+                assert totals.uncached_tokens[outcome] == sum(r.num_uncached_tokens for r in told)
+
     def teardown(self) -> None:
         """Everything finishes within a bounded number of steps, and nothing leaks."""
         if not hasattr(self, "scheduler"):
@@ -138,6 +166,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
         assert all(r.finished for r in self.requests)
         for request in self.requests:
+            if request.num_cached_tokens is not None and request.sequences[0].num_output_tokens:
+                assert len(request.pin_receipts) == len(request.pins), "whoever was computed has its answer"
             if all(s.finish_reason is FinishReason.LENGTH for s in request.sequences):
                 assert [s.num_output_tokens for s in request.sequences] == [
                     request.params.max_tokens

@@ -18,6 +18,7 @@ class BlockState(Enum):
     NULL = "null"
     FREE = "free"  # nobody references it and it holds nothing
     CACHED = "cached"  # nobody references it but a prefix could
+    PINNED = "pinned"  # nobody references it, a prefix could, and until a time it is not evicted
     ACTIVE = "active"  # some sequence references it
 
 

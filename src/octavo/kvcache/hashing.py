@@ -9,7 +9,7 @@ router agree on the keys, across restarts.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 from typing import Self
 
@@ -64,6 +64,10 @@ class TokenChain:
         """For a fork: the common past is not packed again."""
         raise NotImplementedError
 
+    def key(self, length: int) -> Hashable:
+        """Stands for the first `length` full blocks under this salt: equal where those are, and else unlike."""
+        raise NotImplementedError
+
     def _append(self, packed: bytes) -> None:
         self.tokens.append(packed)
 
@@ -88,6 +92,9 @@ class HashChain(TokenChain):
         twin.hashes = self.hashes.copy()
         twin.tokens = self.tokens.copy()
         return twin
+
+    def key(self, length: int) -> BlockHash:
+        return self.hashes[length - 1] if length else self.root
 
     def _append(self, packed: bytes) -> None:
         self.hashes.append(child_hash(self.hashes[-1] if self.hashes else self.root, packed))

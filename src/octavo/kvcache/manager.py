@@ -6,7 +6,9 @@ the tables' references.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +17,12 @@ from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.ledger import CacheLedger, Stock
+from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool
-from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import Sequence, SequenceId
+from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Audit:
     num_sequences: int = 0
 
 
+DEFAULT_PIN_BUDGET = 0.25
+
 _NO_COPIES: tuple[BlockCopy, ...] = ()
 
 
@@ -63,17 +69,29 @@ class KVCacheManager:
         num_blocks: size of the pool, the null block included.
         prefix_cache: index of computed prefixes (`NullPrefixCache` for none).
         eviction: order in which cached blocks are given up.
+        pin_budget: share of the pool that may be pinned at once.
+        clock: seconds, never going back; for pins and the ledger.
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, prefix_cache: PrefixCache[Any], eviction: EvictionPolicy
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        prefix_cache: PrefixCache[Any],
+        eviction: EvictionPolicy,
+        *,
+        pin_budget: float = DEFAULT_PIN_BUDGET,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
-        self.pool = BlockPool(num_blocks, eviction, on_evict=prefix_cache.drop)
+        self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
+        self.pins = PinTable(self.pool, int(pin_budget * (num_blocks - 1)), self._longest_prefix, clock)
+        self.ledger = CacheLedger(num_blocks, clock)
         self._holdings: dict[SequenceId, _Holding] = {}
         self._windows = [group.sliding_window for group in spec.groups]
         self.no_hit = PrefixHit(0, tuple([] for _ in self._windows))
+        self.caches_prefixes = not isinstance(prefix_cache, NullPrefixCache)
         self._slides = any(window is not None for window in self._windows)
 
     @property
@@ -93,8 +111,13 @@ class KVCacheManager:
         """
         holding = self._holding(seq)
         holding.chain.extend(seq.token_ids)
-        chain, size = holding.chain, self.spec.block_size
-        hit = min(len(chain), (seq.num_tokens - 1) // size)
+        size = self.spec.block_size
+        tables = self._longest_prefix(holding.chain, min(len(holding.chain), (seq.num_tokens - 1) // size))
+        return PrefixHit(len(tables[0]) * size, tables)
+
+    def _longest_prefix(self, chain: TokenChain, hit: int) -> tuple[list[BlockId], ...]:
+        """Per group the blocks of the longest cached prefix of at most `hit` full blocks, tables of one length."""
+        size = self.spec.block_size
         tables: list[list[BlockId]] = [[] for _ in self._windows]
         for group, window in enumerate(self._windows):
             if window is None:
@@ -114,7 +137,32 @@ class KVCacheManager:
                     hit, settled = missing, False
                     break
                 tables[group] = [NULL_BLOCK] * first + [block for block in found if block is not None]
-        return PrefixHit(hit * size, tuple(table[:hit] for table in tables))
+        return tuple(table[:hit] for table in tables)
+
+    def explain(self, seq: Sequence, hit: PrefixHit) -> CacheReport:
+        """Why the cached prefix of a sequence that was matched, or was not to be matched, is not longer."""
+        chain, length = self._holding(seq).chain, len(seq.request.prompt_token_ids)
+        if hit is self.no_hit or not self.caches_prefixes:
+            return CacheReport(length, 0, CacheOutcome.BYPASSED)
+        return self.ledger.explain(seq.request, chain, hit.num_tokens // self.spec.block_size)
+
+    def pin(self, request: Request, wanted: PinRequest) -> PinReceipt:
+        """Pin what is cached of the beginning of a request's prompt, as far as the budget goes."""
+        chain = self.prefix_cache.chain(request.cache_salt)
+        chain.extend(request.prompt_token_ids[: wanted.num_tokens])
+        pin = self.pins.pin(chain, request.cache_salt, request.tenant, wanted.ttl_seconds)
+        pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
+        return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
+
+    def stock(self, requests: Iterable[Request]) -> Stock:
+        """Every block by state and tenant, and what each of `requests` holds: all that have not ended. O(blocks)."""
+        held = (
+            (request, holding.tables)
+            for request in requests
+            for seq in request.sequences
+            if (holding := self._holdings.get(seq.seq_id)) is not None
+        )
+        return self.ledger.stock(self.pool, held)
 
     def admit(self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> bool:
         """Give a sequence without blocks the hit's blocks and room for `num_new_tokens` after them.
@@ -131,7 +179,7 @@ class KVCacheManager:
         pool = self.pool
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         needed = sum(total - len(table) for table in hit.tables)
-        revived = {block for table in hit.tables for block in table if block and pool.ref_counts[block] == 0}
+        revived = {block for table in hit.tables for block in table if block and pool.is_evictable(block)}
         if needed + len(revived) + reserve > pool.num_available:
             return False
         for table in hit.tables:
@@ -213,7 +261,7 @@ class KVCacheManager:
         self._holdings.pop(seq.seq_id, None)
 
     def reset_prefix_cache(self) -> int:
-        """Give up every cached block; returns how many. Blocks in use stay published."""
+        """Give up every cached block; returns how many. Blocks in use or pinned stay published."""
         return self.pool.evict_all_cached()
 
     def audit(self) -> Audit:
@@ -232,6 +280,12 @@ class KVCacheManager:
                 problems.append(
                     f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[BlockId(i)]}"
                 )
+        pinned = Counter(block for pin in self.pins for block in pin.blocks)
+        if pinned != pool.pin_counts:
+            problems.append(f"the pool counts pins as {pool.pin_counts}, pins hold {dict(pinned)}")
+        if len(pinned) > self.pins.budget_blocks:
+            problems.append(f"{len(pinned)} blocks are pinned, over the budget of {self.pins.budget_blocks}")
+        problems += self.ledger.problems(pool)
         published = set(self.prefix_cache)
         for i in range(pool.num_blocks):
             if pool.is_published(BlockId(i)) != (i in published):
@@ -240,6 +294,10 @@ class KVCacheManager:
             raise CacheError("audit failed: " + "; ".join(problems))
         states = Counter(pool.state(BlockId(i)) for i in range(pool.num_blocks))
         return Audit(dict(states), sum(any(h.tables) for h in self._holdings.values()))
+
+    def _on_evict(self, block_id: BlockId) -> None:
+        self.prefix_cache.drop(block_id)
+        self.ledger.evicted(block_id)
 
     def _holding(self, seq: Sequence) -> _Holding:
         holding = self._holdings.get(seq.seq_id)
@@ -261,6 +319,7 @@ class KVCacheManager:
         # The tail first, as on release: what a step published together leaves by age from its end.
         for block, index in reversed(published):
             self.pool.mark_published(block, index, seq.request.priority)
+            self.ledger.published(block, chain, index, seq.request)
         holding.num_published = filled
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:

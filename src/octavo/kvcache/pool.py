@@ -14,8 +14,11 @@ class BlockPool:
 
         allocate ──> active ──release──> free       (holds nothing)
                        ^   └──release──> cached     (published: a prefix could)
-                       └────acquire────────┘ └──evict──> allocate
+                       ├────acquire────────┘ └──evict──> allocate
+                       │                 pin ↓ ↑ unpin
+                       └────acquire───── pinned     (published, and not to be evicted: the policy does not hold it)
 
+    A pinned block that is referenced is active, and pinned again with its last release.
     Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
     """
 
@@ -24,6 +27,8 @@ class BlockPool:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
+        self.pin_counts: dict[BlockId, int] = {}  # of blocks with a pin, referenced or not
+        self._num_pinned = 0
         self._published = bytearray(num_blocks)
         self._free = [BlockId(i) for i in range(num_blocks - 1, 0, -1)]
         self._eviction = eviction
@@ -45,8 +50,13 @@ class BlockPool:
         return len(self._free) + len(self._eviction)
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks that nobody references and no allocation gets."""
+        return self._num_pinned
+
+    @property
     def num_active(self) -> int:
-        return self.num_blocks - 1 - self.num_available
+        return self.num_blocks - 1 - self.num_available - self._num_pinned
 
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` blocks, each with one reference; all or nothing.
@@ -64,12 +74,15 @@ class BlockPool:
         return taken
 
     def acquire(self, block_id: BlockId) -> None:
-        """Add a reference to an active or cached block."""
+        """Add a reference to an active, cached or pinned block."""
         count = self.ref_counts[block_id]
         if count == 0:
             if not self._published[block_id]:
                 raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
-            self._eviction.remove(block_id)
+            if block_id in self.pin_counts:
+                self._num_pinned -= 1
+            else:
+                self._eviction.remove(block_id)
         self.ref_counts[block_id] = count + 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
@@ -86,10 +99,47 @@ class BlockPool:
                 raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
             self.ref_counts[block_id] = count
             if count == 0:
-                if self._published[block_id]:
-                    self._eviction.add(block_id)
-                else:
+                if not self._published[block_id]:
                     self._free.append(block_id)
+                elif block_id in self.pin_counts:
+                    self._num_pinned += 1
+                else:
+                    self._eviction.add(block_id)
+
+    def pin(self, block_ids: Iterable[BlockId]) -> None:
+        """Keep published blocks from being evicted until each pin is taken back; null blocks are passed over.
+
+        Raises:
+            CacheError: a block is not published: nothing could find it.
+        """
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            if not self._published[block_id]:
+                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
+            pins = self.pin_counts.get(block_id, 0)
+            if not pins and self.ref_counts[block_id] == 0:
+                self._eviction.remove(block_id)
+                self._num_pinned += 1
+            self.pin_counts[block_id] = pins + 1
+
+    def unpin(self, block_ids: Iterable[BlockId]) -> None:
+        """Take back one pin of each; null blocks are passed over. Whoever has none left is an ordinary cached block.
+
+        Raises:
+            CacheError: a block is not pinned.
+        """
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            pins = self.pin_counts.pop(block_id, 0)
+            if not pins:
+                raise CacheError(f"block {block_id} is unpinned more often than pinned")
+            if pins > 1:
+                self.pin_counts[block_id] = pins - 1
+            elif self.ref_counts[block_id] == 0:
+                self._num_pinned -= 1
+                self._eviction.add(block_id)
 
     def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0) -> None:
         """The prefix cache refers to this active block: once unreferenced it is cached, not free.
@@ -119,7 +169,13 @@ class BlockPool:
             return BlockState.NULL
         if self.ref_counts[block_id] > 0:
             return BlockState.ACTIVE
-        return BlockState.CACHED if self._published[block_id] else BlockState.FREE
+        if not self._published[block_id]:
+            return BlockState.FREE
+        return BlockState.PINNED if block_id in self.pin_counts else BlockState.CACHED
+
+    def is_evictable(self, block_id: BlockId) -> bool:
+        """Whether nobody references or pins it, but a prefix could: it is in the cached state."""
+        return self.state(block_id) is BlockState.CACHED
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
@@ -132,6 +188,10 @@ class BlockPool:
             found.append("a block stands twice in the free stack")
         if self.ref_counts[NULL_BLOCK] or NULL_BLOCK in free or NULL_BLOCK in cached:
             found.append("the null block is referenced, free or cached")
+        found += [f"block {i} is pinned but not published" for i in self.pin_counts if not self._published[i]]
+        num_pinned = sum(self.ref_counts[i] == 0 for i in self.pin_counts)
+        if num_pinned != self._num_pinned:
+            found.append(f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted")
         for i in range(1, self.num_blocks):
             state = self.state(BlockId(i))
             if (i in free) != (state is BlockState.FREE) or (i in cached) != (state is BlockState.CACHED):

@@ -70,6 +70,7 @@ class Scheduler:
         self._waiting = ArrivalOrder() if waiting is None else waiting
         self._running: list[Sequence] = []  # in order of service
         self._requests: dict[RequestId, Request] = {}
+        self._pinning: list[Sequence] = []  # whose requests want prefixes pinned that are not yet computed
         self._reserved_slots = 0  # of parallel samples whose prompt is still being computed
         self._watermark_blocks = int(config.watermark * kv.pool.num_blocks)
 
@@ -123,6 +124,8 @@ class Scheduler:
         self.check(len(request.prompt_token_ids), request.params.max_tokens or 1, request.params.n)
         self._requests[request.request_id] = request
         self._waiting.push(request.sequences[0])
+        if request.pins:
+            self._pinning.append(request.sequences[0])
 
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None where it is not (any more) known."""
@@ -149,6 +152,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step: first those that run, in order of service, then newcomers into what is left."""
         plan = StepPlan()
+        self.kv.pins.expire()
         preempted = self._schedule_running(plan)
         if not preempted:
             self._admit(plan)
@@ -169,6 +173,9 @@ class Scheduler:
                 sampled.token_ids.append(sample.token_id)
                 updates.append(SequenceUpdate(sampled, sample.token_id, sample.logprobs))
                 self._check_end(sampled, sample.token_id)
+        if self._pinning:
+            # Before anything else is allocated: what ended in this very step is still cached.
+            self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
         return updates
 
     def _schedule_running(self, plan: StepPlan) -> bool:
@@ -180,6 +187,8 @@ class Scheduler:
             seq = self._running[position]
             num_new = min(len(seq.token_ids) - seq.num_computed, budget - plan.num_tokens)
             while (copies := self.kv.extend(seq, num_new)) is None:
+                if len(self._running) == 1 and self.kv.pins.yield_one():
+                    continue
                 victim = self._victims.choose(self._running[position:])
                 self._preempt(victim)
                 preempted = True
@@ -203,11 +212,16 @@ class Scheduler:
             hit = self.kv.match(seq) if _may_skip(seq) else self.kv.no_hit
             hit_tokens = hit.num_tokens
             num_new = min(seq.num_tokens - hit_tokens, budget - plan.num_tokens)
+            # Asked beforehand, because making room may evict what it speaks of.
+            report = self.kv.explain(seq, hit) if seq.request.cache_report is None else None
             if not self.kv.admit(seq, hit, num_new, self._watermark_blocks if self._running else 0):
+                if not self._running and self.kv.pins.yield_one():
+                    continue
                 break
             self._waiting.pop()
-            if seq.request.num_cached_tokens is None:
+            if report is not None:
                 seq.request.num_cached_tokens = hit_tokens
+                self.kv.ledger.admitted(seq.request, report)
             seq.num_computed = hit_tokens
             seq.status = SequenceStatus.RUNNING
             self._reserved_slots += pending
@@ -235,6 +249,15 @@ class Scheduler:
         child.status = SequenceStatus.RUNNING
         self._reserved_slots -= 1
         self._enter_running(child)
+
+    def _settle_pins(self, seq: Sequence) -> bool:
+        """Pin those prefixes of a request that are computed; returns whether nothing more is to be expected."""
+        request, size = seq.request, self.kv.spec.block_size
+        for wanted in request.pins[len(request.pin_receipts) :]:
+            if seq.num_computed < wanted.num_tokens // size * size:
+                return seq.finished
+            request.pin_receipts.append(self.kv.pin(request, wanted))
+        return True
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave_running(seq)

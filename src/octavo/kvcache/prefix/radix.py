@@ -56,10 +56,11 @@ class _Node:
 class RadixChain(TokenChain):
     """A sequence's full blocks and a cursor: the node it stands in, and how many blocks it has compared on the way."""
 
-    __slots__ = ("compared", "node", "salt")
+    __slots__ = ("_keys", "compared", "node", "salt")
 
     def __init__(self, salt: str, block_size: int) -> None:
         super().__init__(block_size)
+        self._keys = [hash(salt)]
         self.salt = salt
         self.node: _Node | None = None
         self.compared = 0
@@ -68,7 +69,15 @@ class RadixChain(TokenChain):
         twin = type(self)(self.salt, self.block_size)
         twin.tokens = self.tokens.copy()
         twin.node, twin.compared = self.node, self.compared
+        twin._keys = self._keys.copy()
         return twin
+
+    def key(self, length: int) -> int:
+        # Python's own 64 bits suffice: these keys only say why something was not found, never what is.
+        keys = self._keys
+        for tokens in self.tokens[len(keys) - 1 : length]:
+            keys.append(hash((keys[-1], tokens)))
+        return keys[length]
 
 
 class RadixPrefixCache:

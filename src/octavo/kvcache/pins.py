@@ -1,0 +1,172 @@
+"""Pinned prefixes: cached blocks that a tenant keeps from being evicted, for a time and within a budget.
+
+    pin ──> pinned ──ttl over──> expired ┐
+              ├────unpin─────────────────┼──> ordinary cached blocks
+              └────room is needed────────┘    (`yield_one`: the soonest to expire first)
+
+Pins promise to survive other requests' blocks, not to outlive the server's duty to serve: where a request that fits
+the pool can get its blocks in no other way, they yield.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import inf
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.hashing import TokenChain, root_hash
+from octavo.kvcache.pool import BlockPool
+
+Tables = tuple[list[BlockId], ...]
+FindPrefix = Callable[[TokenChain, int], Tables]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One tenant's hold on one prefix.
+
+    Attributes:
+        pin_id: the same for the same tenant, salt and tokens, so that pinning again renews.
+        blocks: what a request with this prefix would hit, all groups, in order, null blocks left out.
+        expires_at: by the clock of its `PinTable`.
+    """
+
+    pin_id: str
+    tenant: str
+    num_tokens: int
+    blocks: tuple[BlockId, ...]
+    ttl_seconds: float
+    expires_at: float
+
+
+@dataclass(slots=True)
+class PinCounters:
+    """Totals since the start."""
+
+    num_pinned: int = 0  # pins made; renewals not counted
+    num_expired: int = 0
+    num_yielded: int = 0
+    num_unpinned: int = 0
+
+
+class PinTable:
+    """The pins over one pool.
+
+    Blocks that several pins hold are counted once against the budget. So a tenant has at most as many pins as the
+    budget has blocks, whatever it asks for.
+
+    Args:
+        budget_blocks: most blocks that are pinned at once.
+        find: the blocks, per group, of the longest cached prefix of a chain, of at most so many full blocks.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self, pool: BlockPool, budget_blocks: int, find: FindPrefix, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget_blocks = budget_blocks
+        self.counters = PinCounters()
+        self.clock = clock
+        self._pool = pool
+        self._find = find
+        self._pins: dict[str, Pin] = {}
+        self._next_expiry = inf  # no pin expires before it
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        """Every pin, the soonest to expire first."""
+        return iter(sorted(self._pins.values(), key=_expiry))
+
+    def pin(self, chain: TokenChain, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
+        """Pin what is cached of a chain's full blocks, as far as the budget goes; the same prefix again renews its pin.
+
+        Returns:
+            The pin, which may cover less than the chain; None where not even a first block could be pinned.
+        """
+        if not ttl_seconds > 0:
+            raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
+        self.expire()
+        length, blocks = self._affordable(chain)
+        if not length:
+            return None
+        digest = blake2b(root_hash(tenant, salt) + b"".join(chain.tokens[:length]), digest_size=8)
+        pin_id = f"pin-{digest.hexdigest()}"
+        expires_at = self.clock() + ttl_seconds
+        known = self._pins.get(pin_id)
+        if known is not None and known.blocks == blocks:
+            pin = replace(known, ttl_seconds=ttl_seconds, expires_at=max(known.expires_at, expires_at))
+        else:
+            pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
+            self._pool.pin(blocks)
+            if known is not None:
+                self._release(known)
+            else:
+                self.counters.num_pinned += 1
+        self._pins[pin_id] = pin
+        self._next_expiry = min(self._next_expiry, pin.expires_at)
+        return pin
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let a prefix go before its time; False where there is no such pin."""
+        self.expire()
+        pin = self._pins.pop(pin_id, None)
+        if pin is None:
+            return False
+        self._release(pin)
+        self.counters.num_unpinned += 1
+        return True
+
+    def expire(self) -> int:
+        """Let go of every pin whose time is over; returns how many. Costs one look at the clock where none is."""
+        if not self._pins or (now := self.clock()) < self._next_expiry:
+            return 0
+        over = [pin for pin in self._pins.values() if pin.expires_at <= now]
+        for pin in over:
+            del self._pins[pin.pin_id]
+            self._release(pin)
+        self.counters.num_expired += len(over)
+        self._next_expiry = min((pin.expires_at for pin in self._pins.values()), default=inf)
+        return len(over)
+
+    def yield_one(self) -> bool:
+        """Let go of the pin that would expire first, because somebody needs the room; False where there is none."""
+        if not self._pins:
+            return False
+        pin = min(self._pins.values(), key=_expiry)
+        del self._pins[pin.pin_id]
+        self._release(pin)
+        self.counters.num_yielded += 1
+        return True
+
+    def _affordable(self, chain: TokenChain) -> tuple[int, tuple[BlockId, ...]]:
+        """The longest prefix of the chain that is cached and within the budget: its full blocks, and what holds them.
+
+        Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
+        """
+        pinned = self._pool.pin_counts
+        room = self.budget_blocks - len(pinned)
+        length = len(chain)
+        while length > 0:
+            tables = self._find(chain, length)
+            length = len(tables[0])
+            blocks = tuple(block for table in tables for block in table if block != NULL_BLOCK)
+            excess = sum(block not in pinned for block in blocks) - room
+            if excess <= 0:
+                return length, blocks
+            # One block shorter frees at most one block of each group.
+            length -= -(-excess // len(tables))
+        return 0, ()
+
+    def _release(self, pin: Pin) -> None:
+        # The tail first, so that it is evicted before the head.
+        self._pool.unpin(reversed(pin.blocks))
+
+
+def _expiry(pin: Pin) -> float:
+    return pin.expires_at
