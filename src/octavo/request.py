@@ -31,7 +31,8 @@ class FinishReason(StrEnum):
 class SequenceStatus(Enum):
     WAITING = "waiting"  # in the queue, holds no block
     RUNNING = "running"  # holds blocks; its num_computed chases its num_tokens
-    FORK_PENDING = "fork_pending"  # a parallel sample whose prompt its first sibling still computes
+    FORK_PENDING = "fork_pending"  # a parallel sample or beam whose prompt its first sibling still computes
+    PARKED = "parked"  # a beam that has its candidates and gave up its blocks before its siblings had theirs
     FINISHED = "finished"
 
 
@@ -122,6 +123,9 @@ class Sequence:
     """One line of tokens: the unit that is scheduled, holds block tables and is preempted.
 
     The one scheduling rule: `num_computed` (tokens whose keys and values lie in blocks) chases `num_tokens`.
+
+    Attributes:
+        cumulative_logprob: sum over the output's tokens, as far as their logprobs are known; a beam's running score.
     """
 
     request: Request
@@ -132,6 +136,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_preemptions: int = 0
+    cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -154,6 +159,15 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def become_child_of(self, parent: Sequence) -> None:
+        """Take over the parent's tokens, and a new id: what anyone remembers of the old one is void."""
+        self.seq_id = SequenceId(next(_sequence_ids))
+        self.token_ids = parent.token_ids.copy()
+        self.cumulative_logprob = parent.cumulative_logprob
+        self.num_computed = parent.num_computed
+        # Whoever waits once its parent was preempted is no newcomer.
+        self.num_preemptions = max(self.num_preemptions, parent.num_preemptions)
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -200,7 +214,7 @@ class Request:
                 token_ids=list(self.prompt_token_ids),
                 status=SequenceStatus.WAITING if i == 0 else SequenceStatus.FORK_PENDING,
             )
-            for i in range(self.params.n)
+            for i in range(self.params.num_sequences)
         ]
 
     @property

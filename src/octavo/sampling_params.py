@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.errors import RequestError
 
 MAX_N = 64
+MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 GREEDY_EPSILON = 1e-5
@@ -20,6 +22,12 @@ class SamplingParams:
 
     Attributes:
         n: number of completions of one prompt; they share the prompt's blocks.
+        best_of: how many are computed, of which the best `n` are returned: by log-probability per token (OpenAI's), or
+            by the beam search's score. None means `n`.
+        use_beam_search: look for the likeliest completions with `best_of` beams instead of drawing tokens.
+        length_penalty: a finished beam scores sum(logprobs) / length ** length_penalty: above 0 long ones gain.
+        early_stopping: when a beam search with `best_of` finished beams ends: True, at once; False, when the best beam
+            that goes on is worse than all of them at its present length; "never", at any length it may reach.
         temperature: 0 is greedy.
         top_p, top_k, min_p: the usual filters; 1.0, 0 (or -1) and 0.0 switch them off.
         repetition_penalty: > 1 discourages tokens of the prompt and the output (Keskar et al. 2019).
@@ -38,6 +46,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -72,6 +84,13 @@ class SamplingParams:
 
     def _validate(self) -> None:
         _require_int("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _require_int("best_of", self.best_of, self.n, MAX_N)
+        _require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}', param="early_stopping"
+            )
         _require_number("temperature", self.temperature, 0.0, math.inf)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_int("top_k", self.top_k, 0, None)
@@ -91,7 +110,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "use_beam_search"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -106,6 +125,38 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _require_int("logit_bias", token_id, 0, None)
             _require_number("logit_bias", bias, -100.0, 100.0)
+        self._validate_beams()
+
+    def _validate_beams(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise RequestError("length_penalty needs use_beam_search", param="length_penalty")
+            if self.early_stopping is not False:
+                raise RequestError("early_stopping needs use_beam_search", param="early_stopping")
+            return
+        # What shapes a draw has no meaning where nothing is drawn; 1 and 0 say so either way.
+        allowed = {"temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,)}
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                wanted = " or ".join(str(each) for each in values)
+                raise RequestError(f"{name} must be {wanted} with use_beam_search, got {value:g}", param=name)
+        if self.stop:
+            raise RequestError("stop strings cannot be combined with use_beam_search: use stop_token_ids", param="stop")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences computed for one prompt: `best_of`, or `n`; with beam search, its width."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def width_param(self) -> str:
+        """The parameter that says `num_sequences`."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what is returned is only known when all is computed: nothing can be streamed then."""
+        return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:

@@ -11,8 +11,8 @@ from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig, SequenceUpdate
+from octavo.scheduler.plan import SampleResult, SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
 
 Draw = Callable[[Sequence], int]

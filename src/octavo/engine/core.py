@@ -84,6 +84,11 @@ class EngineCore:
             raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", param="cache_salt")
         token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_vocabulary(token_ids, params)
+        if params.use_beam_search and params.num_sequences > self.vocab_size:
+            raise RequestError(
+                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
+                param=params.width_param,
+            )
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self.max_model_len - len(token_ids)
@@ -94,7 +99,7 @@ class EngineCore:
                     param="prompt",
                 )
             params = params.with_max_tokens(max_tokens)
-        self.scheduler.check(len(token_ids), max_tokens, params.n)
+        self.scheduler.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
         return Request(
             request_id=RequestId(request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,

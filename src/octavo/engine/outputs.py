@@ -23,7 +23,8 @@ class CompletionOutput:
         index: which of the request's `n` completions.
         token_ids: generated ids; a stop or end-of-sequence token is included, as in vLLM.
         text: without the stop string, never half a character.
-        cumulative_logprob: sum over all chosen tokens so far, where logprobs were asked for.
+        cumulative_logprob: sum over all chosen tokens so far, where logprobs were asked for, and where completions were
+            chosen by it: `best_of`, beam search (there after penalties and biases).
         logprobs: one entry per token of `token_ids`, where asked for.
         finish_reason: None while it goes on.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.

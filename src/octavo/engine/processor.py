@@ -9,7 +9,7 @@ from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.models.tokenizer import Tokenizer
 from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
-from octavo.scheduler.scheduler import SequenceUpdate
+from octavo.scheduler.plan import SequenceUpdate
 
 FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
@@ -23,17 +23,17 @@ class _Completion:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
     delivered_end: bool = False
 
-    def take(self) -> CompletionOutput:
+    def take(self, index: int) -> CompletionOutput:
         """Hand out what is pending and start anew."""
-        seq, wants_logprobs = self.seq, self.seq.request.params.logprobs is not None
+        seq, params = self.seq, self.seq.request.params
+        wants_logprobs = params.logprobs is not None
         output = CompletionOutput(
-            index=seq.index,
+            index=index,
             text="".join(self.text),
             token_ids=self.token_ids,
-            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            cumulative_logprob=seq.cumulative_logprob if wants_logprobs or params.chooses else None,
             logprobs=self.logprobs if wants_logprobs else None,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
@@ -63,6 +63,8 @@ class OutputProcessor:
         self._tracked: dict[RequestId, _Tracked] = {}
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
+        """Follow a request; one whose completions are only chosen at its end has no deltas."""
+        kind = OutputKind.FINAL if request.params.chooses else kind
         completions = [_Completion(seq, self._make_detokenizer(request)) for seq in request.sequences]
         self._tracked[request.request_id] = _Tracked(request, prompt, kind, completions)
 
@@ -93,16 +95,14 @@ class OutputProcessor:
 
     def _take_in(self, completion: _Completion, update: SequenceUpdate) -> None:
         seq = completion.seq
-        completion.token_ids.append(update.token_id)
-        if update.logprobs is not None:
-            completion.logprobs.append(update.logprobs)
-            completion.cumulative_logprob += update.logprobs.logprob
+        completion.token_ids.extend(update.token_ids)
+        completion.logprobs.extend(update.logprobs)
         detokenizer = completion.detokenizer
         if detokenizer is None:
             return
         # The token that ended the sequence is not part of its text.
-        if seq.finish_reason is not FinishReason.STOP:
-            completion.text.append(detokenizer.append((update.token_id,)))
+        if token_ids := update.token_ids[:-1] if seq.finish_reason is FinishReason.STOP else update.token_ids:
+            completion.text.append(detokenizer.append(token_ids))
             if detokenizer.stop_string is not None:
                 if seq.finished:
                     # It ran into its length limit with the very token that completed the stop string.
@@ -119,9 +119,10 @@ class OutputProcessor:
             self._tracked.pop(request.request_id, None)
         elif tracked.kind is OutputKind.FINAL:
             return None
+        completions = _best(tracked) if request.params.chooses else tracked.completions
         news = [
-            completion.take()
-            for completion in tracked.completions
+            completion.take(index)
+            for index, completion in enumerate(completions)
             if finished or completion.token_ids or (completion.seq.finished and not completion.delivered_end)
         ]
         output = RequestOutput(
@@ -136,3 +137,15 @@ class OutputProcessor:
             output.prompt_logprobs = [None, *request.prompt_logprobs]
         tracked.sent_first = True
         return output
+
+
+def _best(tracked: _Tracked) -> list[_Completion]:
+    """The `n` to return of a request that has ended: as a beam search left them, else by logprob per token."""
+    params = tracked.request.params
+    if params.use_beam_search:
+        return tracked.completions[: params.n]
+
+    def score(completion: _Completion) -> float:
+        return completion.seq.cumulative_logprob / max(1, completion.seq.num_output_tokens)
+
+    return sorted(tracked.completions, key=score, reverse=True)[: params.n]

@@ -9,8 +9,8 @@ from typing import TypedDict
 
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, SequenceId
-from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.scheduler import Scheduler, SequenceUpdate
+from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.scheduler import Scheduler
 
 
 class _Queues(TypedDict):
@@ -49,7 +49,7 @@ class StatsRecorder:
         finished: dict[RequestId, tuple[Request, FinishReason]] = {}
         for update in updates:
             seq, request = update.seq, update.seq.request
-            generation_tokens += 1
+            generation_tokens += len(update.token_ids)
             last = self._last_token.get(seq.seq_id)
             if last is not None:
                 last_tokens[last] += 1

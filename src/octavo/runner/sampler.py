@@ -6,6 +6,7 @@ result depends on that row alone, so a request gives the same tokens alone or in
     greedy rows                  argmax
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
     top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
+    beams                        no draw: the largest log-probabilities, for the scheduler to choose from
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from octavo.runner.largest import argmax, largest
 from octavo.runner.logits import adjust, adjusts_logits
 from octavo.runner.rng import uniforms
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.scheduler.plan import SampleResult
+from octavo.scheduler.beam import num_candidates
+from octavo.scheduler.plan import Candidate, SampleResult
 
 ArgMax = Callable[[torch.Tensor], torch.Tensor]
 """float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
@@ -47,7 +49,7 @@ class LogitsError(OctavoError):
 
 
 class Sampler:
-    """Draws one token per sequence.
+    """Draws one token per sequence, or ranks its candidates.
 
     Args:
         greedy: finds the largest logit of each row; a native kernel may take its place.
@@ -75,22 +77,14 @@ class Sampler:
         if not sequences:
             return []
         logits = _spread(logits, len(sequences), row_of)
-        chosen_from = logits
-        if any(adjusts_logits(seq) for seq in sequences):
-            chosen_from = logits.clone()
-            adjust(chosen_from, sequences)
-        token_ids, sound = self._choose(chosen_from, sequences)
-        if not bool(sound.all()):
-            bad = [seq.request.request_id for seq, ok in zip(sequences, sound.tolist(), strict=True) if not ok]
-            raise LogitsError(list(dict.fromkeys(bad)))
-        results = [SampleResult(token_id) for token_id in token_ids.tolist()]
-        wanted = [i for i, seq in enumerate(sequences) if seq.request.params.logprobs is not None]
-        if wanted:
-            num_top = [sequences[i].request.params.logprobs or 0 for i in wanted]
-            scored = _token_logprobs(_select(logits, wanted), _select(token_ids, wanted), num_top)
-            for i, logprobs in zip(wanted, scored, strict=True):
-                results[i].logprobs = logprobs
-        return results
+        beams = [i for i, seq in enumerate(sequences) if seq.request.params.use_beam_search]
+        if not beams:
+            return self._draw(logits, sequences)
+        results = dict(zip(beams, self._candidates(_select(logits, beams), [sequences[i] for i in beams]), strict=True))
+        if others := [i for i in range(len(sequences)) if i not in results]:
+            drawn = self._draw(_select(logits, others), [sequences[i] for i in others])
+            results.update(zip(others, drawn, strict=True))
+        return [results[i] for i in range(len(sequences))]
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> list[TokenLogprobs]:
@@ -109,6 +103,40 @@ class Sampler:
             scored += _token_logprobs(rows, token_ids, [num_top] * len(some))
         return scored
 
+    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampleResult]:
+        chosen_from = logits
+        if any(adjusts_logits(seq) for seq in sequences):
+            chosen_from = logits.clone()
+            adjust(chosen_from, sequences)
+        token_ids, sound = self._choose(chosen_from, sequences)
+        _require_sound(sound, sequences)
+        results = [SampleResult(token_id) for token_id in token_ids.tolist()]
+        wanted = [i for i, seq in enumerate(sequences) if _wants_logprobs(seq)]
+        if wanted:
+            num_top = [sequences[i].request.params.logprobs or 0 for i in wanted]
+            scored = _token_logprobs(_select(logits, wanted), _select(token_ids, wanted), num_top)
+            for i, logprobs in zip(wanted, scored, strict=True):
+                results[i].logprobs = logprobs
+        return results
+
+    def _candidates(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampleResult]:
+        """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
+        logprobs = logits.log_softmax(-1)
+        if any(adjusts_logits(seq) for seq in sequences):
+            adjust(logprobs, sequences)
+        counts = [num_candidates(seq.request) for seq in sequences]
+        values, ids = largest(logprobs, min(max(counts), logits.shape[1]))
+        _require_sound(torch.isfinite(values[:, 0]), sequences)
+        results = []
+        for i, (seq, count, row) in enumerate(zip(sequences, counts, values.tolist(), strict=True)):
+            token_ids = ids[i, :count]
+            known: list[TokenLogprobs | None] = [None] * len(token_ids)
+            if (num_top := seq.request.params.logprobs) is not None:
+                known = [*_token_logprobs(logits[i].expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))]
+            found = tuple(map(Candidate, token_ids.tolist(), row[:count], known))
+            results.append(SampleResult(found[0].token_id, known[0], found))
+        return results
+
     def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice."""
         greedy, plain, filtered = _partition(sequences, logits.shape[1])
@@ -126,6 +154,18 @@ class Sampler:
                 _place(token_ids, indices, drawn)
                 _place(sound, indices, proper)
         return token_ids, sound
+
+
+def _wants_logprobs(seq: Sequence) -> bool:
+    """Whether they are reported, or are what the best completions are chosen by."""
+    params = seq.request.params
+    return params.logprobs is not None or params.chooses
+
+
+def _require_sound(sound: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    if not bool(sound.all()):
+        bad = [seq.request.request_id for seq, ok in zip(sequences, sound.tolist(), strict=True) if not ok]
+        raise LogitsError(list(dict.fromkeys(bad)))
 
 
 def _partition(sequences: Seq[Sequence], vocab: int) -> tuple[list[int], list[int], list[int]]:

@@ -5,6 +5,7 @@ The order of effects is fixed: copies, then the new tokens' keys and values, the
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from octavo.kvcache.block import BlockCopy, BlockId
@@ -44,12 +45,44 @@ class StepPlan:
         return bool(self.scheduled)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that could come next.
+
+    Attributes:
+        logprob: after penalties and biases: what a beam search adds up.
+        logprobs: the model's own, only where the request asked for them.
+    """
+
+    token_id: int
+    logprob: float
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(slots=True)
 class SampleResult:
-    """One drawn token; `logprobs` only where the request asked for them."""
+    """One drawn token; `logprobs` only where the request asked for them.
+
+    Attributes:
+        candidates: where the request searches with beams, the most likely tokens, best first; `token_id` is the first.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """Tokens that a sequence has just gained: one of a sample, all of a beam search's result.
+
+    Attributes:
+        logprobs: one entry per token where they are known, else none.
+    """
+
+    seq: Sequence
+    token_ids: Seq[int]
+    logprobs: Seq[TokenLogprobs]
 
 
 @dataclass(slots=True)

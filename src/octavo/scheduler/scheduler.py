@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus, TokenLogprobs
-from octavo.scheduler.plan import ScheduledSequence, StepPlan, StepResult
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
+from octavo.scheduler.plan import ScheduledSequence, SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.preemption import LatestArrival, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 
@@ -44,15 +45,6 @@ class SchedulerCounters:
     recomputed_tokens: int = 0
 
 
-@dataclass(slots=True)
-class SequenceUpdate:
-    """One token that a sequence has just gained."""
-
-    seq: Sequence
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
 class Scheduler:
     """Decides the next step; told its result, moves the sequences on."""
 
@@ -71,7 +63,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of service
         self._requests: dict[RequestId, Request] = {}
         self._pinning: list[Sequence] = []  # whose requests want prefixes pinned that are not yet computed
-        self._reserved_slots = 0  # of parallel samples whose prompt is still being computed
+        self._sampling = Sampling(config.max_model_len)
+        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+        self._reserved_slots = 0  # of parallel samples and beams whose prompt is still being computed
         self._watermark_blocks = int(config.watermark * kv.pool.num_blocks)
 
     @property
@@ -91,8 +85,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1) -> None:
+    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, n_param: str = "n") -> None:
         """Refuse what can never be served, with the numbers.
+
+        Args:
+            n: sequences that are computed of one prompt.
+            n_param: the parameter that says so.
 
         Raises:
             ContextLengthError: prompt + max_tokens is over max_model_len.
@@ -107,7 +105,8 @@ class Scheduler:
                 param="max_tokens" if num_prompt_tokens < limit else "prompt",
             )
         if n > self.config.max_num_seqs:
-            raise CapacityError(f"n is {n}, but at most {self.config.max_num_seqs} sequences run at once", param="n")
+            limit = self.config.max_num_seqs
+            raise CapacityError(f"{n_param} is {n}, but at most {limit} sequences run at once", param=n_param)
         # The last token's key and value are never needed.
         blocks = self.kv.spec.peak_blocks(total - 1, self.config.max_num_batched_tokens)
         if blocks > (available := self.kv.pool.num_blocks - 1):
@@ -121,8 +120,11 @@ class Scheduler:
         """Queue a request; raises as `check` does, and where its id is in use, before anything changes."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        self.check(len(request.prompt_token_ids), request.params.max_tokens or 1, request.params.n)
+        params = request.params
+        self.check(len(request.prompt_token_ids), params.max_tokens or 1, params.num_sequences, params.width_param)
         self._requests[request.request_id] = request
+        if params.use_beam_search:
+            self._searches[request.request_id] = BeamDecoding(request)
         self._waiting.push(request.sequences[0])
         if request.pins:
             self._pinning.append(request.sequences[0])
@@ -135,6 +137,31 @@ class Scheduler:
                 self.finish(seq, reason)
         return request
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Make `child` what `parent` is, over the same blocks; what the child held is given up.
+
+        Where the parent has lost its blocks, or all places are taken, the child waits to be computed anew.
+        """
+        if child.status is SequenceStatus.RUNNING:
+            self._leave_running(child)
+        elif child.status is SequenceStatus.FORK_PENDING:
+            self._reserved_slots -= 1
+        self.kv.forget(child)
+        child.become_child_of(parent)
+        child.status = SequenceStatus.PARKED
+        has_place = len(self._running) + self._reserved_slots < self.config.max_num_seqs
+        if parent.status is SequenceStatus.RUNNING and has_place:
+            self.kv.fork(parent, child)
+            child.status = SequenceStatus.RUNNING
+            self._enter_running(child)
+        else:
+            child.num_computed = 0
+
+    def resume(self, seq: Sequence) -> None:
+        """A sequence has a next token to compute: queue it where it holds no blocks."""
+        if seq.status is SequenceStatus.PARKED:
+            self._waiting.push(seq)
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence and free its blocks; nothing happens if it has ended."""
         if seq.finished:
@@ -145,9 +172,12 @@ class Scheduler:
             self._leave_running(seq)
         elif was is SequenceStatus.WAITING:
             self._waiting.discard(seq)
+        elif was is SequenceStatus.FORK_PENDING and seq.request.sequences[0].status is SequenceStatus.RUNNING:
+            self._reserved_slots -= 1
         self.kv.forget(seq)
         if seq.request.finished:
             self._requests.pop(seq.request.request_id, None)
+            self._searches.pop(seq.request.request_id, None)
 
     def schedule(self) -> StepPlan:
         """The next step: first those that run, in order of service, then newcomers into what is left."""
@@ -156,10 +186,14 @@ class Scheduler:
         preempted = self._schedule_running(plan)
         if not preempted:
             self._admit(plan)
+        while not plan and self._running:
+            # Nobody here has a token to compute: they are beams that wait for siblings, and stand in their way.
+            self._preempt(self._victims.choose(self._running))
+            self._admit(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what the runner computed: publish blocks, fork parallel samples, append tokens, end what ends."""
+        """Take in what the runner computed: publish blocks, then let each request make of its samples what it does."""
         updates: list[SequenceUpdate] = []
         for index, (item, samples) in enumerate(zip(plan.scheduled, result.samples, strict=True)):
             seq = item.seq
@@ -167,12 +201,8 @@ class Scheduler:
                 seq.request.prompt_logprobs.extend(result.prompt_logprobs[index])
             seq.num_computed = item.start + item.num_tokens
             self.kv.commit(seq)
-            for sibling in item.samples[1:]:
-                self._fork(seq, sibling)
-            for sampled, sample in zip(item.samples, samples, strict=True):
-                sampled.token_ids.append(sample.token_id)
-                updates.append(SequenceUpdate(sampled, sample.token_id, sample.logprobs))
-                self._check_end(sampled, sample.token_id)
+            if item.samples:
+                self._decoding(seq).take(item.samples, samples, self, updates)
         if self._pinning:
             # Before anything else is allocated: what ended in this very step is still cached.
             self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
@@ -186,6 +216,9 @@ class Scheduler:
         while position < len(self._running) and plan.num_tokens < budget:
             seq = self._running[position]
             num_new = min(len(seq.token_ids) - seq.num_computed, budget - plan.num_tokens)
+            if num_new == 0:
+                position += 1
+                continue
             while (copies := self.kv.extend(seq, num_new)) is None:
                 if len(self._running) == 1 and self.kv.pins.yield_one():
                     continue
@@ -230,11 +263,7 @@ class Scheduler:
 
     def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int, *, fresh: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
-        samples: tuple[Sequence, ...] = ()
-        if end == len(seq.token_ids):
-            samples = (seq,)
-            if len(seq.request.sequences) > 1:
-                samples += tuple(s for s in seq.request.sequences if s.status is SequenceStatus.FORK_PENDING)
+        samples = self._decoding(seq).drawing(seq) if end == len(seq.token_ids) else ()
         item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), fresh, samples)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
@@ -243,12 +272,8 @@ class Scheduler:
         plan.scheduled.append(item)
         plan.num_tokens += num_new
 
-    def _fork(self, parent: Sequence, child: Sequence) -> None:
-        self.kv.fork(parent, child)
-        child.num_computed = parent.num_computed
-        child.status = SequenceStatus.RUNNING
-        self._reserved_slots -= 1
-        self._enter_running(child)
+    def _decoding(self, seq: Sequence) -> Decoding:
+        return self._searches.get(seq.request.request_id, self._sampling)
 
     def _settle_pins(self, seq: Sequence) -> bool:
         """Pin those prefixes of a request that are computed; returns whether nothing more is to be expected."""
@@ -265,19 +290,13 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self.counters.recomputed_tokens += seq.num_computed
         seq.num_preemptions += 1
+        # A beam that waits for its siblings has nothing to compute, and what it knew is kept.
+        waits = seq.num_computed == seq.num_tokens
         seq.num_computed = 0
-        self._waiting.push(seq)
-
-    def _check_end(self, seq: Sequence, token_id: int) -> None:
-        params = seq.request.params
-        num_output = seq.num_output_tokens
-        if num_output >= params.min_tokens:
-            if token_id in seq.request.eos_token_ids and not params.ignore_eos:
-                return self.finish(seq, FinishReason.STOP)
-            if token_id in params.stop_token_ids:
-                return self.finish(seq, FinishReason.STOP, token_id)
-        if num_output >= (params.max_tokens or 1) or seq.num_tokens >= self.config.max_model_len:
-            self.finish(seq, FinishReason.LENGTH)
+        if waits:
+            seq.status = SequenceStatus.PARKED
+        else:
+            self._waiting.push(seq)
 
     def _enter_running(self, seq: Sequence) -> None:
         bisect.insort(self._running, seq, key=lambda s: s.order)
@@ -294,7 +313,7 @@ def _may_skip(seq: Sequence) -> bool:
 
 
 def _pending_siblings(seq: Sequence) -> int:
-    """Parallel samples that wait for this sequence to compute their common prompt, and hold a slot with it."""
+    """Parallel samples or beams that wait for this sequence to compute their common prompt, and hold a slot with it."""
     if seq.index or len(seq.request.sequences) == 1:
         return 0
     return sum(s.status is SequenceStatus.FORK_PENDING for s in seq.request.sequences)

@@ -1,0 +1,181 @@
+"""Beam search over one prompt: which continuations go on, and which endings are kept. Pure: numbers in, choices out.
+
+The rules are those of transformers' `generate(num_beams=w, do_sample=False)` (`_beam_search` in 5.23):
+
+    w live beams ── candidates ──> all continuations, best first
+                                     ├─ of the first w, those that end ──> hypotheses: the w best by normalised score
+                                     └─ the w best that do not end ──────> live beams of the next step
+
+To choose so, no beam needs more candidates than the w best that do not end, and as many as there are tokens that end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.request import FinishReason, Request, TokenLogprobs
+from octavo.scheduler.plan import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A live beam and what could follow it.
+
+    Attributes:
+        token_ids: its output so far; of the same length for all beams of a search.
+        score: sum of the log-probabilities of `token_ids`.
+        logprobs: one entry per token where the request asks for them, else none.
+        candidates: best first.
+    """
+
+    token_ids: Seq[int]
+    score: float
+    logprobs: tuple[TokenLogprobs, ...]
+    candidates: Seq[Candidate]
+
+    def logprobs_with(self, candidate: Candidate) -> tuple[TokenLogprobs, ...]:
+        return self.logprobs if candidate.logprobs is None else (*self.logprobs, candidate.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A beam (its place among those given to `advance`) with one more token; `score` includes that token."""
+
+    parent: int
+    candidate: Candidate
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        score: cumulative_logprob / number of tokens ** length_penalty.
+    """
+
+    token_ids: list[int]
+    score: float
+    cumulative_logprob: float
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+class BeamSearch:
+    """One prompt's search.
+
+    Args:
+        enders: token ids that end a hypothesis, each with the stop reason to report.
+        min_tokens: enders end nothing before that many tokens.
+
+    Attributes:
+        hypotheses: the `width` best found so far, best first.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        max_tokens: int,
+        enders: Mapping[int, int | None],
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self.hypotheses: list[Hypothesis] = []
+        self._width = width
+        self._max_tokens = max_tokens
+        self._enders = enders
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._min_tokens = min_tokens
+
+    @classmethod
+    def of(cls, request: Request) -> BeamSearch:
+        """The search that a request's parameters describe."""
+        params = request.params
+        return cls(
+            width=params.num_sequences,
+            max_tokens=params.max_tokens or 1,
+            enders=enders(request),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            min_tokens=params.min_tokens,
+        )
+
+    def advance(self, beams: Seq[Beam]) -> list[Extension]:
+        """Choose among the candidates of all live beams.
+
+        Returns:
+            The live beams of the next step, best first; none when the search is over.
+        """
+        length = len(beams[0].token_ids) + 1
+        extensions = [
+            Extension(place, candidate, beam.score + candidate.logprob)
+            for place, beam in enumerate(beams)
+            for candidate in beam.candidates
+            if candidate.logprob > -math.inf
+        ]
+        extensions.sort(key=lambda extension: -extension.score)
+        going: list[Extension] = []
+        for rank, extension in enumerate(extensions):
+            reason = self._end_reason(extension.candidate.token_id, length)
+            if reason is None:
+                if len(going) < self._width:
+                    going.append(extension)
+            elif rank < self._width:
+                self._keep(beams[extension.parent], extension, reason)
+        # Among equals the earlier found stays first.
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.hypotheses[self._width :]
+        return [] if self._is_over(going, length) else going
+
+    def _end_reason(self, token_id: int, length: int) -> FinishReason | None:
+        if token_id in self._enders and length >= self._min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if length >= self._max_tokens else None
+
+    def _keep(self, beam: Beam, extension: Extension, reason: FinishReason) -> None:
+        token_id = extension.candidate.token_id
+        token_ids = [*beam.token_ids, token_id]
+        self.hypotheses.append(
+            Hypothesis(
+                token_ids,
+                extension.score / math.pow(len(token_ids), self._length_penalty),
+                extension.score,
+                beam.logprobs_with(extension.candidate),
+                reason,
+                self._enders[token_id] if reason is FinishReason.STOP else None,
+            )
+        )
+
+    def _is_over(self, going: list[Extension], length: int) -> bool:
+        if not going:
+            return True
+        if len(self.hypotheses) < self._width:
+            return False
+        if self._early_stopping is True:
+            return True
+        # With a length penalty above 0 the score of a beam can rise yet: only "never" waits until it no longer could.
+        hopes_for_more = self._early_stopping == "never" and self._length_penalty > 0
+        best_length = float(self._max_tokens if hopes_for_more else length)
+        return going[0].score / math.pow(best_length, self._length_penalty) <= self.hypotheses[-1].score
+
+
+def enders(request: Request) -> dict[int, int | None]:
+    """Token ids that end an output of the request, each with the stop reason to report: none for end-of-sequence."""
+    params = request.params
+    found: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
+    if not params.ignore_eos:
+        found.update(dict.fromkeys(request.eos_token_ids))
+    return found
+
+
+def num_candidates(request: Request) -> int:
+    """How many candidates of each beam a search chooses from."""
+    return request.params.num_sequences + len(enders(request))

@@ -1,0 +1,151 @@
+"""What a request makes of its next tokens' samples: each sequence goes its own way, or all of them search together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
+from octavo.scheduler.beam import Beam, BeamSearch, Extension, Hypothesis
+from octavo.scheduler.plan import Candidate, SampleResult, SequenceUpdate
+
+
+class SequenceMoves(Protocol):
+    """What a decoding may have done to sequences: the scheduler's own operations."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Make `child` what `parent` is, over the same blocks; what the child held is given up."""
+
+    def resume(self, seq: Sequence) -> None:
+        """A sequence has a next token to compute: queue it where it holds no blocks."""
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence and free its blocks."""
+
+
+class Decoding(Protocol):
+    """How a request goes on after a step that computed the last token of one of its sequences."""
+
+    def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
+        """The sequences that are given a sample of the token after the last one of `seq`; `seq` is the first."""
+
+    def take(
+        self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
+    ) -> None:
+        """Act on the samples that `drawing` asked for, and add to `updates` what the caller shall hear of.
+
+        All blocks of the first sequence are computed and committed by then.
+        """
+
+
+class Sampling:
+    """Every sequence appends the token it drew; parallel samples fork from the one that computed their prompt."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+
+    def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
+        siblings = seq.request.sequences
+        if len(siblings) == 1:
+            return (seq,)
+        return (seq, *(s for s in siblings if s.status is SequenceStatus.FORK_PENDING))
+
+    def take(
+        self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
+    ) -> None:
+        for sibling in seqs[1:]:
+            moves.fork(seqs[0], sibling)
+        for seq, sample in zip(seqs, samples, strict=True):
+            seq.token_ids.append(sample.token_id)
+            logprobs: tuple[TokenLogprobs, ...] = ()
+            if sample.logprobs is not None:
+                logprobs = (sample.logprobs,)
+                seq.cumulative_logprob += sample.logprobs.logprob
+            updates.append(SequenceUpdate(seq, (sample.token_id,), logprobs))
+            self._check_end(seq, sample.token_id, moves)
+
+    def _check_end(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> None:
+        params = seq.request.params
+        num_output = seq.num_output_tokens
+        if num_output >= params.min_tokens:
+            if token_id in seq.request.eos_token_ids and not params.ignore_eos:
+                return moves.finish(seq, FinishReason.STOP)
+            if token_id in params.stop_token_ids:
+                return moves.finish(seq, FinishReason.STOP, token_id)
+        if num_output >= (params.max_tokens or 1) or seq.num_tokens >= self._max_model_len:
+            moves.finish(seq, FinishReason.LENGTH)
+
+
+class BeamDecoding:
+    """The beams of one request, in lockstep: whoever has its candidates first waits for its siblings.
+
+        beam 0   …the  ├─ cat    stays in its place: appends the token
+                       └─ dog    takes the place of beam 1: forks the blocks of beam 0
+        beam 1   …a              has no child: gives its blocks back
+
+    A waiting beam has computed all its tokens, so nothing of it is scheduled. It may lose its blocks meanwhile and
+    still take part: its candidates are here, and its children are computed anew.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._search = BeamSearch.of(request)
+        self._candidates: dict[int, Seq[Candidate]] = {}  # by the index of the sequence
+        self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {0: ()}
+
+    def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
+        return (seq,)
+
+    def take(
+        self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
+    ) -> None:
+        self._candidates[seqs[0].index] = samples[0].candidates
+        absent = (SequenceStatus.FORK_PENDING, SequenceStatus.FINISHED)
+        live = [seq for seq in self._request.sequences if seq.status not in absent]
+        if len(self._candidates) < len(live):
+            return
+        beams = [
+            Beam(s.output_token_ids, s.cumulative_logprob, self._logprobs[s.index], self._candidates[s.index])
+            for s in live
+        ]
+        self._candidates = {}
+        if going := self._search.advance(beams):
+            self._go_on(live, beams, going, moves)
+        else:
+            self._end(moves, updates)
+
+    def _go_on(self, live: list[Sequence], beams: list[Beam], going: list[Extension], moves: SequenceMoves) -> None:
+        stays: dict[int, Extension] = {}
+        # The first child of each parent keeps its parent's place.
+        leaves = [extension for extension in going if stays.setdefault(extension.parent, extension) is not extension]
+        parents = [live[place] for place in stays]
+        vacant = [seq for seq in self._request.sequences if not seq.finished and seq not in parents]
+        self._logprobs = {}
+        grown = [(live[extension.parent], extension) for extension in stays.values()]
+        for extension in leaves:
+            # Before the parent itself grows.
+            child = vacant.pop()
+            moves.fork(live[extension.parent], child)
+            grown.append((child, extension))
+        for seq in vacant:
+            moves.finish(seq, FinishReason.STOP)
+        for seq, extension in grown:
+            seq.token_ids.append(extension.candidate.token_id)
+            seq.cumulative_logprob = extension.score
+            self._logprobs[seq.index] = beams[extension.parent].logprobs_with(extension.candidate)
+            moves.resume(seq)
+
+    def _end(self, moves: SequenceMoves, updates: list[SequenceUpdate]) -> None:
+        """The best hypotheses take the places of the beams, and are the request's sequences from now on."""
+        request = self._request
+        nothing = Hypothesis([], 0.0, 0.0, (), FinishReason.LENGTH, None)
+        # Fewer hypotheses than asked for are found only where nearly every token is masked.
+        best = iter(self._search.hypotheses[: request.params.n])
+        for seq in request.sequences:
+            found = next(best, nothing)
+            moves.finish(seq, found.finish_reason, found.stop_reason)
+            seq.token_ids = [*request.prompt_token_ids, *found.token_ids]
+            seq.cumulative_logprob = found.cumulative_logprob
+            if seq.index < request.params.n:
+                updates.append(SequenceUpdate(seq, found.token_ids, found.logprobs))
+        del request.sequences[request.params.n :]
