@@ -5,6 +5,8 @@ The runner is played by a rule that "computes" any plan; what a block holds is c
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -13,11 +15,12 @@ from octavo.errors import RequestError
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
-from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, SequenceStatus
+from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
+from tests.scheduler import beams
 
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
 
@@ -81,6 +84,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.requests.append(request)
 
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        width=st.integers(1, 5),
+        priority=st.integers(0, 1),
+        length_penalty=st.sampled_from([0.0, 1.0]),
+        early_stopping=st.sampled_from([False, True, "never"]),
+    )
+    def search(
+        self, tokens: list[int], max_tokens: int, width: int, priority: int, length_penalty: float, early_stopping: Any
+    ) -> None:
+        how: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        n = (width + 1) // 2
+        request = make_request(tokens, "", n, max_tokens=max_tokens, best_of=width, use_beam_search=True, **how)
+        request.priority, request.eos_token_ids = priority, frozenset({beams.EOS})
+        try:
+            self.scheduler.add(request)
+        except RequestError:
+            return
+        self.requests.append(request)
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if live := [r for r in self.requests if not r.finished]:
@@ -91,9 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stop_one_sequence(self, data: st.DataObject) -> None:
         """What a stop string does, between two steps."""
-        live = [
-            s for r in self.requests for s in r.sequences if s.status is SequenceStatus.RUNNING and s.num_output_tokens
-        ]
+        drawing = [r for r in self.requests if not r.params.use_beam_search]
+        live = [s for r in drawing for s in r.sequences if s.status is SequenceStatus.RUNNING and s.num_output_tokens]
         if live:
             self.scheduler.finish(data.draw(st.sampled_from(live)), FinishReason.STOP, "stop")
 
@@ -105,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_limits(plan)
         self.play_runner(plan)
         # Parallel samples differ, or sharing a block by mistake would not show.
-        samples = [[SampleResult((self.num_steps + seq.index) % 3) for seq in item.samples] for item in plan.scheduled]
+        samples = [[self.sample(seq) for seq in item.samples] for item in plan.scheduled]
         scored = {
             i: [None] * (item.prompt_logprobs[1] - item.prompt_logprobs[0])
             for i, item in enumerate(plan.scheduled)
@@ -113,6 +136,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         self.scheduler.update(plan, StepResult(samples, scored))  # type: ignore[arg-type]
         self.num_steps += 1
+
+    def sample(self, seq: Sequence) -> SampleResult:
+        if seq.request.params.use_beam_search:
+            return beams.sample(seq)
+        return SampleResult((self.num_steps + seq.index) % 3)
 
     def check_limits(self, plan: StepPlan) -> None:
         config = self.scheduler.config
@@ -166,6 +194,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
         assert all(r.finished for r in self.requests)
         for request in self.requests:
+            kept = (FinishReason.LENGTH, FinishReason.STOP)
+            if request.params.use_beam_search and all(s.finish_reason in kept for s in request.sequences):
+                assert [s.output_token_ids for s in request.sequences] == beams.search_alone(request)
             if request.num_cached_tokens is not None and request.sequences[0].num_output_tokens:
                 assert len(request.pin_receipts) == len(request.pins), "whoever was computed has its answer"
             if all(s.finish_reason is FinishReason.LENGTH for s in request.sequences):

@@ -72,6 +72,22 @@ class TestEndpoints:
         assert [choice["text"] for choice in together["choices"]] == alone
         assert together["usage"]["completion_tokens"] == 18
 
+    def test_beams_come_best_first_and_usage_counts_what_is_returned(self, server: RealServer) -> None:
+        fields: dict[str, Any] = {"use_beam_search": True, "best_of": 4, "max_tokens": 6, "logprobs": 0}
+        answer = server.complete(LONG, n=2, length_penalty=0.0, **fields)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        first, second = (sum(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"])
+        assert first >= second
+        assert answer["usage"]["completion_tokens"] == 12
+        greedy = server.complete(LONG, max_tokens=6, logprobs=0)["choices"][0]
+        assert server.complete(LONG, **{**fields, "best_of": 1})["choices"][0]["text"] == greedy["text"]
+        assert first >= sum(greedy["logprobs"]["token_logprobs"])
+
+    def test_a_chat_searches_with_beams_too(self, server: RealServer) -> None:
+        body = {"messages": MESSAGES, "n": 3, "use_beam_search": True, "max_tokens": 5, "ignore_eos": True}
+        choices = server.post("/v1/chat/completions", body).json()["choices"]
+        assert len({choice["message"]["content"] for choice in choices}) == 3
+
     def test_echo_without_output_scores_the_prompt(self, server: RealServer) -> None:
         answer = server.complete(LONG, max_tokens=0, echo=True, logprobs=1)
         (choice,) = answer["choices"]

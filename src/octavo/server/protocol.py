@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,6 +50,7 @@ class StreamOptions(BaseModel):
 
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens"),
 )
 
@@ -68,6 +69,10 @@ class GenerationBody(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -93,7 +98,6 @@ class GenerationBody(RequestBody):
 
     # vLLM's, not (yet) Octavo's.
     logits_processors: Any = None
-    use_beam_search: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -105,7 +109,7 @@ class GenerationBody(RequestBody):
     truncate_prompt_tokens: Any = None
 
     unsupported: ClassVar[tuple[str, ...]] = (
-        *("logits_processors", "use_beam_search", "structured_outputs", "guided_json", "guided_regex"),
+        *("logits_processors", "structured_outputs", "guided_json", "guided_regex"),
         *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
         "truncate_prompt_tokens",
     )
@@ -129,6 +133,12 @@ class GenerationBody(RequestBody):
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
         if self.prompt_logprobs is not None and self.streams:
             raise RequestError("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+        if self.streams and (self.use_beam_search or (self.best_of or 1) > (self.n or 1)):
+            name = "use_beam_search" if self.use_beam_search else "best_of above n"
+            raise RequestError(
+                f"stream cannot be combined with {name}: the completions are only known when all is computed",
+                param="stream",
+            )
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             given["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
@@ -142,7 +152,6 @@ class CompletionBody(GenerationBody):
     prompt: Any
     max_tokens: int | None = 16
     logprobs: int | None = None
-    best_of: int | None = None
     return_tokens_as_token_ids: bool | None = None
     suffix: Any = None
     response_format: dict[str, Any] | None = None
@@ -158,8 +167,6 @@ class CompletionBody(GenerationBody):
         """Raises `RequestError` naming the field."""
         given = self.common_sampling(vocab_size)
         _require_text_format(self.response_format)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(f"best_of must equal n, got best_of={self.best_of}, n={self.n or 1}", param="best_of")
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             given["prompt_logprobs"] = self.logprobs
         # The engine computes a prompt only to sample after it, so scoring samples one token and drops it.

@@ -1,0 +1,177 @@
+"""How the beams of a request share their blocks, wait for each other and make room; the model is a rule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from octavo.errors import CapacityError
+from octavo.kvcache.block import BlockState
+from octavo.request import FinishReason, Request, SequenceStatus
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.beam import Beam, BeamSearch
+from octavo.scheduler.plan import Candidate, SampleResult, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_manager, make_request
+from tests.scheduler import beams
+
+
+class Engine:
+    """A scheduler over blocks of 4 tokens, and the runner of `beams`."""
+
+    def __init__(
+        self, num_blocks: int = 200, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any
+    ) -> None:
+        self.kv = make_manager(num_blocks, 4, **cache)
+        limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0)
+        self.scheduler = Scheduler(limits, self.kv)
+
+    def add(self, prompt: list[int], width: int = 4, **params: Any) -> Request:
+        params = {"max_tokens": 10, "n": width, **params}
+        request = make_request(prompt, best_of=width, use_beam_search=True, **params)
+        request.eos_token_ids = frozenset({beams.EOS})
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.finish_step(plan)
+        return plan
+
+    def finish_step(self, plan: StepPlan) -> None:
+        self.scheduler.update(plan, StepResult([[beams.sample(s) for s in item.samples] for item in plan.scheduled]))
+        self.kv.audit()
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if not self.scheduler.has_work:
+                break
+            assert self.step(), "whoever has work makes progress"
+        assert not self.scheduler.has_work
+        assert BlockState.ACTIVE not in self.kv.audit().counts
+
+
+def outputs(request: Request) -> list[list[int]]:
+    return [seq.output_token_ids for seq in request.sequences]
+
+
+def test_beams_share_their_prompt_and_only_the_block_that_diverges_is_copied() -> None:
+    engine = Engine()
+    engine.add(list(range(10)), ignore_eos=True)
+    engine.step()
+    assert (engine.scheduler.num_running, engine.kv.pool.num_active) == (4, 3), "ten tokens, three blocks, four beams"
+    plan = engine.scheduler.schedule()
+    assert len(plan.copies) == 3, "the last to write has the block to itself"
+    assert len({copy.source for copy in plan.copies}) == 1
+    assert engine.kv.pool.num_active == 2 + 4
+    engine.finish_step(plan)
+    engine.run()
+
+
+def test_a_beam_that_is_not_continued_gives_its_blocks_back_at_once() -> None:
+    engine = Engine()
+    request = engine.add([1, 2, 3], width=2, ignore_eos=True)
+    engine.step()
+    for _ in range(8):
+        engine.step()
+        tables = [engine.kv.tables(seq)[0] for seq in request.sequences]
+        assert engine.kv.pool.num_active == len({block for table in tables for block in table})
+    engine.run()
+
+
+def test_one_beam_waits_for_the_others_where_a_step_has_no_room_for_all() -> None:
+    engine = Engine(max_num_batched_tokens=3)
+    request = engine.add([5, 6, 7], ignore_eos=True)
+    engine.step()
+    lengths = []
+    for _ in range(4):
+        plan = engine.step()
+        lengths.append(({len(seq.token_ids) for seq in request.sequences}, plan.num_tokens))
+    assert lengths == [({4}, 3), ({5}, 1), ({5}, 3), ({6}, 1)]
+    engine.run()
+    assert outputs(request) == beams.search_alone(request)
+
+
+@pytest.mark.parametrize("num_blocks", [9, 12, 20, 200])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("budget", [1, 5, 64])
+def test_little_room_changes_no_search(num_blocks: int, prefix_caching: bool, budget: int) -> None:
+    engine = Engine(num_blocks, max_num_batched_tokens=budget, prefix_caching=prefix_caching)
+    requests = [
+        engine.add([7 * i + j for j in range(6 + i)], width, n=2, max_tokens=18, length_penalty=0.5)
+        for i, width in enumerate((2, 4, 8))
+    ]
+    engine.run()
+    assert [outputs(r) for r in requests] == [beams.search_alone(r) for r in requests]
+    if num_blocks < 12:
+        assert engine.scheduler.counters.num_preemptions > 0
+
+
+def test_a_waiting_beam_makes_room_for_its_siblings_and_still_takes_part() -> None:
+    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    request = engine.add(list(range(12)), width=2, max_tokens=12, ignore_eos=True)
+    parked = False
+    while not request.finished:
+        plan = engine.scheduler.schedule()
+        parked |= any(seq.status is SequenceStatus.PARKED for seq in request.sequences)
+        engine.finish_step(plan)
+    assert parked
+    assert outputs(request) == beams.search_alone(request)
+    assert engine.kv.pool.num_active == 0
+
+
+def test_an_abort_at_any_step_leaves_nothing() -> None:
+    for num_blocks in (9, 200):
+        for num_steps in range(20):
+            engine = Engine(num_blocks, max_num_batched_tokens=6)
+            request = engine.add(list(range(9)), ignore_eos=True, max_tokens=20)
+            for _ in range(num_steps):
+                engine.step()
+            engine.scheduler.end_request(request.request_id)
+            assert {seq.finish_reason for seq in request.sequences} <= {FinishReason.ABORT, FinishReason.LENGTH}
+            engine.kv.audit()
+            assert engine.kv.pool.num_active == engine.scheduler._reserved_slots == engine.scheduler.num_waiting == 0
+            assert not engine.scheduler._searches
+
+
+def test_more_beams_than_run_at_once_are_refused_with_the_numbers() -> None:
+    with pytest.raises(CapacityError, match="best_of is 9, but at most 8 sequences run at once"):
+        Engine().add([1], width=9)
+
+
+def test_masked_candidates_are_none() -> None:
+    search = BeamSearch(width=2, max_tokens=3, enders={})
+    beam = Beam([], 0.0, (), [Candidate(1, -1.0), Candidate(2, float("-inf")), Candidate(3, float("-inf"))])
+    assert [e.candidate.token_id for e in search.advance([beam])] == [1]
+
+
+def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
+    engine = Engine()
+    request = engine.add([1, 2], width=3, max_tokens=2)
+    while not request.finished:
+        plan = engine.scheduler.schedule()
+        only = SampleResult(4, candidates=(Candidate(4, -1.0),))
+        engine.scheduler.update(plan, StepResult([[only] * len(item.samples) for item in plan.scheduled]))
+        engine.kv.audit()
+    assert outputs(request) == [[4, 4], [], []]
+    assert engine.scheduler._reserved_slots == engine.kv.pool.num_active == 0
+
+
+def test_the_end_is_kept_only_among_the_best() -> None:
+    """Of the first `width` candidates those that end are hypotheses; an end further down is passed over."""
+    search = BeamSearch(width=2, max_tokens=9, enders={9: None, 8: 8})
+    first = [Candidate(9, -1.0), Candidate(1, -2.0), Candidate(8, -3.0), Candidate(2, -4.0)]
+    going = search.advance([Beam([], 0.0, (), first)])
+    assert [(e.candidate.token_id, e.score) for e in going] == [(1, -2.0), (2, -4.0)]
+    assert [(h.token_ids, h.finish_reason, h.stop_reason) for h in search.hypotheses] == [
+        ([9], FinishReason.STOP, None)
+    ]
+
+
+def test_a_request_has_as_many_sequences_as_it_has_beams() -> None:
+    rng = random.Random(0)
+    for _ in range(5):
+        width = rng.randint(1, 8)
+        assert SamplingParams(use_beam_search=True, best_of=width).num_sequences == width
