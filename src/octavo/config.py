@@ -49,6 +49,7 @@ class EngineConfig:
     eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost"] = option(
         "lru", "which cached block is given up first; priority: a request's priority protects its blocks"
     )
+    pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
     preemption_mode: Literal["recompute"] = option("recompute", "what happens to a sequence that must yield its blocks")
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")
@@ -70,6 +71,8 @@ class EngineConfig:
             raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 0.0 <= self.pin_budget <= 1.0:
+            raise ConfigError(f"pin_budget must be in [0, 1], got {self.pin_budget}")
         if isinstance(self.kv_cache_memory, str):
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:

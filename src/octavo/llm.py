@@ -15,10 +15,11 @@ from tqdm import tqdm
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.core import Prompt
+from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
 from octavo.models.tokenizer import Tokenizer
-from octavo.request import Request, RequestId
+from octavo.request import PinReceipt, PinRequest, Request, RequestId
 from octavo.sampling_params import SamplingParams
 
 PromptLike = str | Mapping[str, Any]
@@ -112,6 +113,36 @@ class LLM:
     def reset_prefix_cache(self) -> int:
         """Give up every cached block; returns how many there were."""
         return self.core.scheduler.kv.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: PromptLike, ttl_seconds: float) -> PinReceipt:
+        """Compute a prefix, and keep it cached for `ttl_seconds`, whatever else is served meanwhile.
+
+        Only its full blocks can be pinned, and `pin_budget` limits all pins together: the receipt says how many tokens
+        are. Doing so again renews the pin. Pins yield where a request could not run otherwise.
+
+        Raises:
+            RequestError: the prefix is invalid, leaves no room for a token after it, or the time is not positive.
+        """
+        if isinstance(ttl_seconds, bool) or not ttl_seconds > 0:
+            raise RequestError(f"ttl_seconds must be positive, got {ttl_seconds!r}", param="ttl_seconds")
+        # The engine computes a prompt only to sample after it; what it samples is of no interest.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        ((request, text),) = self._make_requests([prompt], params)
+        request.pins = (PinRequest(len(request.prompt_token_ids), float(ttl_seconds)),)
+        (output,) = self._run([(request, text)], use_tqdm=False)
+        return output.pins[0]
+
+    def pins(self) -> list[PinInfo]:
+        """Every pin, the soonest to expire first."""
+        return list_pins(self.core.scheduler.kv)
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let a pin go before its time; False where there is none of that id."""
+        return self.core.scheduler.kv.pins.unpin(pin_id)
+
+    def kv_report(self) -> dict[str, Any]:
+        """Who holds which bytes of the cache, and how much it helped: what `/debug/kv` answers."""
+        return kv_report(self.core.scheduler)
 
     def close(self) -> None:
         """Abort what is left. The object must not be used afterwards."""

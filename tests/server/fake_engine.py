@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.observe.stats import EngineStats
-from octavo.request import FinishReason, RequestId, TokenLogprobs
+from octavo.request import FinishReason, PinRequest, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
 EOS = 256
@@ -107,6 +107,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         request_id = request_id or f"fake-{next(self._ids)}"

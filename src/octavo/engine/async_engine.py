@@ -13,18 +13,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
+from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.models.tokenizer import Tokenizer
 from octavo.observe.stats import EngineStats
-from octavo.request import Request, RequestId
+from octavo.request import PinRequest, Request, RequestId
 from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,23 @@ class _Abort:
     request_id: RequestId
 
 
+class _Question(Generic[_T]):
+    """Something to be asked of the core between two steps, and where its answer goes."""
+
+    def __init__(self, ask: Callable[[EngineCore], _T], answer: asyncio.Future[_T]) -> None:
+        self._ask = ask
+        self._answer = answer
+
+    def put_to(self, core: EngineCore) -> Callable[[], None]:
+        """Ask; returns what hands the answer over, in the event loop."""
+        try:
+            found = self._ask(core)
+        except Exception as error:
+            failure = error
+            return lambda: None if self._answer.done() else self._answer.set_exception(failure)
+        return lambda: None if self._answer.done() else self._answer.set_result(found)
+
+
 class AsyncEngine:
     """Many callers of one `EngineCore`. All methods are called from the event loop that called `start`.
 
@@ -61,7 +79,8 @@ class AsyncEngine:
         # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
         self._streams: dict[RequestId, _Stream | None] = {}
         # One queue for both, so that what is said of one id arrives in the order it was said.
-        self._inbox: deque[_Addition | _Abort] = deque()
+        self._inbox: deque[_Addition | _Abort | _Question[Any]] = deque()
+        self._answers: set[asyncio.Future[Any]] = set()
         self._wake = threading.Event()
         self._stopping = False
         self._closing = False
@@ -108,6 +127,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, as they come. Closing the iterator aborts the request within one step.
@@ -120,6 +140,7 @@ class AsyncEngine:
         request = self.core.make_request(
             prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
+        request.pins = tuple(sorted(pins, key=lambda pin: pin.num_tokens))
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         stream: _Stream = asyncio.Queue()
@@ -145,6 +166,27 @@ class AsyncEngine:
         """
         self._send(_Abort(RequestId(request_id)))
 
+    async def kv_report(self) -> dict[str, Any]:
+        """The ledger, ready for JSON: see `engine.inspection`."""
+        return await self._ask(lambda core: kv_report(core.scheduler))
+
+    async def pins(self) -> list[PinInfo]:
+        """Every pin, the soonest to expire first."""
+        return await self._ask(lambda core: list_pins(core.scheduler.kv))
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Let a pin go; False where there is none of that id."""
+        return await self._ask(lambda core: core.scheduler.kv.pins.unpin(pin_id))
+
+    async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
+        """Asked in the engine's thread, between two steps: only there does the accounting stand still."""
+        self._require_alive()
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
+        self._send(_Question(question, answer))
+        return await answer
+
     async def shutdown(self, drain_seconds: float) -> None:
         """Take no more requests, let what runs finish for up to `drain_seconds`, abort the rest, stop the thread."""
         self._closing = True
@@ -165,7 +207,7 @@ class AsyncEngine:
         if self._loop is None:
             raise EngineDeadError("the engine has not been started")
 
-    def _send(self, message: _Addition | _Abort) -> None:
+    def _send(self, message: _Addition | _Abort | _Question[Any]) -> None:
         self._inbox.append(message)
         self._wake.set()
 
@@ -204,6 +246,8 @@ class AsyncEngine:
             message = self._inbox.popleft()
             if isinstance(message, _Addition):
                 self.core.add(message.request, prompt=message.prompt, kind=message.kind)
+            elif isinstance(message, _Question):
+                self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
             elif (output := self.core.abort(message.request_id)) is not None:
                 aborted.append(output)
         return aborted
@@ -227,3 +271,6 @@ class AsyncEngine:
             if stream is not None:
                 stream.put_nowait(error)
         self._streams.clear()
+        for answer in list(self._answers):
+            if not answer.done():
+                answer.set_exception(error)

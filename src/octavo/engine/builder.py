@@ -163,7 +163,7 @@ def _kv_manager(config: EngineConfig, spec: KVCacheSpec, num_blocks: int, loaded
         identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype),
         cost=RecomputeCost(spec.block_size, loaded.hidden_size),
     )
-    return KVCacheManager(spec, num_blocks, prefix_cache, eviction)
+    return KVCacheManager(spec, num_blocks, prefix_cache, eviction, pin_budget=config.pin_budget)
 
 
 def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:

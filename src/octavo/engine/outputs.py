@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.request import FinishReason, RequestId, TokenLogprobs
+from octavo.request import CacheReport, FinishReason, PinReceipt, RequestId, TokenLogprobs
 
 
 class OutputKind(Enum):
@@ -49,6 +49,8 @@ class RequestOutput:
         outputs: all `n` completions (FINAL), or those that have something new (DELTA).
         num_cached_tokens: prompt tokens that came from the prefix cache.
         finished: nothing follows.
+        cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
+        pins: what became of the prefixes that were to be pinned; once finished.
     """
 
     request_id: RequestId
@@ -58,3 +60,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cache_report: CacheReport | None = None
+    pins: list[PinReceipt] = field(default_factory=list)

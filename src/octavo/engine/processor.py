@@ -135,6 +135,10 @@ class OutputProcessor:
         )
         if request.params.prompt_logprobs is not None and not tracked.sent_first:
             output.prompt_logprobs = [None, *request.prompt_logprobs]
+        if finished:
+            output.pins = request.pin_receipts
+            if request.cache_report is not None:
+                output.cache_report = request.cache_report.as_told_to(request.tenant)
         tracked.sent_first = True
         return output
 

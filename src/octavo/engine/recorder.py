@@ -27,6 +27,7 @@ class StatsRecorder:
         self._scheduler = scheduler
         self._last_token: dict[SequenceId, float] = {}
         self._preemptions = 0
+        stats.on_blocks(scheduler.kv.bytes_by_state())
 
     def on_planned(self, plan: StepPlan) -> None:
         """Before a step is computed: who was admitted in it."""
@@ -39,6 +40,9 @@ class StatsRecorder:
                     queried_tokens=len(request.prompt_token_ids),
                     hit_tokens=request.num_cached_tokens or 0,
                 )
+                if request.cache_report is not None:
+                    # As its tenant may know it: anybody may read the metrics.
+                    self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
 
     def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
         """After a step, once stop strings have ended what they end."""
@@ -66,6 +70,7 @@ class StatsRecorder:
             self._on_finished(request, reason, now)
         for last, times in last_tokens.items():
             self._stats.on_tokens(now - last, times)
+        self._stats.on_blocks(self._scheduler.kv.bytes_by_state())
         preemptions = self._scheduler.counters.num_preemptions - self._preemptions
         self._preemptions += preemptions
         self._stats.on_step(
@@ -79,6 +84,7 @@ class StatsRecorder:
         """A request was ended from outside, between two steps."""
         self._on_finished(request, reason, time.monotonic())
         self._stats.on_queues(**self._queues())
+        self._stats.on_blocks(self._scheduler.kv.bytes_by_state())
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         for seq in request.sequences:

@@ -59,6 +59,12 @@ class CacheTotals:
         self.uncached_tokens[report.outcome] += report.num_uncached_tokens
         self.requests[report.outcome] += 1
 
+    def merge(self, other: CacheTotals) -> None:
+        self.queried_tokens += other.queried_tokens
+        self.cached_tokens += other.cached_tokens
+        self.uncached_tokens.update(other.uncached_tokens)
+        self.requests.update(other.requests)
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -110,10 +116,8 @@ class CacheLedger:
     def published(self, block_id: BlockId, chain: TokenChain, index: int, request: Request) -> None:
         """A request has computed full block `index` of the chain, and it is in the prefix cache now."""
         parent, tokens = chain.key(index), chain.tokens[index]
-        origin = _Origin(
-            *(chain.key(index + 1), parent, tokens, index == 0),
-            *(request.tenant, request.cache_salt, request.request_id),
-        )
+        key = chain.key(index + 1)
+        origin = _Origin(key, parent, tokens, not index, request.tenant, request.cache_salt, request.request_id)
         self._origins[block_id] = self._continued[parent] = origin
         if index == 0:
             self._firsts[tokens] = origin

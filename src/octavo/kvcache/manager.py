@@ -139,6 +139,16 @@ class KVCacheManager:
                 tables[group] = [NULL_BLOCK] * first + [block for block in found if block is not None]
         return tuple(table[:hit] for table in tables)
 
+    def bytes_by_state(self) -> dict[BlockState, int]:
+        """Of the whole pool but the null block. O(1)."""
+        pool, size = self.pool, self.spec.block_bytes
+        return {
+            BlockState.FREE: pool.num_free * size,
+            BlockState.CACHED: pool.num_cached * size,
+            BlockState.PINNED: pool.num_pinned * size,
+            BlockState.ACTIVE: pool.num_active * size,
+        }
+
     def explain(self, seq: Sequence, hit: PrefixHit) -> CacheReport:
         """Why the cached prefix of a sequence that was matched, or was not to be matched, is not longer."""
         chain, length = self._holding(seq).chain, len(seq.request.prompt_token_ids)

@@ -26,6 +26,11 @@ _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
+# What a tenant may not know of another is counted as cold, as in its own responses.
+_BY_OUTCOME = (
+    ("prefix_cache_requests", "cache_outcomes", "Requests by why no more of their prompt was cached."),
+    ("prefix_cache_uncached_tokens", "uncached_tokens", "Prompt tokens not found in the prefix cache, by reason."),
+)
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "time_to_first_token", "From arrival to the first token."),
     ("inter_token_latency_seconds", "inter_token_latency", "Between two tokens of one sequence."),
@@ -59,6 +64,15 @@ class EngineCollector(Collector):
         for reason, count in self._stats.finished.items():
             success.add_metric([*values, reason.value], count)
         yield success
+        kv_bytes = GaugeMetricFamily("octavo:kv_cache_bytes", "The KV cache by state.", labels=[*names, "state"])
+        for state, size in self._stats.kv_bytes.items():
+            kv_bytes.add_metric([*values, state.value], size)
+        yield kv_bytes
+        for name, attribute, help in _BY_OUTCOME:
+            family = CounterMetricFamily(f"octavo:{name}", help, labels=[*names, "reason"])
+            for outcome, count in getattr(self._stats, attribute).items():
+                family.add_metric([*values, outcome.value], count)
+            yield family
         for name, attribute, help in _HISTOGRAMS:
             histogram = HistogramMetricFamily(f"vllm:{name}", help, labels=names)
             observed: Histogram = getattr(self._stats, attribute)

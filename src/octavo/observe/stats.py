@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from octavo.request import FinishReason
+from octavo.kvcache.block import BlockState
+from octavo.request import CacheOutcome, CacheReport, FinishReason
 
 # Upper bounds in seconds, vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
@@ -80,6 +81,9 @@ class EngineStats:
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.kv_bytes: dict[BlockState, int] = {}
+        self.cache_outcomes: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
+        self.uncached_tokens: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.finished: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
         self.queue_time = Histogram(REQUEST_LATENCY_BUCKETS)
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
@@ -122,6 +126,15 @@ class EngineStats:
         self.queue_time.observe(queue_time)
         self.prefix_cache_queries += queried_tokens
         self.prefix_cache_hits += hit_tokens
+
+    def on_cache_report(self, report: CacheReport) -> None:
+        """With `on_admitted`: why the cache did not have more. Hits and all uncached tokens add up to the queries."""
+        self.cache_outcomes[report.outcome] += 1
+        self.uncached_tokens[report.outcome] += report.num_uncached_tokens
+
+    def on_blocks(self, kv_bytes: dict[BlockState, int]) -> None:
+        """After every step: the pool's bytes by state. The dictionary must not change afterwards."""
+        self.kv_bytes = kv_bytes
 
     def on_first_token(self, ttft: float) -> None:
         """Once per request, `ttft` seconds after it arrived."""

@@ -82,6 +82,11 @@ class Scheduler:
         return list(self._requests)
 
     @property
+    def requests(self) -> list[Request]:
+        """Every request that has not ended."""
+        return list(self._requests.values())
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 

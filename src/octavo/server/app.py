@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from starlette.routing import Route
 
 import octavo
 from octavo.errors import OctavoError, RequestError
-from octavo.server.auth import ApiKeys, RequireApiKey
+from octavo.server.auth import AdminKey, ApiKeys, RequireApiKey
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
@@ -72,6 +73,7 @@ class Api:
         texts = TokenTexts(engine)
         self._completions = Completions(engine, texts)
         self._chat = ChatCompletions(engine, texts)
+        self._admin = AdminKey(config.accepted_admin_key)
         self._metrics: Any = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -86,6 +88,9 @@ class Api:
             ("GET", "/health", self.health),
             ("GET", "/version", self.show_version),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/debug/kv", self.debug_kv),
+            ("GET", "/debug/pins", self.list_pins),
+            ("DELETE", "/debug/pins/{pin_id}", self.unpin),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/docs", self.docs),
         ]
@@ -173,6 +178,22 @@ class Api:
         content, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
 
+    async def debug_kv(self, request: Request) -> Response:
+        self._admin.check(request.headers.get("authorization"))
+        return _json(json_bytes(await self._engine.kv_report()))
+
+    async def list_pins(self, request: Request) -> Response:
+        self._admin.check(request.headers.get("authorization"))
+        pins = [{"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.pins()]
+        return _json(json_bytes({"object": "list", "data": pins}))
+
+    async def unpin(self, request: Request) -> Response:
+        self._admin.check(request.headers.get("authorization"))
+        pin_id = request.path_params["pin_id"]
+        if not await self._engine.unpin(pin_id):
+            raise ApiError(404, f"There is no pin `{pin_id}`; it may have expired.", param="pin_id", code="no_such_pin")
+        return _json(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
+
     async def openapi(self, request: Request) -> Response:
         return _json(json_bytes(describe(octavo.__version__)))
 
@@ -194,6 +215,10 @@ class Api:
 
 def _tenant(request: Request) -> str:
     return str(request.scope.get("state", {}).get("tenant", ""))
+
+
+def _without_id(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "pin_id"}
 
 
 def _json(content: bytes) -> Response:

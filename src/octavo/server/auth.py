@@ -43,6 +43,20 @@ class ApiKeys:
         return found
 
 
+class AdminKey:
+    """Who may look into the server: the holder of one key, and nobody where none is set."""
+
+    def __init__(self, key: str | None) -> None:
+        self._keys = None if key is None else ApiKeys([key])
+
+    def check(self, authorization: str | None) -> None:
+        """Raises `ApiError`: 403 where the server has no admin key, 401 where the header does not carry it."""
+        if self._keys is None:
+            message = "This server has no admin key: start it with --admin-key or OCTAVO_ADMIN_KEY to use /debug."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
+        self._keys.tenant(authorization)
+
+
 class RequireApiKey:
     """Lets nothing through to the guarded paths without a key; leaves the tenant in `scope["state"]`."""
 

@@ -9,8 +9,10 @@ from typing import Any
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
+from octavo.server.extension import Extension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from octavo.server.pinning import cache_marks
 from octavo.server.prompts import checked_messages, encode_chat
 from octavo.server.protocol import ChatBody
 
@@ -35,6 +37,7 @@ class ChatCompletions:
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),
             template_variables=variables,
+            marks=cache_marks(body.messages),
         )
         job = Job(
             response_id=new_id("chatcmpl"),
@@ -44,6 +47,7 @@ class ChatCompletions:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             tenant=tenant,
+            pins=prompt.pins,
         )
         return ChatAnswer(self._engine, self._texts, body, job, _echoed(body, messages))
 
@@ -64,15 +68,18 @@ class ChatAnswer:
         self._job = job
         self._echoed = echoed
         self._usage = Usage(job.prompts)
+        self._extension = Extension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.pins))
 
     async def whole(self) -> bytes:
         """The response body."""
         (output,) = await self._job.results(self._engine)
         self._usage.add(0, output)
+        self._extension.add(0, output)
         response: dict[str, Any] = {
             **self._head("chat.completion"),
             "choices": [self._choice(completion) for completion in output.outputs],
             "usage": self._usage.report(),
+            **self._extension.report(),
         }
         if self._body.prompt_logprobs is not None:
             given = output.prompt_logprobs or ()
@@ -107,6 +114,7 @@ class ChatAnswer:
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for _, output in outputs:
                 self._usage.add(0, output)
+                self._extension.add(0, output)
                 if continuous:
                     tail = f'],"usage":{dumps(self._usage.report())}}}'
                 chunks = [
@@ -118,9 +126,16 @@ class ChatAnswer:
                     begun = True
                     chunks[:0] = self._roles(head, tail, output)
                 yield "".join(chunks).encode()
-        if reports_usage:
-            yield event(f'{head}],"usage":{dumps(self._usage.report())}}}').encode()
+        if last := self._last_event(head):
+            yield last.encode()
         yield DONE
+
+    def _last_event(self, head: str) -> str:
+        """After all choices have ended: usage and the `octavo` object, as far as they were asked for."""
+        told = self._extension.report()
+        if self._body.reports_usage:
+            told = {"usage": self._usage.report(), **told}
+        return event(f"{head}],{dumps(told)[1:]}") if told else ""
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.request import TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
+from octavo.server.extension import Extension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.prompts import encode_prompts
@@ -51,6 +52,7 @@ class CompletionAnswer:
         self._body = body
         self._job = job
         self._usage = Usage(job.prompts)
+        self._extension = Extension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
         self._choices = [
             _Choice(self, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]
@@ -71,7 +73,8 @@ class CompletionAnswer:
         choices: list[dict[str, Any]] = []
         for prompt_index, output in enumerate(await self._job.results(self._engine)):
             choices.extend(self._new_choices(prompt_index, output))
-        return json_bytes({**self._head(), "choices": choices, "usage": self._usage.report()})
+        told = {"usage": self._usage.report(), **self._extension.report()}
+        return json_bytes({**self._head(), "choices": choices, **told})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events: one piece of bytes for whatever one wake-up of the engine brought."""
@@ -85,8 +88,11 @@ class CompletionAnswer:
                 if self._body.reports_usage:
                     tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
                 yield "".join([event(head + dumps(choice) + tail) for choice in choices]).encode()
+        told = self._extension.report()
         if self._body.reports_usage:
-            yield event(f'{head}],"usage":{dumps(self._usage.report())}}}').encode()
+            told = {"usage": self._usage.report(), **told}
+        if told:
+            yield event(f"{head}],{dumps(told)[1:]}").encode()
         yield DONE
 
     def _head(self) -> dict[str, Any]:
@@ -102,6 +108,7 @@ class CompletionAnswer:
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
         self._usage.add(prompt_index, output)
+        self._extension.add(prompt_index, output)
         first = prompt_index * self._job.params.n
         return [
             self._choices[first + completion.index].piece(first + completion.index, completion, output)

@@ -10,6 +10,7 @@ from octavo.config import option, parse_bytes
 from octavo.errors import ConfigError
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
+ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,9 @@ class ServerConfig:
     api_key: Sequence[str] = option(
         (), f"key that clients must send; may be given several times; default: ${API_KEY_VARIABLE}, split at commas"
     )
+    admin_key: str | None = option(
+        None, f"key that opens /debug; without one nobody may ask there; default: ${ADMIN_KEY_VARIABLE}"
+    )
     max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
@@ -35,6 +39,8 @@ class ServerConfig:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty")
+        if self.admin_key is not None and not self.admin_key.strip():
+            raise ConfigError("admin_key must not be empty")
         if isinstance(self.max_body_size, str):
             object.__setattr__(self, "max_body_size", parse_bytes(self.max_body_size))
         if self.body_limit < 1:
@@ -48,6 +54,11 @@ class ServerConfig:
     def body_limit(self) -> int:
         """`max_body_size` as a number of bytes."""
         return int(self.max_body_size)
+
+    @property
+    def accepted_admin_key(self) -> str | None:
+        """The admin key given, or else that of the environment."""
+        return (self.admin_key or os.environ.get(ADMIN_KEY_VARIABLE, "")).strip() or None
 
     @property
     def accepted_keys(self) -> tuple[str, ...]:

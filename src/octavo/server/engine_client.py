@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Protocol
 
+from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.observe.stats import EngineStats
+from octavo.request import PinRequest
 from octavo.sampling_params import SamplingParams
 
 
@@ -67,6 +69,7 @@ class EngineClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request; closing the iterator aborts it.
@@ -74,6 +77,18 @@ class EngineClient(Protocol):
         The first `__anext__` raises `RequestError` where the request is invalid, before anything is queued;
         any raises `EngineDeadError` once the step loop died.
         """
+        ...
+
+    async def kv_report(self) -> dict[str, Any]:
+        """The ledger, ready for JSON."""
+        ...
+
+    async def pins(self) -> Sequence[PinInfo]:
+        """Every pin, the soonest to expire first."""
+        ...
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Let a pin go; False where there is none of that id."""
         ...
 
     async def shutdown(self, drain_seconds: float) -> None: ...

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.request import FinishReason
+from octavo.request import FinishReason, PinRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError
@@ -26,6 +26,7 @@ class Job:
     Attributes:
         model: the name the client used, which the response repeats.
         tenant: whom the work is accounted to; empty where no API key is asked for.
+        pins: prefixes of every prompt to keep cached.
     """
 
     response_id: str
@@ -35,6 +36,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    pins: tuple[PinRequest, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -50,6 +52,7 @@ class Job:
                 priority=self.priority,
                 cache_salt=self.cache_salt,
                 tenant=self.tenant,
+                pins=self.pins,
                 output_kind=kind,
             )
             for index, prompt in enumerate(self.prompts)

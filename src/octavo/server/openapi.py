@@ -20,6 +20,8 @@ _PLAIN = {
     "/v1/models/{model}": "One model",
     "/health": "200 while the engine runs, 503 when it does not",
     "/version": "The version of Octavo",
+    "/debug/kv": "Who holds which bytes of the KV cache, and how much it helped (admin key)",
+    "/debug/pins": "Every pinned prefix (admin key)",
     "/metrics": "Prometheus metrics, under vLLM's names",
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from octavo.errors import RequestError
+from octavo.request import PinRequest
 from octavo.server.engine_client import EngineClient
+from octavo.server.pinning import CacheMark
 from octavo.server.protocol import check_token_ids
 
 MAX_PROMPTS = 2048
@@ -33,10 +35,11 @@ async def offload(size: int, work: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the text where the prompt came as text."""
+    """Token ids, the text where the prompt came as text, and the prefixes to keep cached."""
 
     token_ids: list[int]
     text: str | None = None
+    pins: tuple[PinRequest, ...] = ()
 
 
 def split_prompts(prompt: Any) -> list[str | list[int]]:
@@ -106,7 +109,8 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
-    return {**message, "content": content}
+    # Templates would make `cache_control` part of the prompt, where they print what they do not know.
+    return {name: value for name, value in message.items() if name != "cache_control"} | {"content": content}
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -127,10 +131,12 @@ async def encode_chat(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     template_variables: dict[str, Any] | None = None,
+    marks: Sequence[CacheMark] = (),
 ) -> Prompt:
     """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
 
-    `messages` come from `checked_messages`. Special tokens are normally in the template already.
+    `messages` come from `checked_messages`. Special tokens are normally in the template already. The prefixes that
+    `marks` end are measured in tokens of the prompt.
     """
     variables = template_variables or {}
     for name in variables:
@@ -139,6 +145,22 @@ async def encode_chat(
 
     def render() -> Prompt:
         text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
-        return _encode(engine, text, add_special_tokens)
+        prompt = _encode(engine, text, add_special_tokens)
+        pins = [PinRequest(measure(prompt.token_ids, mark.index), mark.ttl_seconds) for mark in marks]
+        return replace(prompt, pins=tuple(pin for pin in pins if pin.num_tokens))
+
+    def measure(token_ids: list[int], index: int) -> int:
+        """How many of the prompt's tokens belong to messages up to `index`: they do not depend on what follows."""
+        try:
+            beginning = engine.tokenizer.apply_chat_template(messages[: index + 1], False, **variables)
+        except RequestError:
+            # Some templates refuse a chat that ends here. Then what precedes any other text of the rest belongs to it.
+            rest = [{**message, "content": "~" + message["content"]} for message in messages[index + 1 :]]
+            beginning = engine.tokenizer.apply_chat_template(messages[: index + 1] + rest, False, **variables)
+        return _common_length(token_ids, _encode(engine, beginning, add_special_tokens).token_ids)
 
     return await offload(sum(len(message["content"]) for message in messages), render)
+
+
+def _common_length(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -48,6 +48,14 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class OctavoOptions(BaseModel):
+    """What a response tells in its own `octavo` object."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ledger: bool | None = None
+
+
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
@@ -86,6 +94,7 @@ class GenerationBody(RequestBody):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    octavo: OctavoOptions | None = None
 
     # OpenAI's, of no consequence here: they neither change the tokens nor what is reported.
     user: str | None = None
@@ -117,6 +126,10 @@ class GenerationBody(RequestBody):
     @property
     def streams(self) -> bool:
         return bool(self.stream)
+
+    @property
+    def tells_ledger(self) -> bool:
+        return bool(self.octavo and self.octavo.ledger)
 
     @property
     def reports_usage(self) -> bool:

@@ -1,0 +1,143 @@
+"""What `/debug/kv` and `/debug/pins` tell: the cache's books, ready for JSON. For whoever runs the server, not clients.
+
+To be called where the scheduler stands still: between two steps, in the thread that drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.kvcache.block import BlockState
+from octavo.kvcache.ledger import CacheTotals, Holding
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import CacheOutcome, CacheReport
+from octavo.scheduler.scheduler import Scheduler
+
+STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """One pin, as it stands.
+
+    Attributes:
+        num_blocks: over all groups; blocks that several pins hold count for each.
+        expires_in: seconds.
+    """
+
+    pin_id: str
+    tenant: str
+    num_tokens: int
+    num_blocks: int
+    num_bytes: int
+    ttl_seconds: float
+    expires_in: float
+
+
+def list_pins(kv: KVCacheManager) -> list[PinInfo]:
+    """Every pin whose time is not over, the soonest to expire first."""
+    kv.pins.expire()
+    now, size = kv.pins.clock(), kv.spec.block_bytes
+    return [
+        PinInfo(
+            pin_id=pin.pin_id,
+            tenant=pin.tenant,
+            num_tokens=pin.num_tokens,
+            num_blocks=len(pin.blocks),
+            num_bytes=len(pin.blocks) * size,
+            ttl_seconds=pin.ttl_seconds,
+            expires_in=pin.expires_at - now,
+        )
+        for pin in kv.pins
+    ]
+
+
+def kv_report(scheduler: Scheduler) -> dict[str, Any]:
+    """Bytes by state in all and by tenant, each unfinished request's blocks, and what the prefix cache did so far.
+
+    The bytes of the tenants and the free ones add up to the whole cache; `queried_tokens` are the cached and uncached
+    ones. O(blocks).
+    """
+    kv = scheduler.kv
+    kv.pins.expire()
+    size = kv.spec.block_bytes
+    requests = scheduler.requests
+    stock = kv.stock(requests)
+    held = {holding.request.request_id: holding for holding in stock.holdings}
+    totals = CacheTotals()
+    for of_tenant in kv.ledger.totals.values():
+        totals.merge(of_tenant)
+    counters = kv.pins.counters
+    return {
+        "block_size": kv.spec.block_size,
+        "block_bytes": size,
+        "num_blocks": kv.pool.num_blocks - 1,
+        "bytes": {state.value: stock.states[state] * size for state in (BlockState.FREE, *STATES)},
+        "prefix_cache": _totals(totals),
+        "tenants": {
+            tenant: {
+                "bytes": _bytes(stock.tenants.get(tenant, {}), size),
+                "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
+            }
+            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys())
+        },
+        "pins": {
+            "budget_bytes": kv.pins.budget_blocks * size,
+            "held_bytes": len(kv.pool.pin_counts) * size,
+            "num_pins": len(kv.pins),
+            "made": counters.num_pinned,
+            "expired": counters.num_expired,
+            "yielded": counters.num_yielded,
+            "unpinned": counters.num_unpinned,
+        },
+        "requests": [
+            {
+                "request_id": request.request_id,
+                "tenant": request.tenant,
+                "blocks": _blocks(held.get(request.request_id)),
+                "cache": None if request.cache_report is None else report_fields(request.cache_report),
+            }
+            for request in requests
+        ],
+    }
+
+
+def report_fields(report: CacheReport) -> dict[str, Any]:
+    """A cache report for JSON; `reason` is null where all that can be cached was."""
+    complete = report.outcome is CacheOutcome.COMPLETE
+    fields: dict[str, Any] = {
+        "prompt_tokens": report.num_prompt_tokens,
+        "cached_tokens": report.num_cached_tokens,
+        "reason": None if complete else report.outcome.value,
+    }
+    if report.outcome is CacheOutcome.DIVERGED:
+        fields |= {"diverged_at": report.diverged_at, "diverged_from": report.diverged_from}
+    if report.outcome is CacheOutcome.EVICTED:
+        fields["evicted_seconds_ago"] = report.evicted_seconds_ago
+    return fields
+
+
+def _bytes(states: Mapping[BlockState, int], size: int) -> dict[str, int]:
+    return {state.value: states.get(state, 0) * size for state in STATES}
+
+
+def _totals(totals: CacheTotals) -> dict[str, Any]:
+    return {
+        "queried_tokens": totals.queried_tokens,
+        "cached_tokens": totals.cached_tokens,
+        "uncached_tokens": {outcome.value: totals.uncached_tokens[outcome] for outcome in CacheOutcome},
+        "requests": {outcome.value: totals.requests[outcome] for outcome in CacheOutcome},
+    }
+
+
+def _blocks(holding: Holding | None) -> dict[str, int]:
+    if holding is None:
+        return {"active": 0, "shared": 0, "published": 0, "pinned": 0}
+    return {
+        "active": holding.num_active,
+        "shared": holding.num_shared,
+        "published": holding.num_published,
+        "pinned": holding.num_pinned,
+    }

@@ -1,0 +1,49 @@
+"""The `octavo` object of a response: what Octavo tells beside OpenAI's fields, where the body asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.engine.inspection import report_fields
+from octavo.engine.outputs import RequestOutput
+
+
+class Extension:
+    """Collects what is told over all prompts of one response.
+
+    Args:
+        tells_ledger: the body asked why the cache did not help.
+        tells_pins: the body asked for prefixes to be pinned.
+    """
+
+    def __init__(self, num_prompts: int, *, tells_ledger: bool, tells_pins: bool) -> None:
+        self._tells_ledger = tells_ledger
+        self._tells_pins = tells_pins
+        self._outputs: list[RequestOutput | None] = [None] * num_prompts
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take in an output; the last of each prompt is what counts."""
+        if output.finished:
+            self._outputs[prompt_index] = output
+
+    def report(self) -> dict[str, Any]:
+        """`{"octavo": {…}}`, to be merged into the response; empty where nothing was asked for."""
+        told: dict[str, Any] = {}
+        if self._tells_ledger:
+            told["ledger"] = [
+                report_fields(output.cache_report) if output is not None and output.cache_report is not None else None
+                for output in self._outputs
+            ]
+        if self._tells_pins:
+            told["pins"] = [
+                {
+                    "id": receipt.pin_id,
+                    "requested_tokens": receipt.num_requested_tokens,
+                    "pinned_tokens": receipt.num_pinned_tokens,
+                    "ttl_seconds": receipt.ttl_seconds,
+                }
+                for output in self._outputs
+                if output is not None
+                for receipt in output.pins
+            ]
+        return {"octavo": told} if told else {}
