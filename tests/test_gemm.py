@@ -135,19 +135,19 @@ def fused_name(name: str, own: str) -> Any:
 def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level):
     kernels.force_isa(level)
     x = randn(70, 192, dtype=torch.bfloat16, seed=0)
-    weights = [PackedWeight.pack(randn(1000, 192, dtype=torch.bfloat16, seed=1))]
-    weights += [PackedWeight.pack_quantised(name, stored_blocks(name, 1000, 192, 2)[0], 192) for name in QUANTISED]
+    weights = [PackedWeight.pack(randn(300, 192, dtype=torch.bfloat16, seed=1))]
+    weights += [PackedWeight.pack_quantised(name, stored_blocks(name, 300, 192, 2)[0], 192) for name in QUANTISED]
     cases = [(weight, x) for weight in weights]
-    cases.append((PackedWeight.pack(randn(1000, 192, dtype=torch.float32, seed=1)), x.float()))
+    cases.append((PackedWeight.pack(randn(300, 192, dtype=torch.float32, seed=1)), x.float()))
     for weight, inputs in cases:
         kernels.set_num_threads(1)
         whole = weight.linear(inputs)
         for threads in (1, 2, 3):
             kernels.set_num_threads(threads)
             assert torch.equal(weight.linear(inputs), whole)
-            for size in (1, 2, 5, 7, 12, 13, 33, 64):
-                parts = [weight.linear(part) for part in inputs.split(size)]
-                assert torch.equal(torch.cat(parts), whole), (weight.format, threads, size)
+            for start, stop in ((0, 1), (69, 70), (3, 5), (5, 10), (1, 8), (8, 20), (20, 33), (30, 63), (6, 70)):
+                part = weight.linear(inputs[start:stop])
+                assert torch.equal(part, whole[start:stop]), (weight.format, threads, start, stop)
 
 
 @every_dtype

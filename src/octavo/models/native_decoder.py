@@ -186,7 +186,8 @@ class _Interleaved(_SideBySide):
     """Gate and up with their outputs in turns of 16, as a gated product takes them; a call gives | gate | up |."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(x).unflatten(1, (-1, 2, _TILE)).transpose(1, 2).flatten(1)
+        sums = super().__call__(x)
+        return sums.view(x.shape[0], sums.shape[1] // (2 * _TILE), 2, _TILE).transpose(1, 2).flatten(1)
 
 
 def _part(weight: PackedWeight, bias: torch.Tensor | None) -> tuple[str, torch.Tensor, int, int, torch.Tensor | None]:
