@@ -50,7 +50,13 @@ class EngineConfig:
         "lru", "which cached block is given up first; priority: a request's priority protects its blocks"
     )
     pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
-    preemption_mode: Literal["recompute"] = option("recompute", "what happens to a sequence that must yield its blocks")
+    preemption_mode: Literal["auto", "recompute", "swap"] = option(
+        "auto", "how a sequence that must yield its blocks gets them back; auto: the cheaper way, as measured at start"
+    )
+    preemption_victim: Literal["latest", "lowest_priority", "cheapest"] = option(
+        "lowest_priority", "which sequence yields its blocks; cheapest: the fewest tokens to compute again"
+    )
+    swap_space: int | str = option("1GiB", "host memory for swapped blocks, taken as it is needed; 0: never swap")
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")
     num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
@@ -77,6 +83,12 @@ class EngineConfig:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:
             raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
+        if isinstance(self.swap_space, str):
+            object.__setattr__(self, "swap_space", parse_bytes(self.swap_space))
+        if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int) or self.swap_space < 0:
+            raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space!r}")
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:

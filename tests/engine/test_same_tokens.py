@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from octavo import kernels
+from octavo.engine.core import EngineCore
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
@@ -53,6 +54,12 @@ def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[CompletionO
             assert ours.rank == theirs.rank
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def thrash(core: EngineCore) -> None:
+    """Hold nothing back at admission, so that there is something to preempt."""
+    limits = core.scheduler.config
+    core.scheduler.config = type(limits)(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, 0, 0)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -114,8 +121,10 @@ def test_preemption_changes_no_token(
         block_size=4,
         num_blocks=longest // 4 + 4,
         max_num_batched_tokens=24,
+        preemption_mode="recompute",
         **cache,
     )
+    thrash(llm.core)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert llm.core.scheduler.counters.num_preemptions > 3
     assert_same(outputs, alone(make_llm, folder))
@@ -127,6 +136,7 @@ def test_one_request_preempted_again_and_again_gives_the_same_tokens(make_llm: M
     prompt, sampling = list(range(40, 50)), SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
     expected = make_llm(tiny_llama).generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)[0].outputs[0]
     core = llm.core
+    thrash(core)
     victim = core.make_request(prompt, sampling)
     core.add(victim)
     outputs = []

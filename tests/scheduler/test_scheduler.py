@@ -25,7 +25,9 @@ class Engine:
         self, num_blocks: int = 100, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any
     ) -> None:
         self.kv: KVCacheManager = make_manager(num_blocks, 4, **cache)
-        limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0)
+        limits = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0, headroom_tokens=0
+        )
         self.scheduler = Scheduler(limits, self.kv)
         self._arrivals = 0
 

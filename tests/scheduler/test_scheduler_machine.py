@@ -17,6 +17,14 @@ from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.preemption import (
+    VICTIM_POLICIES,
+    CheaperWay,
+    Recompute,
+    RestoreSpeed,
+    Swap,
+    make_victim_policy,
+)
 from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
@@ -35,6 +43,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 24),
         pin_budget=st.sampled_from([0.25, 1.0]),
+        num_host_blocks=st.sampled_from([0, 1, 4, 100]),
+        mode=st.sampled_from(["swap", "auto", "recompute"]),
+        victim=st.sampled_from(VICTIM_POLICIES),
+        headroom=st.sampled_from([0, 0, 3]),
     )
     def build(
         self,
@@ -46,14 +58,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         pin_budget: float,
+        num_host_blocks: int,
+        mode: str,
+        victim: str,
+        headroom: int,
     ) -> None:
         self.clock = Clock()
         caching = (prefix_cache is not None, prefix_cache or "", eviction)
-        kv = make_manager(num_blocks, block_size, layers, *caching, pin_budget=pin_budget, clock=self.clock)
+        kv = make_manager(
+            num_blocks,
+            block_size,
+            layers,
+            *caching,
+            pin_budget=pin_budget,
+            clock=self.clock,
+            num_host_blocks=num_host_blocks,
+        )
+        # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
+        auto = CheaperWay(kv.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
+        modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
         waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if prefix_cache == "radix" else None
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, budget, max_model_len=40), kv, waiting=waiting)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom),
+            kv,
+            victims=make_victim_policy(victim, kv.restore_cost),
+            waiting=waiting,
+            preemption=modes[mode],
+        )
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0
 
     @rule(
@@ -148,11 +182,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(plan.scheduled) <= self.scheduler.num_running <= config.max_num_seqs
         assert bool(plan) == self.scheduler.has_work, "whoever has work makes progress"
 
+    @rule(
+        count=st.integers(2, 5),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4),
+        n=st.integers(1, 2),
+        steps=st.integers(3, 10),
+    )
+    def crowd(self, count: int, tokens: list[int], n: int, steps: int) -> None:
+        """Several who begin small and grow together, until the blocks run out."""
+        for i in range(count):
+            self.arrive(tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, "", None)
+        for _ in range(steps):
+            self.step()
+
+    @rule(data=st.data())
+    def step_that_fails(self, data: st.DataObject) -> None:
+        """The model gives no usable logits for one request: all is computed, and nobody is told."""
+        plan = self.scheduler.schedule()
+        self.play_runner(plan)
+        if plan:
+            ailing = data.draw(st.sampled_from([item.seq.request for item in plan.scheduled]))
+            self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
+
     def play_runner(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
+        # A block that is evicted in a step may be wanted back in the same one: out, then in.
+        assert all(len({swap.host for swap in swaps}) == len(swaps) for swaps in (plan.swap_out, plan.swap_in))
+        for swap in plan.swap_out:
+            for offset in range(size):
+                self.host[swap.host, offset] = self.computed.get((swap.device, offset), ())
         for copy in plan.copies:
             for offset in range(size):
                 self.computed[copy.destination, offset] = self.computed.get((copy.source, offset), ())
+        for swap in plan.swap_in:
+            for offset in range(size):
+                self.computed[swap.device, offset] = self.host.pop((swap.host, offset))
         for item in plan.scheduled:
             for position in range(item.start, item.start + item.num_tokens):
                 for table in item.block_tables:
@@ -207,6 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
         counts = self.scheduler.kv.audit().counts
         assert BlockState.ACTIVE not in counts
+        assert self.scheduler.kv.swap.host.num_free == self.scheduler.kv.swap.host.num_blocks
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._reserved_slots) == (0, 0, 0)
 
 

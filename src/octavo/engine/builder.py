@@ -13,6 +13,8 @@ import torch
 
 from octavo import kernels
 from octavo.attention import make_backend
+from octavo.attention.base import AttentionBackend
+from octavo.attention.native import NativeAttention
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
@@ -24,14 +26,17 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.models.base import CausalLM
 from octavo.models.loader import open_weights
-from octavo.models.native_decoder import make_decoder
+from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.tokenizer import Tokenizer
 from octavo.planner.startup import StartSizing
 from octavo.runner.runner import ModelRunner
+from octavo.runner.swapping import measure_restore_speed
+from octavo.scheduler.preemption import CheaperWay, PreemptionMode, Recompute, Swap, make_victim_policy
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.storage.arena import KVArena
+from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +74,21 @@ def build_engine(config: EngineConfig) -> EngineCore:
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
     arena = KVArena(spec, pool.num_blocks, device)
+    host = HostTier(_num_host_blocks(config, spec), spec.block_bytes)
     attention = make_backend(config.attention_backend, device)
-    kv = _kv_manager(config, spec, pool.num_blocks, loaded)
+    if config.deterministic:
+        _require_deterministic(model, arena, attention)
+    kv = _kv_manager(config, spec, pool.num_blocks, host.num_blocks, loaded)
+    runner = ModelRunner(
+        model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, host=host
+    )
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, max_model_len),
         kv,
+        victims=make_victim_policy(config.preemption_victim, kv.restore_cost),
         waiting=_waiting_queue(config, kv),
+        preemption=_preemption_mode(config, kv, runner, host),
     )
-    runner = ModelRunner(model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
     logger.info(
         "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), attention: %s, ready in %.1f s",
         config.model,
@@ -155,7 +167,51 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def _kv_manager(config: EngineConfig, spec: KVCacheSpec, num_blocks: int, loaded: _Loaded) -> KVCacheManager:
+def _require_deterministic(model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
+    """Refuse what cannot promise the same bits: only the C++ kernels reduce in an order of their own choosing."""
+    if not isinstance(model, NativeDecoder):
+        reason = f"{model.architecture} in {model.dtype} does not run on the native decoder here"
+    elif not (isinstance(attention, NativeAttention) and all(attention.supports(layer) for layer in arena.layers)):
+        reason = (
+            f"blocks of {arena.spec.block_size} tokens in {arena.spec.dtype} with attention "
+            f"{attention.name!r} do not run on the native kernels (block_size a multiple of 16, the model's dtype)"
+        )
+    else:
+        return
+    raise ConfigError(f"deterministic cannot be promised: {reason}")
+
+
+def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
+    if config.preemption_mode == "recompute":
+        return 0
+    num_blocks = int(config.swap_space) // spec.block_bytes
+    if config.swap_space and not num_blocks:
+        logger.warning(
+            "swap_space is %s, less than one block of %s: nothing will be swapped",
+            format_bytes(int(config.swap_space)),
+            format_bytes(spec.block_bytes),
+        )
+    return num_blocks
+
+
+def _preemption_mode(config: EngineConfig, kv: KVCacheManager, runner: ModelRunner, host: HostTier) -> PreemptionMode:
+    if not host.num_blocks:
+        return Recompute()
+    if config.preemption_mode == "swap":
+        return Swap()
+    max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
+    speed = measure_restore_speed(runner, host, max_tokens=max_tokens)
+    logger.info(
+        "preemption: swapping moves %s/s, prefill computes %.0f tokens/s: the cheaper way is taken for each victim",
+        format_bytes(runner.arena.spec.block_bytes / speed.seconds_per_block),
+        1 / speed.seconds_per_token,
+    )
+    return CheaperWay(kv.restore_cost, speed)
+
+
+def _kv_manager(
+    config: EngineConfig, spec: KVCacheSpec, num_blocks: int, num_host_blocks: int, loaded: _Loaded
+) -> KVCacheManager:
     prefix_cache, eviction = make_prefix_cache(
         config.prefix_cache if config.enable_prefix_caching else None,
         config.eviction_policy,
@@ -163,7 +219,7 @@ def _kv_manager(config: EngineConfig, spec: KVCacheSpec, num_blocks: int, loaded
         identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype),
         cost=RecomputeCost(spec.block_size, loaded.hidden_size),
     )
-    return KVCacheManager(spec, num_blocks, prefix_cache, eviction, pin_budget=config.pin_budget)
+    return KVCacheManager(spec, num_blocks, prefix_cache, eviction, num_host_blocks, pin_budget=config.pin_budget)
 
 
 def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:

@@ -16,6 +16,7 @@ from octavo.scheduler.scheduler import Scheduler
 class _Queues(TypedDict):
     num_running: int
     num_waiting: int
+    num_swapped: int
     kv_usage: float
 
 
@@ -73,6 +74,8 @@ class StatsRecorder:
         self._stats.on_blocks(self._scheduler.kv.bytes_by_state())
         preemptions = self._scheduler.counters.num_preemptions - self._preemptions
         self._preemptions += preemptions
+        swap, block_bytes = self._scheduler.kv.swap.counters, self._scheduler.kv.spec.block_bytes
+        self._stats.on_swapped(bytes_out=swap.blocks_out * block_bytes, bytes_in=swap.blocks_in * block_bytes)
         self._stats.on_step(
             **self._queues(),
             prompt_tokens=prompt_tokens,
@@ -101,5 +104,6 @@ class StatsRecorder:
         return {
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
+            "num_swapped": scheduler.num_swapped,
             "kv_usage": scheduler.kv.usage,
         }

@@ -22,6 +22,7 @@ from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.swap import RestoreCost, SwapSpace
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, SequenceId
 
 
@@ -50,10 +51,12 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Blocks by state, as found."""
+    """Blocks by state, as found; `num_host` are those of host memory that swapped sequences hold."""
 
     counts: dict[BlockState, int] = field(default_factory=dict)
     num_sequences: int = 0
+    num_swapped: int = 0
+    num_host: int = 0
 
 
 DEFAULT_PIN_BUDGET = 0.25
@@ -71,6 +74,7 @@ class KVCacheManager:
         eviction: order in which cached blocks are given up.
         pin_budget: share of the pool that may be pinned at once.
         clock: seconds, never going back; for pins and the ledger.
+        num_host_blocks: blocks of host memory for swapped sequences; with none, none is swapped.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class KVCacheManager:
         num_blocks: int,
         prefix_cache: PrefixCache[Any],
         eviction: EvictionPolicy,
+        num_host_blocks: int = 0,
         *,
         pin_budget: float = DEFAULT_PIN_BUDGET,
         clock: Callable[[], float] = time.monotonic,
@@ -88,6 +93,7 @@ class KVCacheManager:
         self.prefix_cache = prefix_cache
         self.pins = PinTable(self.pool, int(pin_budget * (num_blocks - 1)), self._longest_prefix, clock)
         self.ledger = CacheLedger(num_blocks, clock)
+        self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
         self._windows = [group.sliding_window for group in spec.groups]
         self.no_hit = PrefixHit(0, tuple([] for _ in self._windows))
@@ -256,8 +262,53 @@ class KVCacheManager:
             source.num_published,
         )
 
+    def is_swapped(self, seq: Sequence) -> bool:
+        """Whether a sequence that is swapped out can come back by `swap_in`; it may be given up at any time."""
+        return seq.seq_id in self.swap
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Take a sequence's blocks away so that they can be brought back.
+
+        Returns:
+            Whether the host had room; if not, nothing has changed.
+        """
+        tables = self._holdings[seq.seq_id].tables
+        return self.swap.swap_out(seq.seq_id, tables, self.spec.blocks_for_tokens(seq.num_computed))
+
+    def swap_in(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> Seq[BlockCopy] | None:
+        """Bring a swapped sequence back and make room for `num_new_tokens` more, as `extend` does.
+
+        Args:
+            reserve: blocks that must stay available afterwards.
+
+        Returns:
+            The copies, or None where the pool has too few blocks; then nothing has changed.
+        """
+        pool, holding = self.pool, self._holdings[seq.seq_id]
+        first = seq.num_computed // self.spec.block_size
+        total = self.spec.blocks_for_tokens(seq.num_computed + num_new_tokens)
+        shared = sum(first < len(table) and pool.ref_counts[table[first]] > 1 for table in holding.tables)
+        needed = shared + sum(max(0, total - len(table)) for table in holding.tables)
+        if needed + self.swap.blocks_to_return(seq.seq_id) + reserve > pool.num_available:
+            return None
+        unpublished = self.swap.swap_in(seq.seq_id)
+        if unpublished is not None:
+            holding.num_published = min(holding.num_published, unpublished)
+        return self.extend(seq, num_new_tokens)
+
+    def restore_cost(self, seq: Sequence) -> RestoreCost:
+        """What taking this sequence's blocks would cost and gain. O(blocks of the sequence)."""
+        counts = self.pool.ref_counts
+        tables = self._holdings[seq.seq_id].tables
+        blocks = sum(block != NULL_BLOCK and counts[block] == 1 for table in tables for block in table)
+        # The first block that nobody else holds, or that a window has given up, and all behind it.
+        kept = min(next((i for i, block in enumerate(table) if counts[block] <= 1), len(table)) for table in tables)
+        return RestoreCost(max(0, seq.num_computed - kept * self.spec.block_size), blocks)
+
     def release(self, seq: Sequence) -> None:
         """Give back all blocks, the tail first, so that it is evicted before the head. The hash chain is kept."""
+        if seq.seq_id in self.swap:
+            self.swap.give_up(seq.seq_id)
         if (holding := self._holdings.get(seq.seq_id)) is not None:
             for table in holding.tables:
                 self.pool.release(reversed(table))
@@ -300,14 +351,21 @@ class KVCacheManager:
         for i in range(pool.num_blocks):
             if pool.is_published(BlockId(i)) != (i in published):
                 problems.append(f"block {i}: the pool and the prefix cache disagree whether it is published")
+        problems += self.swap.problems()
         if problems:
             raise CacheError("audit failed: " + "; ".join(problems))
         states = Counter(pool.state(BlockId(i)) for i in range(pool.num_blocks))
-        return Audit(dict(states), sum(any(h.tables) for h in self._holdings.values()))
+        return Audit(
+            dict(states),
+            sum(any(h.tables) for h in self._holdings.values()),
+            self.swap.num_sequences,
+            self.swap.host.num_held,
+        )
 
     def _on_evict(self, block_id: BlockId) -> None:
         self.prefix_cache.drop(block_id)
         self.ledger.evicted(block_id)
+        self.swap.on_evict(block_id)
 
     def _holding(self, seq: Sequence) -> _Holding:
         holding = self._holdings.get(seq.seq_id)

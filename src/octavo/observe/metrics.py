@@ -17,12 +17,15 @@ from octavo.observe.stats import EngineStats, Histogram
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests that hold blocks and are computed."),
     ("num_requests_waiting", "num_waiting", "Requests waiting to be scheduled."),
+    ("num_requests_swapped", "num_swapped", "Of the waiting sequences, those whose blocks are in host memory."),
     ("kv_cache_usage_perc", "kv_usage", "Share of KV cache blocks in use; 1 means all."),
 )
 _COUNTERS = (
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("num_preemptions", "num_preemptions", "Sequences that had to give up their blocks."),
+    ("swapped_out_bytes", "swapped_out_bytes", "Keys and values moved to host memory."),
+    ("swapped_in_bytes", "swapped_in_bytes", "Keys and values moved back from host memory."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )

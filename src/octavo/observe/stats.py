@@ -67,16 +67,20 @@ class Histogram:
 class EngineStats:
     """The counters, gauges and histograms of one engine. Times are in seconds.
 
-    Gauges, as of the latest step: `num_running`, `num_waiting`, `kv_usage` (share of blocks in use, 0 to 1).
+    Gauges, as of the latest step: `num_running`, `num_waiting`, `num_swapped` (of those waiting), `kv_usage` (share of
+    blocks in use, 0 to 1).
     Counters, since the start: all other numbers.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
         self.num_running = 0
         self.num_waiting = 0
+        self.num_swapped = 0
         self.kv_usage = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
+        self.swapped_out_bytes = 0
+        self.swapped_in_bytes = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
@@ -98,6 +102,7 @@ class EngineStats:
         num_running: int,
         num_waiting: int,
         kv_usage: float,
+        num_swapped: int = 0,
         prompt_tokens: int = 0,
         generation_tokens: int = 0,
         preemptions: int = 0,
@@ -109,17 +114,23 @@ class EngineStats:
             generation_tokens: sampled in this step.
             preemptions: sequences that had to give up their blocks in this step.
         """
-        self.on_queues(num_running=num_running, num_waiting=num_waiting, kv_usage=kv_usage)
+        self.on_queues(num_running=num_running, num_waiting=num_waiting, kv_usage=kv_usage, num_swapped=num_swapped)
         self.num_steps += 1
         self.prompt_tokens += prompt_tokens
         self.generation_tokens += generation_tokens
         self.num_preemptions += preemptions
 
-    def on_queues(self, *, num_running: int, num_waiting: int, kv_usage: float) -> None:
+    def on_queues(self, *, num_running: int, num_waiting: int, kv_usage: float, num_swapped: int = 0) -> None:
         """After what changes the queues between two steps: an abort."""
         self.num_running = num_running
         self.num_waiting = num_waiting
+        self.num_swapped = num_swapped
         self.kv_usage = kv_usage
+
+    def on_swapped(self, *, bytes_out: int, bytes_in: int) -> None:
+        """After every step: what has been moved to host memory and back since the start."""
+        self.swapped_out_bytes = bytes_out
+        self.swapped_in_bytes = bytes_in
 
     def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
         """Once per request, when it is first scheduled: its wait, and what the prefix cache had of its prompt."""

@@ -8,8 +8,10 @@ from octavo.attention.base import AttentionBackend
 from octavo.models.base import CausalLM
 from octavo.runner.batch import BatchBuilder
 from octavo.runner.sampler import Sampler
+from octavo.runner.swapping import swap_in, swap_out
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.storage.arena import KVArena
+from octavo.tiers.base import BlockTier
 
 
 class ModelRunner:
@@ -18,6 +20,7 @@ class ModelRunner:
     Args:
         max_num_seqs: most sequences in one step.
         max_model_len: longest sequence in tokens, hence the longest block table.
+        host: where swapped blocks go; None where no plan swaps.
     """
 
     def __init__(
@@ -28,10 +31,13 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        host: BlockTier | None = None,
     ) -> None:
         self.model = model
         self.arena = arena
         self.attention = attention
+        self.host = host
+        self.max_model_len = max_model_len
         spec = arena.spec
         self._batches = BatchBuilder(
             num_groups=len(spec.groups),
@@ -44,8 +50,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Copies first, then the model over the plan's tokens, then the samples."""
-        self.arena.copy_blocks(plan.copies)
+        """Transfers and copies first, then the model over the plan's tokens, then the samples."""
+        self._move_blocks(plan)
         batch = self._batches.build(plan)
         logits = self.model.forward(
             batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices
@@ -58,3 +64,10 @@ class ModelRunner:
                 logits[first_row : first_row + len(targets)], targets, num_top
             )
         return result
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        if self.host is not None and plan.swap_out:
+            swap_out(self.arena, self.host, plan.swap_out)
+        self.arena.copy_blocks(plan.copies)
+        if self.host is not None and plan.swap_in:
+            swap_in(self.arena, self.host, plan.swap_in)

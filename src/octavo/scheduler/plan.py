@@ -1,6 +1,7 @@
 """What one step computes: data, decided by the scheduler, carried out by the runner.
 
-The order of effects is fixed: copies, then the new tokens' keys and values, then the samples.
+The order of effects is fixed: blocks to the host, copies, blocks from the host, then the new tokens' keys and values,
+then the samples.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from octavo.kvcache.block import BlockCopy, BlockId
+from octavo.kvcache.host_pool import BlockSwap
 from octavo.request import Sequence, TokenLogprobs
 
 
@@ -35,10 +37,17 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `copies` happen first, in their order, before anything is computed."""
+    """One step. Each list happens whole, in this order, before anything is computed:
+
+    swap_out   device -> host      a block that leaves may be written again by all that follows
+    copies     device -> device    all sources are read before any destination is written
+    swap_in    host -> device
+    """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    swap_out: Seq[BlockSwap] = ()
     copies: list[BlockCopy] = field(default_factory=list)
+    swap_in: Seq[BlockSwap] = ()
     num_tokens: int = 0
 
     def __bool__(self) -> bool:

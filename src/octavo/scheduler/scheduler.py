@@ -5,7 +5,7 @@ resumption after preemption differ only in how far behind they are.
 
     add ──> waiting ──admit──> running ──finish──> finished
                ^                  │
-               └────preempt───────┘    blocks given back, num_computed = 0
+               └────preempt───────┘    blocks given back and num_computed = 0, or swapped out
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.plan import ScheduledSequence, SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.preemption import LatestArrival, VictimPolicy
+from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 
 
@@ -29,17 +29,25 @@ class SchedulerConfig:
     Attributes:
         watermark: share of the pool that admission leaves available, so that a newcomer does not force a
             preemption in the very next steps. Not applied while nothing runs.
+        headroom_tokens: tokens that each running sequence, and the newcomer, must be able to grow by after an
+            admission, as far as its max_tokens lets it; what is left of their prompts comes on top.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     watermark: float = 0.01
+    headroom_tokens: int = 32
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start."""
+    """Totals since the start.
+
+    Attributes:
+        recomputed_tokens: whose keys and values were given up without being swapped; what the prefix cache still has
+            of them is not computed again.
+    """
 
     num_preemptions: int = 0
     recomputed_tokens: int = 0
@@ -54,18 +62,22 @@ class Scheduler:
         kv: KVCacheManager,
         victims: VictimPolicy | None = None,
         waiting: WaitingQueue | None = None,
+        preemption: PreemptionMode | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.counters = SchedulerCounters()
-        self._victims = victims or LatestArrival()
+        self._victims = victims or LowestPriority()
+        self._preemption = preemption or Recompute()
         self._waiting = ArrivalOrder() if waiting is None else waiting
         self._running: list[Sequence] = []  # in order of service
+        self._swapped: dict[SequenceId, Sequence] = {}  # waiting; `kv` knows which of them were given up since
         self._requests: dict[RequestId, Request] = {}
         self._pinning: list[Sequence] = []  # whose requests want prefixes pinned that are not yet computed
         self._sampling = Sampling(config.max_model_len)
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
         self._reserved_slots = 0  # of parallel samples and beams whose prompt is still being computed
+        self._num_growing_groups = sum(group.sliding_window is None for group in kv.spec.groups)
         self._watermark_blocks = int(config.watermark * kv.pool.num_blocks)
 
     @property
@@ -75,6 +87,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_swapped(self) -> int:
+        """Of those that wait, how many have keys and values in host memory."""
+        return self.kv.swap.num_sequences
 
     @property
     def request_ids(self) -> list[RequestId]:
@@ -177,6 +194,7 @@ class Scheduler:
             self._leave_running(seq)
         elif was is SequenceStatus.WAITING:
             self._waiting.discard(seq)
+            self._swapped.pop(seq.seq_id, None)
         elif was is SequenceStatus.FORK_PENDING and seq.request.sequences[0].status is SequenceStatus.RUNNING:
             self._reserved_slots -= 1
         self.kv.forget(seq)
@@ -188,6 +206,9 @@ class Scheduler:
         """The next step: first those that run, in order of service, then newcomers into what is left."""
         plan = StepPlan()
         self.kv.pins.expire()
+        swap = self.kv.swap
+        # A step that failed was never told to `update`; whatever it moved has been moved.
+        swap.complete_transfers()
         preempted = self._schedule_running(plan)
         if not preempted:
             self._admit(plan)
@@ -195,10 +216,13 @@ class Scheduler:
             # Nobody here has a token to compute: they are beams that wait for siblings, and stand in their way.
             self._preempt(self._victims.choose(self._running))
             self._admit(plan)
+        if swap.has_transfers and plan:
+            plan.swap_out, plan.swap_in = swap.take_transfers()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Take in what the runner computed: publish blocks, then let each request make of its samples what it does."""
+        self.kv.swap.complete_transfers()
         updates: list[SequenceUpdate] = []
         for index, (item, samples) in enumerate(zip(plan.scheduled, result.samples, strict=True)):
             seq = item.seq
@@ -225,9 +249,11 @@ class Scheduler:
                 position += 1
                 continue
             while (copies := self.kv.extend(seq, num_new)) is None:
-                if len(self._running) == 1 and self.kv.pins.yield_one():
+                # The first in order of service yields to nobody, so that every request ends at last.
+                candidates = self._running[max(position, 1) :]
+                if not candidates and (self._give_up_swapped() or self.kv.pins.yield_one()):
                     continue
-                victim = self._victims.choose(self._running[position:])
+                victim = self._victims.choose(candidates or [seq])
                 self._preempt(victim)
                 preempted = True
                 if victim is seq:
@@ -247,24 +273,65 @@ class Scheduler:
                 break
             if self.kv.pool.num_available <= self._watermark_blocks and self._running:
                 break
-            hit = self.kv.match(seq) if _may_skip(seq) else self.kv.no_hit
-            hit_tokens = hit.num_tokens
-            num_new = min(seq.num_tokens - hit_tokens, budget - plan.num_tokens)
-            # Asked beforehand, because making room may evict what it speaks of.
-            report = self.kv.explain(seq, hit) if seq.request.cache_report is None else None
-            if not self.kv.admit(seq, hit, num_new, self._watermark_blocks if self._running else 0):
-                if not self._running and self.kv.pins.yield_one():
+            if seq.seq_id in self._swapped and not self.kv.is_swapped(seq):
+                self._start_over(seq)
+            budget_left = budget - plan.num_tokens
+            reserve = self._reserve_for_growth(seq, budget_left) if self._running else 0
+            if seq.seq_id in self._swapped:
+                num_new = self._swap_in(plan, seq, budget_left, reserve)
+            else:
+                num_new = self._start(seq, budget_left, reserve)
+            if not num_new:
+                if not self._running and (self._give_up_swapped(but=seq) or self.kv.pins.yield_one()):
                     continue
                 break
             self._waiting.pop()
-            if report is not None:
-                seq.request.num_cached_tokens = hit_tokens
-                self.kv.ledger.admitted(seq.request, report)
-            seq.num_computed = hit_tokens
             seq.status = SequenceStatus.RUNNING
             self._reserved_slots += pending
             self._enter_running(seq)
             self._plan_sequence(plan, seq, num_new, fresh=True)
+
+    def _reserve_for_growth(self, newcomer: Sequence, budget: int) -> int:
+        """Blocks that must stay available when `newcomer` is admitted: those that the next steps will take.
+
+        What slides gives up as many blocks as it takes: only groups of full attention count.
+        """
+        headroom, kv = self.config.headroom_tokens, self.kv
+        if not headroom or not self._num_growing_groups:
+            return self._watermark_blocks
+        blocks_for = kv.spec.blocks_for_tokens
+        # As if the newcomer had its first chunk.
+        blocks = -blocks_for(min(newcomer.num_computed + budget, newcomer.num_tokens))
+        for seq in (*self._running, newcomer):
+            # The last token's key and value are never needed.
+            may_grow = (seq.request.params.max_tokens or 1) - seq.num_output_tokens - 1
+            blocks += blocks_for(len(seq.token_ids) + min(headroom, may_grow))
+        blocks -= sum(len(kv.tables(seq)[0]) for seq in self._running)
+        return max(self._watermark_blocks, blocks * self._num_growing_groups)
+
+    def _start(self, seq: Sequence, budget: int, reserve: int) -> int:
+        """Give a sequence without blocks what the prefix cache has of it; returns how many tokens to compute, or 0."""
+        hit = self.kv.match(seq) if _may_skip(seq) else self.kv.no_hit
+        num_new = min(seq.num_tokens - hit.num_tokens, budget)
+        # Asked beforehand, because making room may evict what it speaks of.
+        report = self.kv.explain(seq, hit) if seq.request.cache_report is None else None
+        if not self.kv.admit(seq, hit, num_new, reserve):
+            return 0
+        if report is not None:
+            seq.request.num_cached_tokens = hit.num_tokens
+            self.kv.ledger.admitted(seq.request, report)
+        seq.num_computed = hit.num_tokens
+        return num_new
+
+    def _swap_in(self, plan: StepPlan, seq: Sequence, budget: int, reserve: int) -> int:
+        """Bring a swapped sequence back; returns how many tokens to compute, or 0 where there is no room."""
+        num_new = min(seq.num_tokens - seq.num_computed, budget)
+        copies = self.kv.swap_in(seq, num_new, reserve)
+        if copies is None:
+            return 0
+        plan.copies.extend(copies)
+        del self._swapped[seq.seq_id]
+        return num_new
 
     def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int, *, fresh: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
@@ -291,17 +358,37 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._leave_running(seq)
-        self.kv.release(seq)
         self.counters.num_preemptions += 1
-        self.counters.recomputed_tokens += seq.num_computed
         seq.num_preemptions += 1
-        # A beam that waits for its siblings has nothing to compute, and what it knew is kept.
-        waits = seq.num_computed == seq.num_tokens
-        seq.num_computed = 0
-        if waits:
+        if seq.num_computed == seq.num_tokens:
+            # A beam that waits for its siblings: nothing of it is to be computed, and what it knew is kept.
+            self._start_over(seq)
             seq.status = SequenceStatus.PARKED
+            return
+        if self._preemption.swaps(seq) and self.kv.swap_out(seq):
+            self._swapped[seq.seq_id] = seq
         else:
-            self._waiting.push(seq)
+            self._start_over(seq)
+        self._waiting.push(seq)
+
+    def _start_over(self, seq: Sequence) -> None:
+        """Give all its blocks back, wherever they are."""
+        self.kv.release(seq)
+        self._swapped.pop(seq.seq_id, None)
+        self.counters.recomputed_tokens += seq.num_computed
+        seq.num_computed = 0
+
+    def _give_up_swapped(self, but: Sequence | None = None) -> bool:
+        """Let the last in order of service of those that keep blocks while they are swapped start over.
+
+        Called when nothing else can go on: what they keep may be what is missing. `but` is the last to be chosen.
+        """
+        keeping = [s for s in self._swapped.values() if self.kv.is_swapped(s) and self.kv.swap.keeps_blocks(s.seq_id)]
+        victim = max(keeping, key=lambda seq: (seq is not but, seq.order), default=None)
+        if victim is None:
+            return False
+        self._start_over(victim)
+        return True
 
     def _enter_running(self, seq: Sequence) -> None:
         bisect.insort(self._running, seq, key=lambda s: s.order)

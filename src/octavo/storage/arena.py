@@ -105,6 +105,14 @@ class KVArena:
             sources, destinations = zip(*copies, strict=True)
             self._bytes[list(destinations)] = self._bytes[list(sources)]
 
+    def read_blocks(self, ids: Sequence[int]) -> torch.Tensor:
+        """Whole blocks as rows uint8 [n, block_bytes], on the arena's device; a copy."""
+        return self._bytes[list(ids)]
+
+    def write_blocks(self, ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Overwrite the blocks `ids`, all different, with rows uint8 [n, block_bytes] from any device."""
+        self._bytes[list(ids)] = rows.to(self._bytes.device)
+
     def _layer_views(self) -> list[LayerKV]:
         spec = self.spec
         element = DTYPE_BYTES[spec.dtype]

@@ -1,0 +1,180 @@
+"""Thrash under oversubscription: `python benchmarks/preemption.py`. The real scheduler and KV cache, no model.
+
+Requests wait from the start, more than the pool can hold at their full length: `--oversubscription` times as many run
+at once as it could. A runner that draws token 7 for everyone plays the model, and a clock of our own counts what the
+steps would take: a fixed part (weights are read once a step), a part per token computed, a part per token of context
+read, and a part per block moved. Every token computed that had been computed before is counted, exactly.
+
+The first row is what issue 4 compares with: the latest arrival yields, is recomputed, and no block is held back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.request import Request, RequestId, SequenceId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.preemption import (
+    CheaperWay,
+    PreemptionMode,
+    Recompute,
+    RestoreSpeed,
+    Swap,
+    make_victim_policy,
+)
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+
+MAX_MODEL_LEN = 4096
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds; the shape of a 135M-parameter model on two cores: 8 ms of weights, 1,000 tokens/s of prefill."""
+
+    step: float = 8e-3
+    token: float = 1e-3
+    context_token: float = 1e-6
+    block_moved: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One row of the table; a watermark and a headroom of 0 hold nothing back."""
+
+    name: str
+    victim: str = "lowest_priority"
+    mode: str = "recompute"
+    watermark: float = 0.01
+    headroom: int | None = None
+    prefix_caching: bool = False
+
+
+@dataclass
+class Result:
+    computed: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
+    blocks_moved: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    output_tokens: int = 0
+    running: int = 0
+
+
+def workload(count: int, seed: int) -> list[tuple[list[int], int]]:
+    """Prompts of 32 to 512 tokens, outputs of 64 to 512: (token ids, output length)."""
+    rng = random.Random(seed)
+    return [([rng.randrange(50_000) for _ in range(rng.randint(32, 512))], rng.randint(64, 512)) for _ in range(count)]
+
+
+def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Result:
+    requests = workload(arguments.requests, arguments.seed)
+    spec = KVCacheSpec.build([LayerKVSpec(3, 64, 64)] * 30, BLOCK_SIZE, "bfloat16")
+    full = sum(spec.blocks_for_tokens(len(p) + n) for p, n in requests) / len(requests)
+    num_blocks = 1 + int(arguments.num_seqs * full / arguments.oversubscription)
+    prefix, eviction = make_prefix_cache("hashed" if setup.prefix_caching else None, "lru", spec=spec)
+    kv = KVCacheManager(spec, num_blocks, prefix, eviction, arguments.host_blocks if setup.mode != "recompute" else 0)
+    speed = RestoreSpeed(cost.token, cost.block_moved)
+    modes: dict[str, Callable[[], PreemptionMode]] = {
+        "recompute": Recompute,
+        "swap": Swap,
+        "auto": lambda: CheaperWay(kv.restore_cost, speed),
+    }
+    limits = SchedulerConfig(arguments.num_seqs, 2048, MAX_MODEL_LEN, watermark=setup.watermark)
+    if setup.headroom is not None:
+        limits = SchedulerConfig(arguments.num_seqs, 2048, MAX_MODEL_LEN, setup.watermark, setup.headroom)
+    victims = make_victim_policy(setup.victim, kv.restore_cost)
+    scheduler = Scheduler(limits, kv, victims=victims, preemption=modes[setup.mode]())
+    for i, (prompt, output) in enumerate(requests):
+        # Clients ask for more than they get: the scheduler knows the limit, not the length.
+        params = SamplingParams(max_tokens=arguments.max_tokens or output, stop_token_ids=[8])
+        scheduler.add(Request(RequestId(f"r{i}"), prompt, params, arrival_time=float(i)))
+    lengths = {RequestId(f"r{i}"): output for i, (_, output) in enumerate(requests)}
+    result = Result()
+    reached: dict[SequenceId, int] = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        account(plan, result, reached, cost)
+        result.running += scheduler.num_running
+        scheduler.update(plan, play_runner(plan, lengths))
+    kv.audit()
+    result.preemptions = scheduler.counters.num_preemptions
+    result.output_tokens = sum(lengths.values())
+    return result
+
+
+def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost: StepCost) -> None:
+    context = 0
+    for item in plan.scheduled:
+        end = item.start + item.num_tokens
+        before = reached.get(item.seq.seq_id, 0)
+        result.recomputed += max(0, min(end, before) - item.start)
+        reached[item.seq.seq_id] = max(before, end)
+        context += end
+    moved = len(plan.swap_out) + len(plan.swap_in)
+    result.computed += plan.num_tokens
+    result.blocks_moved += moved
+    result.steps += 1
+    result.seconds += cost.step + plan.num_tokens * cost.token + context * cost.context_token + moved * cost.block_moved
+
+
+def play_runner(plan: StepPlan, lengths: dict[RequestId, int]) -> StepResult:
+    """Token 8 ends a sequence, at the length that the workload gave it."""
+    samples = [
+        [SampleResult(8 if seq.num_output_tokens + 1 >= lengths[seq.request.request_id] else 7) for seq in item.samples]
+        for item in plan.scheduled
+    ]
+    return StepResult(samples)
+
+
+BASELINE = Setup("latest, no watermark", victim="latest", watermark=0.0, headroom=0)
+SETUPS = (
+    BASELINE,
+    Setup("latest, watermark 1 %", victim="latest", headroom=0),
+    Setup("latest, watermark and headroom", victim="latest"),
+    Setup("lowest_priority"),
+    Setup("cheapest"),
+    Setup("cheapest, no watermark", victim="cheapest", watermark=0.0, headroom=0),
+    Setup("latest, prefix cache", victim="latest", prefix_caching=True),
+    Setup("latest, swap, no watermark", victim="latest", mode="swap", watermark=0.0, headroom=0),
+    Setup("latest, swap", victim="latest", mode="swap"),
+    Setup("auto (the default)", mode="auto"),
+    Setup("auto, prefix cache (the default)", mode="auto", prefix_caching=True),
+    Setup("cheapest, auto, prefix cache", victim="cheapest", mode="auto", prefix_caching=True),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--num-seqs", type=int, default=48)
+    parser.add_argument("--oversubscription", type=float, default=1.5)
+    parser.add_argument("--host-blocks", type=int, default=4000)
+    parser.add_argument("--max-tokens", type=int, default=1024, help="what clients ask for; 0: what they will get")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    results = {setup.name: measure(setup, arguments, StepCost()) for setup in SETUPS}
+    base = results[BASELINE.name]
+    print("| victim, mode | preemptions | recomputed tokens | of the first | blocks moved | running | tokens/s | of |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for name, r in results.items():
+        share = r.recomputed / max(1, base.recomputed)
+        speed, base_speed = r.output_tokens / r.seconds, base.output_tokens / base.seconds
+        print(
+            f"| {name} | {r.preemptions} | {r.recomputed:,} | {share:.0%} | {r.blocks_moved:,} "
+            f"| {r.running / r.steps:.1f} | {speed:.0f} | {speed / base_speed:.3f} |"
+        )
+    print(json.dumps({name: {**vars(r), "seconds": round(r.seconds, 3)} for name, r in results.items()}))
+
+
+if __name__ == "__main__":
+    main()

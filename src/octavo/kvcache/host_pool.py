@@ -1,0 +1,119 @@
+"""The ledger of host blocks: which are free, and which swapped sequence holds each of the others. No memory, no torch.
+
+A host block that a step in flight reads or writes is nobody's to take, whoever let go of it meanwhile:
+
+    allocate ──> held ──release──> free
+                   └──release──> draining ──complete──> free       (a step in flight still reads or writes it)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, NewType
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import BlockId
+from octavo.request import SequenceId
+
+HostBlockId = NewType("HostBlockId", int)
+
+
+class BlockSwap(NamedTuple):
+    """One block's bytes go from one memory to the other; the direction is that of the list it stands in."""
+
+    device: BlockId
+    host: HostBlockId
+
+
+class HostPool:
+    """Host blocks and the transfers of the next step; 0 blocks is a host without room. O(1) an operation."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise CacheError(f"a host pool has no or some blocks, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.holders: dict[HostBlockId, SequenceId] = {}
+        self._free = [HostBlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._draining: set[HostBlockId] = set()
+        self._in_flight: set[HostBlockId] = set()
+        self._out: dict[HostBlockId, BlockId] = {}
+        self._in: dict[HostBlockId, BlockId] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that hold some swapped sequence's keys and values."""
+        return len(self.holders)
+
+    def swap_out(self, block_id: BlockId, holder: SequenceId) -> HostBlockId:
+        """Take a host block for the contents of a device block.
+
+        Raises:
+            CacheError: none is free. Callers ask `num_free` first.
+        """
+        if not self._free:
+            raise CacheError(f"all {self.num_blocks} host blocks are taken")
+        host = self._free.pop()
+        self.holders[host] = holder
+        self._out[host] = block_id
+        return host
+
+    def swap_in(self, host: HostBlockId, block_id: BlockId) -> None:
+        """Its contents go to a device block in the next step, after which it is free."""
+        del self.holders[host]
+        self._in[host] = block_id
+        self._draining.add(host)
+
+    def release(self, hosts: Iterable[HostBlockId]) -> None:
+        """Their contents are wanted no more.
+
+        Raises:
+            CacheError: a block is held by nobody: it was freed twice.
+        """
+        for host in hosts:
+            if self.holders.pop(host, None) is None:
+                raise CacheError(f"host block {host} is freed twice")
+            if host in self._in_flight:
+                self._draining.add(host)
+            else:
+                self._out.pop(host, None)
+                self._free.append(host)
+
+    def take_transfers(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
+        """What the next step must move (out, in); from now until `complete` these are in flight."""
+        out = [BlockSwap(block, host) for host, block in self._out.items()]
+        into = [BlockSwap(block, host) for host, block in self._in.items()]
+        self._in_flight.update(self._out, self._in)
+        self._out.clear()
+        self._in.clear()
+        return out, into
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the next step must move anything."""
+        return bool(self._out or self._in)
+
+    def complete(self) -> None:
+        """The step that was in flight is over."""
+        if self._in_flight:
+            ended = self._draining & self._in_flight
+            self._free.extend(ended)
+            self._draining -= ended
+            self._in_flight.clear()
+
+    def problems(self) -> list[str]:
+        """Every host block that is not in exactly one state, in words; empty when all is well. O(blocks)."""
+        found = []
+        if len(set(self._free)) != len(self._free):
+            found.append("a host block stands twice in the free stack")
+        free = set(self._free)
+        for i in map(HostBlockId, range(self.num_blocks)):
+            states = [i in free, i in self.holders, i in self._draining]
+            if sum(states) != 1:
+                found.append(f"host block {i} is free: {states[0]}, held: {states[1]}, draining: {states[2]}")
+        if stray := (set(self._out) - set(self.holders) - self._draining) | (set(self._in) - self._draining):
+            found.append(f"transfers are planned for host blocks {sorted(stray)}, which are not theirs")
+        return found

@@ -1,0 +1,205 @@
+"""Swapping sequences out of the device and back: which of a sequence's blocks move, and when.
+
+Only what would be lost moves. When a sequence is swapped out, each of its blocks is
+
+    shared and not published    kept: the sequence goes on holding a reference to it
+    published                   let go into the prefix cache, and moved only if it is ever evicted from there
+    neither                     moved to the host at once
+
+so that on its return some blocks come from the host and some never left the device. Where the host has no room for a
+block that is evicted, all of the sequence is given up and it is recomputed.
+
+A step carries its transfers out in the order: out, copies, in, compute. A device block is therefore free to be taken
+again by whatever else the same step plans as soon as its transfer out is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.host_pool import BlockSwap, HostBlockId, HostPool
+from octavo.kvcache.pool import BlockPool
+from octavo.request import SequenceId
+
+Place = tuple[int, int]
+"""Where a block stands in a sequence's tables: (group, index)."""
+
+
+class RestoreCost(NamedTuple):
+    """What taking a sequence's blocks away would cost and gain.
+
+    Attributes:
+        tokens: to compute again; those in blocks that other sequences share at its beginning are kept.
+        blocks: that nobody else holds: made available, and moved both ways if it is swapped.
+    """
+
+    tokens: int
+    blocks: int
+
+
+@dataclass(slots=True)
+class SwapCounters:
+    """Totals since the start, in blocks and in sequences."""
+
+    blocks_out: int = 0
+    blocks_in: int = 0
+    sequences_out: int = 0
+    sequences_in: int = 0
+    sequences_lost: int = 0  # swapped out, then given up for want of room
+
+
+@dataclass(slots=True)
+class _Away:
+    """A swapped sequence's blocks that its tables do not hold: theirs are null until it returns."""
+
+    tables: list[list[BlockId]]
+    host: dict[Place, HostBlockId] = field(default_factory=dict)
+    cached: dict[Place, BlockId] = field(default_factory=dict)
+
+
+class SwapSpace:
+    """The swapped sequences of one manager, over its device pool and a pool of `num_host_blocks`."""
+
+    def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
+        self.host = HostPool(num_host_blocks)
+        self.counters = SwapCounters()
+        self._pool = pool
+        self._away: dict[SequenceId, _Away] = {}
+        # Cached blocks that swapped sequences hope to find again, and whose they are.
+        self._hoped_for: dict[BlockId, dict[SequenceId, Place]] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._away)
+
+    def __contains__(self, seq_id: SequenceId) -> bool:
+        return seq_id in self._away
+
+    def keeps_blocks(self, seq_id: SequenceId) -> bool:
+        """Whether a swapped sequence holds blocks of the device that become available if it is given up."""
+        return any(block != NULL_BLOCK for table in self._away[seq_id].tables for block in table)
+
+    def swap_out(self, seq_id: SequenceId, tables: list[list[BlockId]], num_blocks: int) -> bool:
+        """Let go of a sequence's blocks, as the module says; its tables keep their shape, null where one has left.
+
+        Args:
+            num_blocks: how many in each table hold anything computed; those behind are given back.
+
+        Returns:
+            Whether the host had room; if not, nothing has changed.
+        """
+        pool = self._pool
+        moving = sum(
+            block != NULL_BLOCK and pool.ref_counts[block] == 1 and not pool.is_published(block)
+            for table in tables
+            for block in table[:num_blocks]
+        )
+        if moving > self.host.num_free or not self.host.num_blocks:
+            return False
+        away = self._away[seq_id] = _Away(tables)
+        for group, table in enumerate(tables):
+            pool.release(reversed(table[num_blocks:]))
+            del table[num_blocks:]
+            # The tail first, as on release.
+            for index in range(len(table) - 1, -1, -1):
+                block = table[index]
+                if block == NULL_BLOCK:
+                    continue
+                if pool.is_published(block):
+                    away.cached[group, index] = block
+                    self._hoped_for.setdefault(block, {})[seq_id] = (group, index)
+                elif pool.ref_counts[block] == 1:
+                    away.host[group, index] = self._move_out(block, seq_id)
+                else:
+                    continue
+                table[index] = NULL_BLOCK
+                pool.release((block,))
+        self.counters.sequences_out += 1
+        return True
+
+    def blocks_to_return(self, seq_id: SequenceId) -> int:
+        """Available blocks of the device that bringing a sequence back takes."""
+        away = self._away[seq_id]
+        return len(away.host) + sum(self._pool.state(block) is BlockState.CACHED for block in away.cached.values())
+
+    def swap_in(self, seq_id: SequenceId) -> int | None:
+        """Put a sequence's blocks back into its tables; the pool has `blocks_to_return` available.
+
+        Returns:
+            The lowest index of a block that came from the host, hence is not published; None where none did.
+        """
+        away = self._away.pop(seq_id)
+        # Those found again first: taking new ones may evict cached blocks.
+        for (group, index), block in away.cached.items():
+            self._forget_hope(block, seq_id)
+            self._pool.acquire(block)
+            away.tables[group][index] = block
+        places = sorted(away.host)
+        for (group, index), block in zip(places, self._pool.allocate(len(places)), strict=True):
+            self.host.swap_in(away.host[group, index], block)
+            away.tables[group][index] = block
+        self.counters.blocks_in += len(places)
+        self.counters.sequences_in += 1
+        return min((index for _, index in places), default=None)
+
+    def give_up(self, seq_id: SequenceId) -> None:
+        """A swapped sequence will not come back by swapping, or not at all; its kept blocks are released too."""
+        away = self._away.pop(seq_id)
+        for block in away.cached.values():
+            self._forget_hope(block, seq_id)
+        self.host.release(away.host.values())
+        for table in away.tables:
+            self._pool.release(reversed(table))
+            table.clear()
+
+    def on_evict(self, block_id: BlockId) -> None:
+        """The pool gives this block's memory to another: who hoped for it takes its contents to the host."""
+        for seq_id, place in self._hoped_for.pop(block_id, {}).items():
+            away = self._away[seq_id]
+            del away.cached[place]
+            if self.host.num_free:
+                away.host[place] = self._move_out(block_id, seq_id)
+            else:
+                self.counters.sequences_lost += 1
+                self.give_up(seq_id)
+
+    def problems(self) -> list[str]:
+        """Every violation of the host pool's and the swapped sequences' invariants; empty when all is well."""
+        found = self.host.problems()
+        held = {host: seq_id for seq_id, away in self._away.items() for host in away.host.values()}
+        if held != self.host.holders or len(held) != sum(len(away.host) for away in self._away.values()):
+            found.append(f"host blocks are held as {self.host.holders}, swapped sequences have {held}")
+        hopes = {(block, seq_id): place for seq_id, away in self._away.items() for place, block in away.cached.items()}
+        if hopes != {(b, seq_id): place for b, owners in self._hoped_for.items() for seq_id, place in owners.items()}:
+            found.append("swapped sequences and the cached blocks they hope for disagree")
+        found += [
+            f"block {block} is hoped for, but not published"
+            for block in self._hoped_for
+            if not self._pool.is_published(block)
+        ]
+        return found
+
+    @property
+    def has_transfers(self) -> bool:
+        return self.host.has_transfers
+
+    def take_transfers(self) -> tuple[Seq[BlockSwap], Seq[BlockSwap]]:
+        """What the next step must move: (out, in)."""
+        return self.host.take_transfers()
+
+    def complete_transfers(self) -> None:
+        """That step is over."""
+        self.host.complete()
+
+    def _move_out(self, block_id: BlockId, seq_id: SequenceId) -> HostBlockId:
+        self.counters.blocks_out += 1
+        return self.host.swap_out(block_id, seq_id)
+
+    def _forget_hope(self, block_id: BlockId, seq_id: SequenceId) -> None:
+        owners = self._hoped_for[block_id]
+        del owners[seq_id]
+        if not owners:
+            del self._hoped_for[block_id]

@@ -1,0 +1,120 @@
+"""Swapped out and back, wholly or in part, a request gives the same tokens (float32, greedy and seeded sampling)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed
+from tests.conftest import MakeLLM
+from tests.engine.test_same_tokens import alone, assert_same, thrash, workload
+
+CACHES: list[dict[str, Any]] = [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
+
+
+def tight(**options: Any) -> dict[str, Any]:
+    """A pool that holds the longest request and little more."""
+    prompts, params = workload()
+    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    return {"block_size": 4, "num_blocks": longest // 4 + 4, "max_num_batched_tokens": 24, **options}
+
+
+def block_bytes(core: EngineCore) -> int:
+    return core.scheduler.kv.spec.block_bytes
+
+
+@pytest.mark.parametrize("victim", ["latest", "lowest_priority", "cheapest"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+def test_swapping_changes_no_token(
+    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, cache: dict[str, Any], victim: str
+) -> None:
+    folder = request.getfixturevalue(model)
+    llm = make_llm(folder, preemption_mode="swap", preemption_victim=victim, **tight(**cache))
+    thrash(llm.core)
+    outputs = llm.generate(*workload(), use_tqdm=False)
+    swapped = llm.core.scheduler.kv.swap.counters
+    assert swapped.blocks_in > 3
+    assert llm.core.scheduler.counters.recomputed_tokens == 0
+    assert llm.core.stats.swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
+    assert llm.core.stats.swapped_out_bytes == swapped.blocks_out * block_bytes(llm.core)
+    assert_same(outputs, alone(make_llm, folder))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+def test_a_host_without_room_changes_no_token(
+    make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, cache: dict[str, Any]
+) -> None:
+    folder = request.getfixturevalue(model)
+    sizing = make_llm(folder, **tight())
+    llm = make_llm(folder, preemption_mode="swap", swap_space=block_bytes(sizing.core), **tight(**cache))
+    thrash(llm.core)
+    outputs = llm.generate(*workload(), use_tqdm=False)
+    assert llm.core.scheduler.kv.swap.host.num_blocks == 1
+    if not llm.core.config.enable_prefix_caching:
+        # With it, little more than the last block of each is to be moved, and one at a time may do.
+        assert llm.core.scheduler.counters.recomputed_tokens > 0
+    assert_same(outputs, alone(make_llm, folder))
+
+
+def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    llm = make_llm(tiny_llama, **tight(enable_prefix_caching=False))
+    thrash(llm.core)
+    mode = llm.core.scheduler._preemption
+    assert isinstance(mode, CheaperWay)
+    assert 0 < mode.speed.seconds_per_block < 1
+    assert 0 < mode.speed.seconds_per_token < 1
+    # What is true on this machine would always be swapped.
+    mode.speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.7)
+    outputs = llm.generate(*workload(), use_tqdm=False)
+    assert llm.core.scheduler.counters.recomputed_tokens > 0
+    assert llm.core.scheduler.kv.swap.counters.blocks_in > 0
+    assert_same(outputs, alone(make_llm, tiny_llama))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parallel_samples_are_the_same_when_they_are_swapped(
+    make_llm: MakeLLM, tiny_llama: Path, cache: dict[str, Any], temperature: float
+) -> None:
+    prompt = {"prompt_token_ids": list(range(10, 31))}
+    params = SamplingParams(n=5, seed=70, temperature=temperature, max_tokens=20, ignore_eos=True)
+    llm = make_llm(tiny_llama, block_size=4, num_blocks=20, max_num_batched_tokens=16, preemption_mode="swap", **cache)
+    (together,) = llm.generate(prompt, params, use_tqdm=False)
+    assert llm.core.scheduler.kv.swap.counters.sequences_in > 0
+    (free,) = make_llm(tiny_llama, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)
+    assert [c.token_ids for c in together.outputs] == [c.token_ids for c in free.outputs]
+
+
+def test_an_aborted_swapped_request_leaves_nothing_in_host_memory(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    core = make_llm(tiny_llama, preemption_mode="swap", **tight(enable_prefix_caching=False)).core
+    thrash(core)
+    requests = []
+    for prompt, params in zip(*workload(), strict=True):
+        requests.append(core.make_request(prompt["prompt_token_ids"], params))
+        core.add(requests[-1])
+    while not core.scheduler.num_swapped:
+        core.step()
+    assert core.stats.num_swapped == core.scheduler.num_swapped
+    for request in requests:
+        core.abort(request.request_id)
+    assert core.scheduler.kv.audit().num_host == 0
+    assert core.stats.num_swapped == 0
+
+
+def test_without_swap_space_auto_recomputes_and_swap_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    core = make_llm(tiny_llama, swap_space=0).core
+    assert isinstance(core.scheduler._preemption, Recompute)
+    assert core.runner.host is None or core.runner.host.num_blocks == 0
+    with pytest.raises(ConfigError, match="preemption_mode is 'swap', but swap_space is 0"):
+        EngineConfig(preemption_mode="swap", swap_space="0")
+    with pytest.raises(ConfigError, match="swap_space must be a number of bytes, 0 or more, got -1"):
+        EngineConfig(swap_space=-1)
+    assert EngineConfig(swap_space="2GiB").swap_space == 2 << 30

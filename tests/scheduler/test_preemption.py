@@ -1,0 +1,170 @@
+"""Who yields, and how it comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.errors import ConfigError
+from octavo.kvcache.swap import RestoreCost
+from octavo.request import Request, Sequence, SequenceStatus
+from octavo.scheduler.preemption import (
+    VICTIM_POLICIES,
+    CheaperWay,
+    RestoreSpeed,
+    Swap,
+    make_victim_policy,
+)
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_request
+from tests.scheduler.test_scheduler import Engine, shares, status
+
+
+def sequences(described: list[tuple[int, int, int, int]]) -> tuple[list[Sequence], dict[int, RestoreCost]]:
+    """(priority, arrival, tokens, blocks) of each -> sequences in order of service, and their costs by id."""
+    seqs, costs = [], {}
+    for priority, arrival, tokens, blocks in described:
+        request = make_request([1])
+        request.priority, request.arrival_time = priority, float(arrival)
+        seqs.append(request.sequences[0])
+        costs[seqs[-1].seq_id] = RestoreCost(tokens, blocks)
+    return sorted(seqs, key=lambda seq: seq.order), costs
+
+
+small = st.integers(0, 3)
+
+
+@pytest.mark.parametrize("name", VICTIM_POLICIES)
+@given(st.lists(st.tuples(small, small, small, small), min_size=1, max_size=6))
+def test_every_policy_chooses_one_of_those_offered_and_always_the_same(name: str, described: list) -> None:
+    running, costs = sequences(described)
+    policy = make_victim_policy(name, lambda seq: costs[seq.seq_id])
+    before = list(running)
+    victim = policy.choose(running)
+    assert victim in running
+    assert policy.choose(running) is victim
+    assert running == before
+
+
+def chosen(name: str, described: list[tuple[int, int, int, int]]) -> tuple[int, float]:
+    running, costs = sequences(described)
+    victim = make_victim_policy(name, lambda seq: costs[seq.seq_id]).choose(running)
+    return victim.request.priority, victim.request.arrival_time
+
+
+def test_each_policy_prefers_what_it_is_named_for() -> None:
+    described = [(0, 3, 50, 4), (1, 1, 90, 6), (0, 2, 10, 1), (0, 1, 0, 0)]
+    assert chosen("latest", described) == (0, 3)
+    assert chosen("lowest_priority", described) == (1, 1)
+    assert chosen("cheapest", described) == (0, 2), "who frees no block is no use, however cheap"
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="latest, lowest_priority, cheapest, got 'luckiest'"):
+        make_victim_policy("luckiest", lambda seq: RestoreCost(0, 0))
+
+
+def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_tokens() -> None:
+    speed = RestoreSpeed(seconds_per_token=1e-3, seconds_per_block=4e-3)
+    assert speed.swapping_is_cheaper(RestoreCost(tokens=17, blocks=2))
+    assert not speed.swapping_is_cheaper(RestoreCost(tokens=16, blocks=2))
+
+
+def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Engine:
+    engine = Engine(num_blocks=1 + 6, num_host_blocks=num_host_blocks, **cache)
+    mode = Swap() if speed is None else CheaperWay(engine.kv.restore_cost, speed)
+    engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, preemption=mode)
+    return engine
+
+
+def preempt_second(engine: Engine) -> tuple[Request, Request]:
+    first, second = engine.add(11), engine.add(11)
+    for _ in range(3):
+        engine.step()
+    assert status(second) is SequenceStatus.WAITING
+    return first, second
+
+
+def test_a_swapped_sequence_goes_on_where_it_was() -> None:
+    engine = swapping_engine(prefix_caching=False)
+    first, second = preempt_second(engine)
+    assert (engine.scheduler.num_swapped, second.sequences[0].num_computed) == (1, 12)
+    engine.scheduler.end_request(first.request_id)
+    plan = engine.step()
+    assert shares(plan) == {second.request_id: 1}, "one token, not thirteen"
+    assert len(plan.swap_in) == 3
+    assert plan.scheduled[0].fresh
+    assert engine.scheduler.counters.recomputed_tokens == 0
+    engine.run()
+    assert engine.kv.swap.host.num_free == 20
+
+
+def test_the_step_that_preempts_moves_the_blocks_out_before_it_reuses_them() -> None:
+    engine = swapping_engine(prefix_caching=False)
+    engine.add(11)
+    second = engine.add(11)
+    engine.step()
+    engine.step()
+    held = list(engine.kv.tables(second.sequences[0])[0])
+    plan = engine.step()
+    assert {swap.device for swap in plan.swap_out} == set(held)
+    assert plan.scheduled[0].block_tables[0][-1] in held
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 2])
+def test_a_full_host_falls_back_to_computing_again(num_host_blocks: int) -> None:
+    engine = swapping_engine(num_host_blocks, prefix_caching=False)
+    _, second = preempt_second(engine)
+    assert (engine.scheduler.num_swapped, second.sequences[0].num_computed) == (0, 0)
+    assert engine.scheduler.counters.recomputed_tokens == 12
+    engine.run()
+
+
+def test_an_aborted_swapped_sequence_frees_its_host_blocks() -> None:
+    engine = swapping_engine(prefix_caching=False)
+    _, second = preempt_second(engine)
+    assert engine.kv.audit().num_host == 3
+    engine.scheduler.end_request(second.request_id)
+    assert (engine.kv.audit().num_host, engine.scheduler.num_swapped) == (0, 0)
+    engine.run()
+
+
+@pytest.mark.parametrize(("per_token", "swapped"), [(1.0, 1), (0.1, 0)])
+def test_auto_takes_the_cheaper_way(per_token: float, swapped: int) -> None:
+    engine = swapping_engine(speed=RestoreSpeed(per_token, seconds_per_block=1.0), prefix_caching=False)
+    preempt_second(engine)
+    assert engine.scheduler.num_swapped == swapped
+    engine.run()
+
+
+def test_the_first_in_service_is_never_the_victim_while_it_has_company() -> None:
+    engine = Engine(num_blocks=1 + 6, prefix_caching=False)
+    cheapest = make_victim_policy("cheapest", lambda seq: RestoreCost(seq.index, 1))
+    engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, victims=cheapest)
+    first, _second = engine.add(11), engine.add(11)
+    while not first.finished:
+        engine.step()
+    assert first.sequences[0].num_preemptions == 0
+    engine.run()
+
+
+def test_admission_leaves_room_for_those_that_run_to_grow() -> None:
+    engine = Engine(num_blocks=1 + 10, prefix_caching=False)
+    limits = SchedulerConfig(8, 64, max_model_len=200, watermark=0.0, headroom_tokens=8)
+    engine.scheduler = Scheduler(limits, engine.kv)
+    first, second = engine.add(16), engine.add(16)
+    assert list(shares(engine.step())) == [first.request_id], "two would fit now, and not with 8 tokens more each"
+    engine.run()
+    assert second.sequences[0].num_preemptions == 0
+
+
+def test_what_cannot_grow_any_more_reserves_nothing() -> None:
+    engine = Engine(num_blocks=1 + 10, prefix_caching=False)
+    limits = SchedulerConfig(8, 64, max_model_len=200, watermark=0.0, headroom_tokens=8)
+    engine.scheduler = Scheduler(limits, engine.kv)
+    engine.add(16, max_tokens=1)
+    engine.add(16, max_tokens=1)
+    assert len(engine.step().scheduled) == 2

@@ -1,0 +1,52 @@
+"""Host memory gives back what was put there, and an arena's blocks survive the way out and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.runner import swapping
+from octavo.storage.arena import KVArena
+from octavo.tiers.host import HostTier
+from tests.kvcache.caches import FULL
+
+
+def test_blocks_are_read_in_the_order_asked_for() -> None:
+    tier = HostTier(4, 64)
+    rows = torch.arange(128, dtype=torch.uint8).view(2, 64)
+    tier.write([3, 1], rows)
+    assert torch.equal(tier.read([1, 3]), rows.flip(0))
+
+
+def test_what_was_read_is_the_callers_to_keep() -> None:
+    tier = HostTier(1, 64)
+    tier.write([0], torch.ones(1, 64, dtype=torch.uint8))
+    read = tier.read([0])
+    tier.write([0], torch.zeros(1, 64, dtype=torch.uint8))
+    assert read.all()
+
+
+def test_a_tier_without_blocks_takes_no_memory_and_less_than_none_is_refused() -> None:
+    assert HostTier(0, 64).nbytes == 0
+    with pytest.raises(ConfigError, match="no or some blocks, got -1"):
+        HostTier(-1, 64)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_an_arenas_blocks_survive_the_way_out_and_back_into_others(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(swapping, "_PIECE_BYTES", piece_bytes)
+    spec = KVCacheSpec.build((FULL,), 4, "float32")
+    arena, tier = KVArena(spec, 8), HostTier(3, spec.block_bytes)
+    arena.layers[0].key[1:4].normal_()
+    before = arena.layers[0].key[1:4].clone()
+    out = [BlockSwap(BlockId(i + 1), HostBlockId(2 - i)) for i in range(3)]
+    swapping.swap_out(arena, tier, out)
+    arena.layers[0].key.fill_(7)
+    swapping.swap_in(arena, tier, [BlockSwap(BlockId(swap.device + 3), swap.host) for swap in out])
+    assert torch.equal(arena.layers[0].key[4:7], before)
