@@ -16,6 +16,7 @@
 constexpr float kNoScore = -1e30f;  // the maximum of no scores: finite, so that differences are
 constexpr float kMasked = -2e38f;   // weighs exactly nothing against any maximum
 constexpr int kVectors = kTile / 16;
+constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
 
 template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
     if constexpr (S == kBf16) return mac_bf16(acc, a, b);
@@ -25,6 +26,12 @@ template <Storage S> constexpr int kPair = S == kBf16 ? 2 : 1;
 template <Storage S> struct ElementOf { using Type = float; };
 template <> struct ElementOf<kBf16> { using Type = bf16; };
 template <Storage S> using Element = typename ElementOf<S>::Type;
+
+// A weight is multiplied in its storage type, which says how exact it need be.
+template <Storage S> inline F16 exp2_weight(F16 x) {
+    if constexpr (S == kBf16) return exp2_coarse(x);
+    else return exp2_nonpositive(x);
+}
 
 inline F16 tanh16(F16 x) {
     const F16 e = exp2(min(x, F16::set1(30.0f)) * F16::set1(2 * kLog2E));
@@ -61,7 +68,13 @@ struct Tile {
 
 // Tiles come in pieces of one block and head each, too short for the hardware to foresee the next one: while one tile
 // is read, each of its loads asks for the same place in the next. Into L2: the few buffers for misses of L1 would
-// allow half the bandwidth.
+// allow half the bandwidth. A request that finds the queue full is dropped, so the softmax, which reads nothing, asks
+// for some values of the next tile ahead of the loads that ask for them again:
+//
+//     reads         K K K K  softmax  V V V V
+//     asks for      k k k k    v v    v v v v      of the next tile
+//
+// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike.
 struct TilePair {
     Tile now, next;
 };
@@ -150,6 +163,7 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     const int low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
     if (high <= 0 || low >= kTile || low >= high) return;
     const int first_vector = low / 16, end_vector = (high + 15) / 16;
+    const bool whole = first_vector == 0 && end_vector == kVectors && task.softcap == 0.0f;
 
     float* scores = scratch.scores;
     if (kVectorsPerPass == kVectors && first_vector == 0 && end_vector == kVectors)
@@ -165,21 +179,32 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
         const int row_low = position - task.window + 1, row_high = position + 1;
         float* row_scores = scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
-        for (int v = 0; v < kVectors; ++v) {
-            s[v] = F16::set1(kMasked);
-            if (v < first_vector || v >= end_vector) continue;
-            s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
-            if (task.softcap != 0.0f) s[v] = tanh16(s[v]) * F16::set1(task.softcap * kLog2E);
-            if (row_low > v * 16 || row_high < v * 16 + 16)
-                s[v] = keep_lanes(s[v], row_low - v * 16, row_high - v * 16, F16::set1(kMasked));
-            top = max(top, s[v]);
+        if (whole && row_low <= 0 && row_high >= kTile) {
+            for (int v = 0; v < kVectors; ++v) {
+                s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
+                top = max(top, s[v]);
+            }
+        } else {
+            for (int v = 0; v < kVectors; ++v) {
+                s[v] = F16::set1(kMasked);
+                if (v < first_vector || v >= end_vector) continue;
+                s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
+                if (task.softcap != 0.0f) s[v] = tanh16(s[v]) * F16::set1(task.softcap * kLog2E);
+                if (row_low > v * 16 || row_high < v * 16 + 16)
+                    s[v] = keep_lanes(s[v], row_low - v * 16, row_high - v * 16, F16::set1(kMasked));
+                top = max(top, s[v]);
+            }
         }
-        const float old_max = rows.max(first_row + r), tile_max = reduce_max(top);
-        const float new_max = tile_max > old_max ? tile_max : old_max;
+        if (first_row == 0)
+            for (int line = 0; line < kLinesAskedTwice; ++line)
+                __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
+        // The maximum seldom moves after the first tiles; to see that is cheaper than to find the tile's.
+        const float old_max = rows.max(first_row + r);
+        const float new_max = any_greater(top, F16::set1(old_max)) ? reduce_max(top) : old_max;
         F16 sum = F16::zero();
         auto* weights = reinterpret_cast<Element<S>*>(scratch.weights + r * kTile);
         for (int v = 0; v < kVectors; ++v) {
-            const F16 w = exp2_nonpositive(s[v] - F16::set1(new_max));
+            const F16 w = exp2_weight<S>(s[v] - F16::set1(new_max));
             sum = sum + w;
             w.store(weights + v * 16);
         }

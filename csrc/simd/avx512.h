@@ -60,15 +60,18 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return {_mm512_mask_blend_ps(keep, other.v, a.v)};
 }
 
-// For x <= 0 and finite, however small; 2^0 is exactly 1.
-inline F16 exp2_nonpositive(F16 x) {
+// The polynomial's value p(f) * 2^n, x = n + f.
+template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     const __m512 n = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F16 f{_mm512_sub_ps(x.v, n)};
-    F16 p = F16::set1(kExp2Poly[5]);
+    F16 p = F16::set1(poly[N - 1]);
 #pragma GCC unroll 5
-    for (int i = 4; i >= 0; --i) p = fma(p, f, F16::set1(kExp2Poly[i]));
+    for (int i = N - 2; i >= 0; --i) p = fma(p, f, F16::set1(poly[i]));
     return {_mm512_scalef_ps(p.v, n)};
 }
+// For x <= 0 and finite, however small; 2^0 is exactly 1.
+inline F16 exp2_nonpositive(F16 x) { return exp2_by(kExp2Poly, x); }
+inline F16 exp2_coarse(F16 x) { return exp2_by(kExp2CoarsePoly, x); }
 inline F16 exp2(F16 x) { return exp2_nonpositive(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
 
 // acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.

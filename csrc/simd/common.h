@@ -22,6 +22,8 @@ constexpr float kLn2 = 0.69314718055994531f;
 
 // 2^f on [-1/2, 1/2]: a minimax polynomial, relative error 1e-7, exactly 1 at 0.
 constexpr float kExp2Poly[] = {1.0f, 0.6931469776f, 0.2402224208f, 0.0555073375f, 0.0096715128f, 0.0013264725f};
+// The same to 1e-4, for what is rounded to bf16 (4e-3).
+constexpr float kExp2CoarsePoly[] = {1.0f, 0.6932828426f, 0.2422086746f, 0.0550074503f};
 
 // Products of a few rows wait for their weights. How far ahead of its use a weight is asked for, in bytes, beyond what
 // the hardware foresees.

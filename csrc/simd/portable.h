@@ -140,6 +140,7 @@ inline F16 exp2(F16 x) {
 }
 
 inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+inline F16 exp2_coarse(F16 x) { return exp2(x); }
 
 inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
     OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] << 16) * bits_to_float(b.v[i] << 16);
