@@ -1,6 +1,5 @@
 """A stand-in for `octavo.LLM`: it answers every prompt with the words of a script, one token a word."""
 
-
 from octavo.config import EngineConfig
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError

@@ -48,6 +48,14 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, warm_ups: int
     limit = llm.config.max_num_seqs
     if len(requests) > limit:
         raise ConfigError(f"a batch of {len(requests)} prompts, but max_num_seqs is {limit}: raise --max-num-seqs")
+    kv = llm.core.scheduler.kv
+    step = llm.config.max_num_batched_tokens
+    needed = sum(kv.spec.peak_blocks(len(r.prompt_token_ids) + r.max_tokens, step) for r in requests)
+    if needed > kv.pool.num_blocks - 1:
+        raise ConfigError(
+            f"the cache is too small for a batch of {len(requests)}: they need {needed} blocks at once, it has "
+            f"{kv.pool.num_blocks - 1}; raise --kv-cache-memory"
+        )
     timed = []
     for index in range(warm_ups + runs):
         llm.reset_prefix_cache()
@@ -85,12 +93,9 @@ def _run_once(llm: LLM, requests: Sequence[BenchRequest]) -> LatencyRun:
         core.add(request, kind=OutputKind.FINAL)
     try:
         while core.has_work:
-            preempted = core.scheduler.counters.num_preemptions
             began = time.perf_counter()
             core.step()
             ended = time.perf_counter()
-            if core.scheduler.counters.num_preemptions > preempted:
-                raise ConfigError(f"the cache is too small for a batch of {len(batch)}: raise --kv-cache-memory")
             if not pending:
                 decode_steps.append(ended - began)
                 continue

@@ -25,7 +25,17 @@ _HELP = """\
 /exit         leave; so does Ctrl-D           Ctrl-C  stop the answer; twice at the prompt: leave"""
 
 # What makes no sense for one streamed answer, and the engine's own --seed.
-_OMITTED = ("n", "seed", "logprobs", "prompt_logprobs", "detokenize")
+_OMITTED = (
+    "n",
+    "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+)
 # An answer may fill the context: a limit that suits completions would cut most answers short.
 _DEFAULTS = {"max_tokens": None}
 

@@ -19,6 +19,10 @@ from octavo.sampling_params import SamplingParams
 
 _SAMPLING_HELP = {
     "n": "completions of each prompt",
+    "best_of": "compute this many and return the likeliest n; the width of a beam search",
+    "use_beam_search": "look for the likeliest completions instead of drawing tokens",
+    "length_penalty": "beams: above 0 gains long ones, below 0 short ones",
+    "early_stopping": "beams: end as soon as there are enough finished ones",
     "temperature": "0 takes the most likely token; higher is more varied",
     "top_p": "sample from the most likely tokens that together reach this probability",
     "top_k": "sample from this many most likely tokens; 0: all",

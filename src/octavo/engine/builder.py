@@ -216,7 +216,8 @@ def _kv_manager(
         config.prefix_cache if config.enable_prefix_caching else None,
         config.eviction_policy,
         spec=spec,
-        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype),
+        # Quantised products round activations: their keys and values are not those of the dequantised weights.
+        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype, config.quantization),
         cost=RecomputeCost(spec.block_size, loaded.hidden_size),
     )
     return KVCacheManager(spec, num_blocks, prefix_cache, eviction, num_host_blocks, pin_budget=config.pin_budget)
