@@ -15,6 +15,7 @@ from octavo.errors import CapacityError, ConfigError, ContextLengthError, Reques
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle
+from tests.engine.preempting import thrash
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -210,6 +211,7 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt(make_llm
     llm = make_llm(tiny_llama, block_size=4, num_blocks=20, max_num_batched_tokens=8)
     prompts = [[(i * k) % 300 + 3 for i in range(40)] for k in (37, 41)]
     core = llm.core
+    thrash(core)
     first, second = (
         core.make_request(p, SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True))
         for p in prompts

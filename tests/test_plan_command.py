@@ -135,11 +135,6 @@ def test_the_default_is_the_packaged_model(plan):
     assert plan()["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2
 
 
-def test_a_cpu_keeps_a_second_copy_of_a_tied_head(plan):
-    more = plan("smollm2", "--device", "cpu")["weight_bytes"] - plan("smollm2")["weight_bytes"]
-    assert more == 49152 * 576 * 2
-
-
 def test_a_folder_is_read(plan, tmp_path):
     write_hf_model(tmp_path, "Qwen2")
     answer = plan("--model", tmp_path)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from octavo import kernels
-from octavo.engine.core import EngineCore
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
+from tests.engine.preempting import thrash
 
 NUM_REQUESTS = 32
 VOCAB = 320
@@ -54,12 +54,6 @@ def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[CompletionO
             assert ours.rank == theirs.rank
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
-
-
-def thrash(core: EngineCore) -> None:
-    """Hold nothing back at admission, so that there is something to preempt."""
-    limits = core.scheduler.config
-    core.scheduler.config = type(limits)(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, 0, 0)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -213,5 +207,6 @@ def test_smollm2_says_the_same_in_chunks_from_the_cache_and_after_preemption(mak
     assert all(output.num_cached_tokens >= 16 for output in warm)
     assert_same(warm, expected)
     tight = make_llm("smollm2", block_size=8, num_blocks=10, attention_backend="reference", **small)
+    thrash(tight.core)
     assert_same(tight.generate(prompts, params, use_tqdm=False), expected)
     assert tight.core.scheduler.counters.num_preemptions > 0

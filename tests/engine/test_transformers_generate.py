@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from octavo.model_source import load_model_config, resolve_model
+from octavo.models.decoder import Decoder
 from octavo.models.loader import iter_weights
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
@@ -103,12 +104,13 @@ def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> None:
     assert len({tuple(tokens) for tokens in expected}) == len(prompts), "the model is blind to its context"
 
 
+@pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str) -> None:
+def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str, block_size: int) -> None:
     options = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
     model = write_hf_model(tmp_path, family, **options)
-    llm = make_llm(tmp_path, block_size=4, max_num_batched_tokens=32)
-    assert type(llm.core.runner.model).__name__ == "Decoder"
+    llm = make_llm(tmp_path, block_size=block_size, max_num_batched_tokens=32)
+    assert isinstance(llm.core.runner.model, Decoder)
     assert_generates_the_same(llm, model, vocab=320)
 
 

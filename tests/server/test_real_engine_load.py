@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.request import FinishReason
+from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import is_drained, slow_down
 from tests.server.conftest import wait_until
 from tests.server.real_engine import RealServer, real_server
@@ -61,6 +62,7 @@ class Client:
 def test_of_64_streaming_clients_some_leave_and_all_others_get_every_token(options: dict[str, Any]) -> None:
     rng = random.Random(3)
     with real_server(**options) as server:
+        thrash(server.core)
         clients = [
             Client(server, [rng.randrange(3, 300) for _ in range(rng.randint(1, 200))], rng.randint(1, 80))
             for _ in range(NUM_CLIENTS)

@@ -38,7 +38,7 @@ class PlanOptions:
         None, "memory of one device, as '80GiB'; default: none, and the answer is how much is needed"
     )
     device: Literal["cuda", "cpu"] = option(
-        "cuda", "what is planned for; a CPU keeps a second copy of a tied head, and leaves memory to others"
+        "cuda", "what is planned for; on a CPU much of the memory is left to others"
     )
     tensor_parallel_size: int = option(
         1, "devices that share the model, heads and matrices divided among them; a plan only: octavo serve uses one"
@@ -130,9 +130,8 @@ class Deployment:
 
     @property
     def weights(self) -> int:
-        # In float16 no CPU packs: see PackedLinear.supports.
-        copied = self.model.native and self.options.device == "cpu" and self.dtype != "float16"
-        return weight_bytes(self.shape, self.dtype, tied_head_copied=copied)
+        # With the compiled kernels a tied head is multiplied from the embedding itself.
+        return weight_bytes(self.shape, self.dtype, tied_head_copied=False)
 
     @property
     def max_num_seqs(self) -> int:

@@ -49,7 +49,6 @@ class ModelShape:
         mlp_width: the same in the MLP: gate and up, and their product (of the experts a token visits).
         latent_elements_per_token: what a cache of DeepSeek's compressed latents would hold per token over all layers,
             which Octavo does not do: it stores the keys and values they expand to. None for other models.
-        native: the native decoder runs it, which on a CPU keeps a tied head a second time, packed for products.
         notes: how something is counted that a reader could expect otherwise.
     """
 
@@ -64,7 +63,6 @@ class ModelShape:
     parameters: ParameterCount
     attention_width: int
     mlp_width: int
-    native: bool
     latent_elements_per_token: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -149,7 +147,6 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         parameters=counter.parameters(),
         attention_width=counter.attention_width(),
         mlp_width=3 * counter.active_inner_size(),
-        native=config.runs_natively,
         latent_elements_per_token=latent,
         notes=tuple(notes),
     )
@@ -176,7 +173,6 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
         ),
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
         mlp_width=3 * config.intermediate_size,
-        native=False,
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
     )
 

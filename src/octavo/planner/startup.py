@@ -190,9 +190,10 @@ def _halvings(value: int, least: int) -> list[int]:
 def serve_command(config: EngineConfig) -> str:
     """The `octavo serve` command line that says `config`, with what is default left unsaid."""
     argv = ["octavo", "serve", config.model]
+    defaults = EngineConfig()
     for option in fields(config):
         value: Any = getattr(config, option.name)
-        if option.name == "model" or value == option.default:
+        if option.name == "model" or value == getattr(defaults, option.name):
             continue
         flag = option.name.replace("_", "-")
         argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
