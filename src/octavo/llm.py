@@ -15,7 +15,7 @@ from tqdm import tqdm
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.core import Prompt
-from octavo.engine.inspection import PinInfo, kv_report, list_pins
+from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
 from octavo.models.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Give up every cached block; returns how many there were."""
-        return self.core.scheduler.kv.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptLike, ttl_seconds: float) -> PinReceipt:
         """Compute a prefix, and keep it cached for `ttl_seconds`, whatever else is served meanwhile.
@@ -134,15 +134,15 @@ class LLM:
 
     def pins(self) -> list[PinInfo]:
         """Every pin, the soonest to expire first."""
-        return list_pins(self.core.scheduler.kv)
+        return self.core.pins()
 
     def unpin(self, pin_id: str) -> bool:
         """Let a pin go before its time; False where there is none of that id."""
-        return self.core.scheduler.kv.pins.unpin(pin_id)
+        return self.core.unpin(pin_id)
 
     def kv_report(self) -> dict[str, Any]:
         """Who holds which bytes of the cache, and how much it helped: what `/debug/kv` answers."""
-        return kv_report(self.core.scheduler)
+        return self.core.kv_report()
 
     def close(self) -> None:
         """Abort what is left. The object must not be used afterwards."""

@@ -161,8 +161,27 @@ def test_every_block_is_somebodys_once(manager: KVCacheManager) -> None:
         (5, 4, 4, 2),
         (5, 4, 4, 2),
     ]
+    assert stock.swapped == {}
     manager.forget(first)
     manager.forget(second)
     after = manager.stock([])
     assert after.states[BlockState.PINNED] == 2
     assert after.states[BlockState.FREE] + sum(sum(t.values()) for t in after.tenants.values()) == 39
+
+
+def test_a_swapped_block_is_the_tenants_whose_sequence_it_belongs_to(clock: Clock) -> None:
+    manager = make_manager(12, clock=clock, num_host_blocks=8)
+    first = start(manager, [*TOKENS[:8], 1, 2], tenant="a")
+    second = start(manager, [*TOKENS[:8], 3, 4, 5], tenant="b")
+    for seq in (first, second):
+        assert manager.swap_out(seq)
+    requests = [first.request, second.request]
+    stock = manager.stock(requests)
+    assert stock.swapped == {"a": 1, "b": 1}, "what is published stays cached, and its first computer's"
+    assert stock.tenants == {"a": {BlockState.CACHED: 2}}
+    assert [(h.num_active, h.num_swapped) for h in stock.holdings] == [(0, 1), (0, 1)]
+    manager.reset_prefix_cache()
+    assert manager.stock(requests).swapped == {"a": 3, "b": 3}, "evicted, it is kept for each who hopes for it"
+    manager.audit()
+    manager.forget(first)
+    assert manager.stock(requests[1:]).swapped == {"b": 3}

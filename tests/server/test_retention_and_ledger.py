@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, error_of, real_server, sse_objects
 
 ADMIN = {"Authorization": "Bearer admin-key"}
@@ -222,24 +225,46 @@ def test_an_unknown_octavo_option_is_refused(real: RealServer) -> None:
     assert "octavo.legder" in real.error("/v1/completions", {"prompt": "x", "octavo": {"legder": True}}, 400)["message"]
 
 
-def by_reason(text: str, name: str) -> dict[str, float]:
+def by_label(text: str, name: str, label: str) -> dict[str, float]:
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return {s.labels["reason"]: s.value for s in samples if s.name == f"octavo:{name}_total"}
+    return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
 
-def test_ledger_usage_and_metrics_add_up_under_preemption() -> None:
-    """Eight requests of 20 blocks each in a pool of 40, some of which are cancelled and asked again."""
-    options = {"num_blocks": 41, "max_num_seqs": 8, "preemption_mode": "recompute"}
-    with real_server({"admin_key": "admin-key"}, **options) as small:
+def by_reason(text: str, name: str) -> dict[str, float]:
+    return by_label(text, f"octavo:{name}_total", "reason")
+
+
+def cancel_after_a_token(real: RealServer, prompt: list[int]) -> dict[str, Any]:
+    """Ask for a completion and hang up with its first token; returns the usage that came with that."""
+    body = {"prompt": prompt, "max_tokens": 240, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with real.client.stream("POST", "/v1/completions", json=body) as response:
+        first = next(line for line in response.iter_lines() if line)
+    return json.loads(first.removeprefix("data: "))["usage"]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_ledger_usage_and_metrics_add_up_under_preemption(mode: str) -> None:
+    """Eight requests of 20 blocks each in a pool of 40, beside others that are cancelled and asked again."""
+    options = {"num_blocks": 41, "max_num_seqs": 8, "preemption_mode": mode}
+    prompts = [[(i * 31 + j * (i + 3)) % 300 for j in range(60)] for i in range(12)]
+    with real_server({"admin_key": "admin-key"}, **options) as small, ThreadPoolExecutor(1) as beside:
+        slow_down(small.core, 0.001)
         usages = []
         for _ in range(2):
-            prompts = [[(i * 31 + j * (i + 3)) % 300 for j in range(60)] for i in range(8)]
-            answer = small.complete([prompts[0][:64], *prompts], max_tokens=240)
-            usages.append(answer["usage"])
+            crowd = beside.submit(small.complete, [prompts[0], *prompts[:8]], max_tokens=240)
+            usages += [cancel_after_a_token(small, prompt) for prompt in prompts[8:]]
+            usages.append(crowd.result()["usage"])
+        usages += [small.complete(prompt, max_tokens=4)["usage"] for prompt in prompts[8:]]
         small.assert_nothing_runs()
         counters, text = small.counters(), small.client.get("/metrics").text
         report = debug_kv(small)
     assert counters["vllm:num_preemptions_total"] > 0
+    assert counters["vllm:request_success_total/abort"] == 8
+    assert (counters["vllm:swapped_out_bytes_total"] > 0) == (mode == "swap")
+    swap = report["swap"]
+    assert swap["out_bytes"] == counters["vllm:swapped_out_bytes_total"] == swap["in_bytes"] + swap["dropped_bytes"]
+    assert swap["in_bytes"] == counters["vllm:swapped_in_bytes_total"]
     cache = report["prefix_cache"]
     assert cache["queried_tokens"] == counters["vllm:prefix_cache_queries_total"]
     assert cache["queried_tokens"] == sum(usage["prompt_tokens"] for usage in usages)
@@ -249,10 +274,11 @@ def test_ledger_usage_and_metrics_add_up_under_preemption() -> None:
     # One tenant and one salt: nothing is hidden from anybody.
     assert cache["uncached_tokens"] == by_reason(text, "prefix_cache_uncached_tokens")
     assert cache["requests"] == by_reason(text, "prefix_cache_requests")
-    assert sum(cache["requests"].values()) == 18
+    assert sum(cache["requests"].values()) == 2 * (9 + 4) + 4
     sizes = report["bytes"]
     assert sum(sizes.values()) == report["num_blocks"] * report["block_bytes"]
-    assert sizes["active"] == sizes["pinned"] == 0
+    assert sizes["active"] == sizes["pinned"] == sizes["swapped"] == 0
+    assert sizes == by_label(text, "octavo:kv_cache_bytes", "state")
     assert sum(sum(tenant["bytes"].values()) for tenant in report["tenants"].values()) == sizes["cached"]
 
 

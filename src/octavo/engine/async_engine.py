@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
-from octavo.engine.inspection import PinInfo, kv_report, list_pins
+from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.models.tokenizer import Tokenizer
@@ -168,15 +168,15 @@ class AsyncEngine:
 
     async def kv_report(self) -> dict[str, Any]:
         """The ledger, ready for JSON: see `engine.inspection`."""
-        return await self._ask(lambda core: kv_report(core.scheduler))
+        return await self._ask(lambda core: core.kv_report())
 
     async def pins(self) -> list[PinInfo]:
         """Every pin, the soonest to expire first."""
-        return await self._ask(lambda core: list_pins(core.scheduler.kv))
+        return await self._ask(lambda core: core.pins())
 
     async def unpin(self, pin_id: str) -> bool:
         """Let a pin go; False where there is none of that id."""
-        return await self._ask(lambda core: core.scheduler.kv.pins.unpin(pin_id))
+        return await self._ask(lambda core: core.unpin(pin_id))
 
     async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
         """Asked in the engine's thread, between two steps: only there does the accounting stand still."""

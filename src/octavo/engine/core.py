@@ -7,8 +7,10 @@ import logging
 import random
 import time
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
@@ -136,6 +138,33 @@ class EngineCore:
         self._recorder.on_step(updates)
         return outputs
 
+    def kv_report(self) -> dict[str, Any]:
+        """Who holds which bytes of the cache, and how much it helped, ready for JSON: see `engine.inspection`.
+
+        The statistics say the same from then on: looking lets go of expired pins.
+        """
+        report = kv_report(self.scheduler)
+        self._recorder.on_changed()
+        return report
+
+    def pins(self) -> list[PinInfo]:
+        """Every pin, the soonest to expire first."""
+        found = list_pins(self.scheduler.kv)
+        self._recorder.on_changed()
+        return found
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let a pin go before its time; False where there is none of that id."""
+        found = self.scheduler.kv.pins.unpin(pin_id)
+        self._recorder.on_changed()
+        return found
+
+    def reset_prefix_cache(self) -> int:
+        """Give up every cached block; returns how many there were."""
+        count = self.scheduler.kv.reset_prefix_cache()
+        self._recorder.on_changed()
+        return count
+
     def close(self) -> None:
         """Abort all that is queued or running."""
         for request_id in self.scheduler.request_ids:
@@ -144,6 +173,7 @@ class EngineCore:
     def _end_faulty(self, error: LogitsError) -> list[RequestOutput]:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
         logger.error("%s", error)
+        self.scheduler.abandon_step()
         outputs = (self._end(request_id, FinishReason.ERROR) for request_id in error.request_ids)
         return [output for output in outputs if output is not None]
 

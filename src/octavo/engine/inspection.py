@@ -16,6 +16,8 @@ from octavo.request import CacheOutcome, CacheReport
 from octavo.scheduler.scheduler import Scheduler
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
+# No state of a block of the pool: in host memory, beside them.
+SWAPPED = "swapped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,9 @@ def list_pins(kv: KVCacheManager) -> list[PinInfo]:
 def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     """Bytes by state in all and by tenant, each unfinished request's blocks, and what the prefix cache did so far.
 
-    The bytes of the tenants and the free ones add up to the whole cache; `queried_tokens` are the cached and uncached
-    ones. O(blocks).
+    The active, cached and pinned bytes of the tenants and the free ones add up to the whole cache; swapped ones are
+    beside it, in host memory, and with its free ones add up to the swap space. `queried_tokens` are the cached and
+    uncached ones. O(blocks).
     """
     kv = scheduler.kv
     kv.pins.expire()
@@ -70,18 +73,29 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     for of_tenant in kv.ledger.totals.values():
         totals.merge(of_tenant)
     counters = kv.pins.counters
+    host, swapped = kv.swap.host, kv.swap.counters
     return {
         "block_size": kv.spec.block_size,
         "block_bytes": size,
         "num_blocks": kv.pool.num_blocks - 1,
-        "bytes": {state.value: stock.states[state] * size for state in (BlockState.FREE, *STATES)},
+        "bytes": {
+            BlockState.FREE.value: stock.states[BlockState.FREE] * size,
+            **_bytes(stock.states, sum(stock.swapped.values()), size),
+        },
+        "swap": {
+            "space_bytes": host.num_blocks * size,
+            "free_bytes": host.num_free * size,
+            "out_bytes": swapped.blocks_out * size,
+            "in_bytes": swapped.blocks_in * size,
+            "dropped_bytes": swapped.blocks_dropped * size,
+        },
         "prefix_cache": _totals(totals),
         "tenants": {
             tenant: {
-                "bytes": _bytes(stock.tenants.get(tenant, {}), size),
+                "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
                 "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
             }
-            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys())
+            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys())
         },
         "pins": {
             "budget_bytes": kv.pins.budget_blocks * size,
@@ -119,8 +133,8 @@ def report_fields(report: CacheReport) -> dict[str, Any]:
     return fields
 
 
-def _bytes(states: Mapping[BlockState, int], size: int) -> dict[str, int]:
-    return {state.value: states.get(state, 0) * size for state in STATES}
+def _bytes(states: Mapping[BlockState, int], num_swapped: int, size: int) -> dict[str, int]:
+    return {**{state.value: states.get(state, 0) * size for state in STATES}, SWAPPED: num_swapped * size}
 
 
 def _totals(totals: CacheTotals) -> dict[str, Any]:
@@ -134,10 +148,11 @@ def _totals(totals: CacheTotals) -> dict[str, Any]:
 
 def _blocks(holding: Holding | None) -> dict[str, int]:
     if holding is None:
-        return {"active": 0, "shared": 0, "published": 0, "pinned": 0}
+        return {"active": 0, "shared": 0, "published": 0, "pinned": 0, SWAPPED: 0}
     return {
         "active": holding.num_active,
         "shared": holding.num_shared,
         "published": holding.num_published,
         "pinned": holding.num_pinned,
+        SWAPPED: holding.num_swapped,
     }

@@ -18,6 +18,7 @@ class _Queues(TypedDict):
     num_waiting: int
     num_swapped: int
     kv_usage: float
+    preemptions: int
 
 
 class StatsRecorder:
@@ -28,7 +29,7 @@ class StatsRecorder:
         self._scheduler = scheduler
         self._last_token: dict[SequenceId, float] = {}
         self._preemptions = 0
-        stats.on_blocks(scheduler.kv.bytes_by_state())
+        self._on_cache()
 
     def on_planned(self, plan: StepPlan) -> None:
         """Before a step is computed: who was admitted in it."""
@@ -71,23 +72,18 @@ class StatsRecorder:
             self._on_finished(request, reason, now)
         for last, times in last_tokens.items():
             self._stats.on_tokens(now - last, times)
-        self._stats.on_blocks(self._scheduler.kv.bytes_by_state())
-        preemptions = self._scheduler.counters.num_preemptions - self._preemptions
-        self._preemptions += preemptions
-        swap, block_bytes = self._scheduler.kv.swap.counters, self._scheduler.kv.spec.block_bytes
-        self._stats.on_swapped(bytes_out=swap.blocks_out * block_bytes, bytes_in=swap.blocks_in * block_bytes)
-        self._stats.on_step(
-            **self._queues(),
-            prompt_tokens=prompt_tokens,
-            generation_tokens=generation_tokens,
-            preemptions=preemptions,
-        )
+        self._on_cache()
+        self._stats.on_step(**self._queues(), prompt_tokens=prompt_tokens, generation_tokens=generation_tokens)
 
     def on_ended(self, request: Request, reason: FinishReason) -> None:
         """A request was ended from outside, between two steps."""
         self._on_finished(request, reason, time.monotonic())
+        self.on_changed()
+
+    def on_changed(self) -> None:
+        """Something was done to the cache or the queues between two steps."""
+        self._on_cache()
         self._stats.on_queues(**self._queues())
-        self._stats.on_blocks(self._scheduler.kv.bytes_by_state())
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         for seq in request.sequences:
@@ -99,11 +95,24 @@ class StatsRecorder:
             generation_tokens=sum(seq.num_output_tokens for seq in request.sequences),
         )
 
+    def _on_cache(self) -> None:
+        kv = self._scheduler.kv
+        size, swap = kv.spec.block_bytes, kv.swap
+        self._stats.on_blocks(kv.bytes_by_state())
+        self._stats.on_swapped(
+            bytes_out=swap.counters.blocks_out * size,
+            bytes_in=swap.counters.blocks_in * size,
+            bytes_held=swap.host.num_held * size,
+        )
+
     def _queues(self) -> _Queues:
         scheduler = self._scheduler
+        preemptions = scheduler.counters.num_preemptions - self._preemptions
+        self._preemptions += preemptions
         return {
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "num_swapped": scheduler.num_swapped,
             "kv_usage": scheduler.kv.usage,
+            "preemptions": preemptions,
         }

@@ -67,20 +67,25 @@ class HostPool:
         self._in[host] = block_id
         self._draining.add(host)
 
-    def release(self, hosts: Iterable[HostBlockId]) -> None:
-        """Their contents are wanted no more.
+    def release(self, hosts: Iterable[HostBlockId]) -> int:
+        """Their contents are wanted no more; returns how many of them had been moved here, or are about to be.
+
+        A transfer out that no step has taken yet is cancelled, and not counted.
 
         Raises:
             CacheError: a block is held by nobody: it was freed twice.
         """
+        num_moved = 0
         for host in hosts:
             if self.holders.pop(host, None) is None:
                 raise CacheError(f"host block {host} is freed twice")
             if host in self._in_flight:
                 self._draining.add(host)
+                num_moved += 1
             else:
-                self._out.pop(host, None)
+                num_moved += self._out.pop(host, None) is None
                 self._free.append(host)
+        return num_moved
 
     def take_transfers(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
         """What the next step must move (out, in); from now until `complete` these are in flight."""
@@ -90,6 +95,11 @@ class HostPool:
         self._out.clear()
         self._in.clear()
         return out, into
+
+    @property
+    def num_planned(self) -> tuple[int, int]:
+        """Transfers that no step has taken yet: (out, in)."""
+        return len(self._out), len(self._in)
 
     @property
     def has_transfers(self) -> bool:

@@ -74,6 +74,7 @@ class Holding:
         num_shared: of these, referenced more than once.
         num_published: of these, in the prefix cache: they will be cached, not free, once they are released.
         num_pinned: of these, pinned: they will be protected even then.
+        num_swapped: blocks of host memory that its swapped sequences hold.
     """
 
     request: Request
@@ -81,6 +82,7 @@ class Holding:
     num_shared: int
     num_published: int
     num_pinned: int
+    num_swapped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,15 @@ class Stock:
 
     A published block is its first computer's, another the one's who holds it; free blocks are nobody's. So the
     tenants' blocks and the free ones add up to all.
+
+    Attributes:
+        swapped: blocks of host memory, by the tenant of the sequence whose keys and values they hold.
     """
 
     states: Mapping[BlockState, int]
     tenants: Mapping[str, Mapping[BlockState, int]]
     holdings: list[Holding]
+    swapped: Mapping[str, int]
 
 
 class CacheLedger:
@@ -174,20 +180,25 @@ class CacheLedger:
             totals = self.totals[request.tenant] = CacheTotals()
         totals.add(report)
 
-    def stock(self, pool: BlockPool, tables: Iterable[tuple[Request, list[list[BlockId]]]]) -> Stock:
+    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[list[BlockId]], int]]) -> Stock:
         """Every block by state and tenant. O(blocks).
 
         Args:
-            tables: of every sequence that holds blocks.
+            sequences: of each that holds blocks its request, its tables, and how many blocks it has in host memory.
         """
         held: dict[RequestId, tuple[Request, set[BlockId]]] = {}
         holders: dict[BlockId, str] = {}
-        for request, groups in tables:
+        away: Counter[RequestId] = Counter()
+        swapped: Counter[str] = Counter()
+        for request, groups, num_swapped in sequences:
             _, blocks = held.setdefault(request.request_id, (request, set()))
             for table in groups:
                 blocks.update(table)
             blocks.discard(NULL_BLOCK)
             holders.update(dict.fromkeys(blocks, request.tenant))
+            if num_swapped:
+                away[request.request_id] += num_swapped
+                swapped[request.tenant] += num_swapped
         states: Counter[BlockState] = Counter({state: 0 for state in BlockState if state is not BlockState.NULL})
         tenants: dict[str, Counter[BlockState]] = {}
         for i in range(1, pool.num_blocks):
@@ -198,7 +209,8 @@ class CacheLedger:
                 origin = self._origins.get(block_id)
                 tenant = holders[block_id] if origin is None else origin.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
-        return Stock(states, tenants, [_holding(pool, request, blocks) for request, blocks in held.values()])
+        holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
+        return Stock(states, tenants, holdings, swapped)
 
     def problems(self, pool: BlockPool) -> list[str]:
         """Every violation of the ledger's own invariants, in words; empty when all is well. O(blocks)."""
@@ -216,13 +228,14 @@ class CacheLedger:
         return found
 
 
-def _holding(pool: BlockPool, request: Request, blocks: set[BlockId]) -> Holding:
+def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> Holding:
     return Holding(
         request,
         num_active=len(blocks),
         num_shared=sum(pool.ref_counts[block] > 1 for block in blocks),
         num_published=sum(pool.is_published(block) for block in blocks),
         num_pinned=sum(block in pool.pin_counts for block in blocks),
+        num_swapped=num_swapped,
     )
 
 

@@ -173,7 +173,7 @@ class KVCacheManager:
     def stock(self, requests: Iterable[Request]) -> Stock:
         """Every block by state and tenant, and what each of `requests` holds: all that have not ended. O(blocks)."""
         held = (
-            (request, holding.tables)
+            (request, holding.tables, self.swap.num_host_blocks(seq.seq_id))
             for request in requests
             for seq in request.sequences
             if (holding := self._holdings.get(seq.seq_id)) is not None

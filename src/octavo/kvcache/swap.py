@@ -42,10 +42,14 @@ class RestoreCost(NamedTuple):
 
 @dataclass(slots=True)
 class SwapCounters:
-    """Totals since the start, in blocks and in sequences."""
+    """Totals since the start, in blocks and in sequences. Blocks count once a step has taken their transfer.
+
+    `blocks_out` = `blocks_in` + `blocks_dropped` + those that lie in host memory, exactly.
+    """
 
     blocks_out: int = 0
     blocks_in: int = 0
+    blocks_dropped: int = 0  # moved out and never back: their sequence ended, or was given up
     sequences_out: int = 0
     sequences_in: int = 0
     sequences_lost: int = 0  # swapped out, then given up for want of room
@@ -77,6 +81,11 @@ class SwapSpace:
 
     def __contains__(self, seq_id: SequenceId) -> bool:
         return seq_id in self._away
+
+    def num_host_blocks(self, seq_id: SequenceId) -> int:
+        """How many blocks of host memory a sequence has; 0 where it is not swapped."""
+        away = self._away.get(seq_id)
+        return 0 if away is None else len(away.host)
 
     def keeps_blocks(self, seq_id: SequenceId) -> bool:
         """Whether a swapped sequence holds blocks of the device that become available if it is given up."""
@@ -112,7 +121,7 @@ class SwapSpace:
                     away.cached[group, index] = block
                     self._hoped_for.setdefault(block, {})[seq_id] = (group, index)
                 elif pool.ref_counts[block] == 1:
-                    away.host[group, index] = self._move_out(block, seq_id)
+                    away.host[group, index] = self.host.swap_out(block, seq_id)
                 else:
                     continue
                 table[index] = NULL_BLOCK
@@ -141,7 +150,6 @@ class SwapSpace:
         for (group, index), block in zip(places, self._pool.allocate(len(places)), strict=True):
             self.host.swap_in(away.host[group, index], block)
             away.tables[group][index] = block
-        self.counters.blocks_in += len(places)
         self.counters.sequences_in += 1
         return min((index for _, index in places), default=None)
 
@@ -150,7 +158,7 @@ class SwapSpace:
         away = self._away.pop(seq_id)
         for block in away.cached.values():
             self._forget_hope(block, seq_id)
-        self.host.release(away.host.values())
+        self.counters.blocks_dropped += self.host.release(away.host.values())
         for table in away.tables:
             self._pool.release(reversed(table))
             table.clear()
@@ -161,7 +169,7 @@ class SwapSpace:
             away = self._away[seq_id]
             del away.cached[place]
             if self.host.num_free:
-                away.host[place] = self._move_out(block_id, seq_id)
+                away.host[place] = self.host.swap_out(block_id, seq_id)
             else:
                 self.counters.sequences_lost += 1
                 self.give_up(seq_id)
@@ -180,6 +188,13 @@ class SwapSpace:
             for block in self._hoped_for
             if not self._pool.is_published(block)
         ]
+        counters, (out, into) = self.counters, self.host.num_planned
+        there = self.host.num_held + into - out
+        if counters.blocks_out != counters.blocks_in + counters.blocks_dropped + there:
+            found.append(
+                f"{counters.blocks_out} blocks were moved out, but {counters.blocks_in} back, "
+                f"{counters.blocks_dropped} were dropped and {there} are in host memory"
+            )
         return found
 
     @property
@@ -188,15 +203,14 @@ class SwapSpace:
 
     def take_transfers(self) -> tuple[Seq[BlockSwap], Seq[BlockSwap]]:
         """What the next step must move: (out, in)."""
-        return self.host.take_transfers()
+        out, into = self.host.take_transfers()
+        self.counters.blocks_out += len(out)
+        self.counters.blocks_in += len(into)
+        return out, into
 
     def complete_transfers(self) -> None:
         """That step is over."""
         self.host.complete()
-
-    def _move_out(self, block_id: BlockId, seq_id: SequenceId) -> HostBlockId:
-        self.counters.blocks_out += 1
-        return self.host.swap_out(block_id, seq_id)
 
     def _forget_hope(self, block_id: BlockId, seq_id: SequenceId) -> None:
         owners = self._hoped_for[block_id]

@@ -67,9 +67,14 @@ class EngineCollector(Collector):
         for reason, count in self._stats.finished.items():
             success.add_metric([*values, reason.value], count)
         yield success
-        kv_bytes = GaugeMetricFamily("octavo:kv_cache_bytes", "The KV cache by state.", labels=[*names, "state"])
+        kv_bytes = GaugeMetricFamily(
+            "octavo:kv_cache_bytes",
+            "The KV cache by state; what is swapped is in host memory, all others add up to the cache.",
+            labels=[*names, "state"],
+        )
         for state, size in self._stats.kv_bytes.items():
             kv_bytes.add_metric([*values, state.value], size)
+        kv_bytes.add_metric([*values, "swapped"], self._stats.swapped_bytes)
         yield kv_bytes
         for name, attribute, help in _BY_OUTCOME:
             family = CounterMetricFamily(f"octavo:{name}", help, labels=[*names, "reason"])

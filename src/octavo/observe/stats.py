@@ -67,8 +67,8 @@ class Histogram:
 class EngineStats:
     """The counters, gauges and histograms of one engine. Times are in seconds.
 
-    Gauges, as of the latest step: `num_running`, `num_waiting`, `num_swapped` (of those waiting), `kv_usage` (share of
-    blocks in use, 0 to 1).
+    Gauges, as of the latest step or what changed since: `num_running`, `num_waiting`, `num_swapped` (of those waiting),
+    `kv_usage` (share of blocks in use, 0 to 1), `kv_bytes` (of the pool, by state), `swapped_bytes` (in host memory).
     Counters, since the start: all other numbers.
     """
 
@@ -81,6 +81,7 @@ class EngineStats:
         self.num_preemptions = 0
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
+        self.swapped_bytes = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
@@ -114,23 +115,32 @@ class EngineStats:
             generation_tokens: sampled in this step.
             preemptions: sequences that had to give up their blocks in this step.
         """
-        self.on_queues(num_running=num_running, num_waiting=num_waiting, kv_usage=kv_usage, num_swapped=num_swapped)
+        self.on_queues(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+            num_swapped=num_swapped,
+            preemptions=preemptions,
+        )
         self.num_steps += 1
         self.prompt_tokens += prompt_tokens
         self.generation_tokens += generation_tokens
-        self.num_preemptions += preemptions
 
-    def on_queues(self, *, num_running: int, num_waiting: int, kv_usage: float, num_swapped: int = 0) -> None:
-        """After what changes the queues between two steps: an abort."""
+    def on_queues(
+        self, *, num_running: int, num_waiting: int, kv_usage: float, num_swapped: int = 0, preemptions: int = 0
+    ) -> None:
+        """After what changes the queues without a step's result: an abort, or a step whose logits were unusable."""
         self.num_running = num_running
         self.num_waiting = num_waiting
         self.num_swapped = num_swapped
         self.kv_usage = kv_usage
+        self.num_preemptions += preemptions
 
-    def on_swapped(self, *, bytes_out: int, bytes_in: int) -> None:
-        """After every step: what has been moved to host memory and back since the start."""
+    def on_swapped(self, *, bytes_out: int, bytes_in: int, bytes_held: int) -> None:
+        """With `on_queues`: what has been moved to host memory and back since the start, and what is held there."""
         self.swapped_out_bytes = bytes_out
         self.swapped_in_bytes = bytes_in
+        self.swapped_bytes = bytes_held
 
     def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
         """Once per request, when it is first scheduled: its wait, and what the prefix cache had of its prompt."""
@@ -144,7 +154,7 @@ class EngineStats:
         self.uncached_tokens[report.outcome] += report.num_uncached_tokens
 
     def on_blocks(self, kv_bytes: dict[BlockState, int]) -> None:
-        """After every step: the pool's bytes by state. The dictionary must not change afterwards."""
+        """With `on_queues`: the pool's bytes by state. The dictionary must not change afterwards."""
         self.kv_bytes = kv_bytes
 
     def on_first_token(self, ttft: float) -> None:

@@ -237,6 +237,10 @@ class Scheduler:
             self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
         return updates
 
+    def abandon_step(self) -> None:
+        """The step planned last was carried out, but gave no result: what it moved has been moved all the same."""
+        self.kv.swap.complete_transfers()
+
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Returns whether a sequence had to be preempted."""
         budget = self.config.max_num_batched_tokens
