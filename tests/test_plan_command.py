@@ -191,3 +191,28 @@ def test_a_plan_needs_no_torch():
     code = "import sys; from octavo.cli import main; main(['plan', 'llama-2-7b']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(plan, capsys):
+    options = ("llama-3.1-8b", "--device", "cpu", "--context", 4096, "--concurrency", 4)
+    none, some = (plan(*options, "--swap-space", size) for size in ("0", "4GiB"))
+    assert (none["swap_bytes"], some["swap_bytes"]) == (0, 4 * 2**30)
+    assert some["memory_needed_per_device"] - none["memory_needed_per_device"] == 4 * 2**30
+    default = plan(*options)
+    assert default["swap_bytes"] == 2**30, "taken where it is left, needed nowhere"
+    assert default["memory_needed_per_device"] == none["memory_needed_per_device"]
+    tight = plan(*options, "--memory", "20GiB", "--kv-cache-memory", "4GiB")
+    assert 0 < tight["swap_bytes"] < 2**30
+    main(["plan", "llama-3.1-8b", "--device", "cpu", "--swap-space", "4GiB"])
+    assert "swap space   4,294,967,296 bytes (4.00 GiB)" in capsys.readouterr().out
+
+
+def test_beside_a_gpu_the_swap_space_is_the_hosts(plan, capsys):
+    none, some = (plan("llama-3.1-8b", "--swap-space", size) for size in ("0", "4GiB"))
+    assert none["memory_needed_per_device"] == some["memory_needed_per_device"]
+    main(["plan", "llama-3.1-8b"])
+    assert "(1.00 GiB), in the host's memory" in capsys.readouterr().out
+
+
+def test_a_swap_space_that_is_no_size_is_refused(refusal):
+    assert "cannot read '-1' as a number of bytes" in refusal("llama-3.1-8b", "--swap-space=-1")

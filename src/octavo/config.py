@@ -37,7 +37,9 @@ class EngineConfig:
         16, "tokens per block; 'max': one block of max_model_len per sequence, as engines did before paging"
     )
     kv_cache_memory: int | str | None = option(
-        None, "bytes for the KV cache, as a number or '2GiB'; default: from --gpu-memory-utilization or free RAM"
+        None,
+        "bytes for the KV cache, as a number or '2GiB'; default: from --gpu-memory-utilization or free RAM, of "
+        "which the environment variable OCTAVO_MEMORY_LIMIT (as '8GiB') lets an engine see no more than that",
     )
     num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
@@ -56,7 +58,10 @@ class EngineConfig:
     preemption_victim: Literal["latest", "lowest_priority", "cheapest"] = option(
         "lowest_priority", "which sequence yields its blocks; cheapest: the fewest tokens to compute again"
     )
-    swap_space: int | str = option("1GiB", "host memory for swapped blocks, taken as it is needed; 0: never swap")
+    swap_space: int | str | None = option(
+        None,
+        "host memory for swapped blocks, taken as it is needed; 0: never swap; default: 1GiB, or what RAM is left",
+    )
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")
     num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
@@ -85,9 +90,10 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
         if isinstance(self.swap_space, str):
             object.__setattr__(self, "swap_space", parse_bytes(self.swap_space))
-        if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, int) or self.swap_space < 0:
+        swap = 0 if self.swap_space is None else self.swap_space
+        if isinstance(swap, bool) or not isinstance(swap, int) or swap < 0:
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space!r}")
-        if self.preemption_mode == "swap" and not self.swap_space:
+        if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
 
     @classmethod

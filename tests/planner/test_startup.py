@@ -1,6 +1,7 @@
 import logging
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,7 +124,77 @@ def test_what_is_planned_is_what_is_allocated(tiny_model, monkeypatch):
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, **options)
     assert engine.runner.arena.nbytes == predicted.pool().num_bytes
     assert engine.runner.model.weight_bytes == predicted.budget.weights
+    swap = predicted.num_host_blocks(predicted.pool()) * predicted.spec.block_bytes
+    assert engine.runner.host.nbytes == swap
+    assert predicted.budget.left - predicted.pool().num_bytes - swap < predicted.spec.block_bytes, "all that is left"
     engine.close()
+
+
+@pytest.mark.parametrize("swap_space", ["3MiB", "10MiB", 123_456])
+def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(tiny_model, monkeypatch, swap_space):
+    monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
+    options = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    engine = build_engine(EngineConfig(model=tiny_model, swap_space=swap_space, preemption_mode="swap", **options))
+    predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, swap_space=swap_space, **options)
+    assert engine.runner.host.nbytes == predicted.budget.swap
+    asked = parse_bytes(str(swap_space))
+    assert asked - predicted.spec.block_bytes < predicted.budget.swap <= asked
+    assert engine.scheduler.kv.swap.host.num_blocks == engine.runner.host.num_blocks
+    rows = torch.ones(1, predicted.spec.block_bytes, dtype=torch.uint8)
+    engine.runner.host.write([engine.runner.host.num_blocks - 1], rows)
+    engine.close()
+
+
+def test_a_swap_space_over_the_memory_is_refused_itemised_with_one_that_would_start(tiny_model, monkeypatch):
+    monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
+    options = {"device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8, "preemption_mode": "swap"}
+    with pytest.raises(ConfigError, match=r"64\.00 MiB are available: .*, swap space 100\.00 MiB\.") as caught:
+        build_engine(EngineConfig(model=tiny_model, swap_space="100MiB", **options))
+    message = str(caught.value)
+    needed = parse_bytes(re.search(r"needs ([\d.]+ [KMG]iB)", message)[1])
+    items = re.findall(r"(?:weights|activations|KV cache at least|swap space) ([\d.]+ [KMG]iB)", message)
+    assert needed == pytest.approx(sum(map(parse_bytes, items)), rel=0.01)
+    config = suggested_config(caught.value)
+    assert config == EngineConfig(model=tiny_model, swap_space=config.swap_space, **options)
+    assert config.swap_space == 32 * 2**20
+    generate_a_token(config)
+
+
+def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_asked_for():
+    weights = 16_060_522_496
+    both = {"kv_cache_memory": "4GiB", "swap_space": "4GiB"}
+    with pytest.raises(ConfigError, match=r"KV cache 4\.00 GiB, swap space 4\.00 GiB") as caught:
+        sizing(weights + 7 * 2**30, **both).pool()
+    config = suggested_config(caught.value)
+    assert (config.kv_cache_memory, config.swap_space) == (4 * 2**30, 2**31)
+    sizing(weights + 7 * 2**30, kv_cache_memory=config.kv_cache_memory, swap_space=config.swap_space).pool()
+
+
+def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog):
+    weights = 16_060_522_496
+    plan = sizing(weights + 4 * 2**30, kv_cache_memory="3GiB")
+    left = plan.budget.left - plan.pool().num_bytes
+    blocks = plan.num_host_blocks(plan.pool())
+    assert left - plan.spec.block_bytes < blocks * plan.spec.block_bytes <= left < 2**30
+    with caplog.at_level(logging.WARNING, "octavo"):
+        plan.warn_if_swap_is_short(blocks)
+    assert re.search(r"swap space: \d+\.\d+ MiB, not 1\.00 GiB", caplog.text)
+    roomy = sizing(weights + 40 * 2**30, kv_cache_memory="3GiB")
+    assert roomy.num_host_blocks(roomy.pool()) * roomy.spec.block_bytes == 2**30
+    recomputing = sizing(weights + 4 * 2**30, preemption_mode="recompute", swap_space="9GiB")
+    assert recomputing.num_host_blocks(recomputing.pool()) == 0
+
+
+def test_beside_a_gpu_the_swap_space_is_held_to_the_hosts_memory():
+    plan = replace(sizing(24 * 2**30, swap_space="8GiB"), host_available=6 * 2**30)
+    pool = plan.pool()
+    assert pool.num_bytes > 7 * 2**30, "the GPU's memory is the cache's alone"
+    with pytest.raises(ConfigError, match=r"8\.00 GiB was asked for, but 6\.00 GiB of host memory are") as caught:
+        plan.num_host_blocks(pool)
+    config = suggested_config(caught.value)
+    assert config.swap_space == 4 * 2**30
+    assert replace(plan, config=config).num_host_blocks(pool) * plan.spec.block_bytes == 4 * 2**30
+    assert replace(plan, config=EngineConfig(model=config.model)).num_host_blocks(pool) * plan.spec.block_bytes == 2**30
 
 
 def test_a_pool_too_short_for_max_model_len_starts_with_a_warning(tiny_model, caplog):

@@ -19,7 +19,8 @@ Say what memory a model needs for a workload: weights, activations and KV cache,
 With --memory, also how many sequences fit. Nothing is loaded or downloaded: a config.json, a GGUF file or the name of
 a well-known model (--list) is enough. Keys and values are counted exactly, weights to within a per cent (as they are
 in memory: GGUF files are unpacked to the dtype), activations are estimated. Byte counts are of all devices together
-unless they say otherwise.
+unless they say otherwise. (An engine also counts with no more than the environment variable OCTAVO_MEMORY_LIMIT says,
+as 8GiB; a plan with what --memory says.)
 """
 
 
@@ -80,6 +81,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "weights": _size(report["weight_bytes_per_device"]),
             "activations": f"{_size(report['activation_bytes_per_device'])}, estimated",
             "KV cache": _size(report["kv_bytes_total_per_device"]),
+            "swap space": _swap(report),
             "needed": _size(report["memory_needed_per_device"]),
         },
     )
@@ -141,6 +143,16 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
         for group in groups
     ]
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in Counter(names).items())
+
+
+def _swap(report: Mapping[str, Any]) -> str:
+    """Host memory for swapped blocks: whether it is the device's own, and needed or only taken where it is left."""
+    size = report["swap_bytes"]
+    if not size:
+        return "none"
+    if report["device"] != "cpu":
+        return f"{_size(size)}, in the host's memory"
+    return _size(size) if report["swap_is_needed"] else f"{_size(size)}, or what is left"
 
 
 def _size(count: int) -> str:

@@ -74,7 +74,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
     arena = KVArena(spec, pool.num_blocks, device)
-    host = HostTier(_num_host_blocks(config, spec), spec.block_bytes)
+    host = HostTier(sizing.num_host_blocks(pool), spec.block_bytes)
+    sizing.warn_if_swap_is_short(host.num_blocks)
     attention = make_backend(config.attention_backend, device)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
@@ -90,12 +91,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
         preemption=_preemption_mode(config, kv, runner, host),
     )
     logger.info(
-        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), attention: %s, ready in %.1f s",
+        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), swap space: %s, attention: %s, ready in %.1f s",
         config.model,
         format_bytes(model.weight_bytes),
         pool.usable_blocks,
         spec.block_size,
         format_bytes(pool.num_bytes),
+        format_bytes(host.nbytes),
         attention.name,
         time.perf_counter() - started,
     )
@@ -179,19 +181,6 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
     else:
         return
     raise ConfigError(f"deterministic cannot be promised: {reason}")
-
-
-def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
-    if config.preemption_mode == "recompute":
-        return 0
-    num_blocks = int(config.swap_space) // spec.block_bytes
-    if config.swap_space and not num_blocks:
-        logger.warning(
-            "swap_space is %s, less than one block of %s: nothing will be swapped",
-            format_bytes(int(config.swap_space)),
-            format_bytes(spec.block_bytes),
-        )
-    return num_blocks
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, runner: ModelRunner, host: HostTier) -> PreemptionMode:

@@ -40,8 +40,9 @@ def size_before_loading(
         cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
         tied_head_copied=model_config.runs_natively and packed and not native,
         loaded_weights=_stored_bytes(config, source, dtype) if native else None,
+        host_available=None if on_cpu else limited_memory(available_memory()),
     )
-    sizing.pool()
+    sizing.num_host_blocks(sizing.pool())
     return sizing
 
 

@@ -1,6 +1,8 @@
 """The arithmetic of memory that the engine allocates by and `octavo plan` answers from.
 
-available  | weights | activations | KV cache: the null block, then blocks for sequences | unused |
+available  | weights | activations | KV cache: the null block, then blocks for sequences | swap space | unused |
+
+On a GPU the swap space is no part of it: it lies in the host's memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from octavo.planner.model_shape import ModelShape
 
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16
+
+# Most host memory that swapped blocks take by themselves; where less is left, that.
+DEFAULT_SWAP_SPACE = 1 << 30
 
 # Float32 rows of the vocabulary alive at once in the sampler: logits, adjusted, scaled, probabilities, a mask.
 SAMPLER_COPIES = 5
@@ -40,17 +45,19 @@ class MemoryBudget:
         available: what weights, activations and cache may take together.
         cache_share: most of what the weights leave that the cache takes by itself: below 1 on a CPU, whose memory
             others use too.
+        swap: asked for in so many words, hence set aside first; what is taken by default comes last instead.
     """
 
     available: int
     weights: int
     activations: int
     cache_share: float = 1.0
+    swap: int = 0
 
     @property
     def left(self) -> int:
-        """What weights and activations leave; negative where they do not fit."""
-        return self.available - self.weights - self.activations
+        """What weights, activations and swap leave; negative where they do not fit."""
+        return self.available - self.weights - self.activations - self.swap
 
     @property
     def for_cache(self) -> int:
@@ -68,6 +75,17 @@ def smallest_pool(spec: KVCacheSpec) -> PoolSize:
     """The null block and one block in each group: the least that can serve a token."""
     num_blocks = 1 + len(spec.groups)
     return PoolSize(num_blocks, num_blocks * spec.block_bytes)
+
+
+def swap_bytes(spec: KVCacheSpec, swap_space: int | None, left: int) -> int:
+    """Bytes of host memory for swapped blocks: whole ones.
+
+    Args:
+        swap_space: what was asked for; None: by default.
+        left: bytes that nothing else takes; bounds the default alone.
+    """
+    space = min(DEFAULT_SWAP_SPACE, max(0, left)) if swap_space is None else swap_space
+    return space // spec.block_bytes * spec.block_bytes
 
 
 def pool_for_memory(

@@ -10,12 +10,14 @@ from octavo.config import format_bytes, option, parse_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.planner.calculator import (
+    DEFAULT_SWAP_SPACE,
     MemoryBudget,
     PoolSize,
     SequenceCost,
     activation_bytes,
     block_tokens,
     pool_for_memory,
+    swap_bytes,
     weight_bytes,
     without_windows,
 )
@@ -57,6 +59,9 @@ class PlanOptions:
         None, "bytes for the KV cache of one device, as '2GiB'; default: what --memory leaves"
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
+    swap_space: int | str | None = option(
+        None, "host memory for the blocks of preempted sequences, as '1GiB'; 0: none; default: 1GiB, or what is left"
+    )
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
@@ -74,6 +79,10 @@ class PlanOptions:
                 object.__setattr__(self, name, value := parse_bytes(value))
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be positive, got {value}")
+        if isinstance(self.swap_space, str):
+            object.__setattr__(self, "swap_space", parse_bytes(self.swap_space))
+        if isinstance(self.swap_space, int) and self.swap_space < 0:
+            raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +158,23 @@ class Deployment:
         if not isinstance(memory, int):
             return None
         if self.options.device == "cpu":
-            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE)
+            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE, self._swap_set_aside)
         return MemoryBudget(int(memory * self.options.gpu_memory_utilization), self.weights, self.activations)
+
+    @property
+    def _swap_set_aside(self) -> int:
+        """Of the device's own memory: what was asked for in so many words, where it is the host's too."""
+        space = self.options.swap_space
+        return swap_bytes(self.spec, space, 0) if self.options.device == "cpu" and isinstance(space, int) else 0
+
+    @property
+    def swap_bytes(self) -> int:
+        """Host memory of the engine for swapped blocks, in whole ones; on a CPU by default no more than is left."""
+        space, left = self.options.swap_space, DEFAULT_SWAP_SPACE
+        if self.options.device == "cpu" and self.budget is not None:
+            pool = self.pool() if self.sequences_that_fit(self.cost) else None
+            left = self.budget.left - (pool.num_bytes if pool else 0)
+        return swap_bytes(self.spec, space if isinstance(space, int) else None, left)
 
     @property
     def cache_bytes(self) -> int | None:
@@ -193,7 +217,7 @@ class Deployment:
         devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
         concurrency = self.concurrency
         cache = cost.blocks_for(concurrency) * spec.block_bytes
-        on_device = self.weights + self.activations + cache + spec.block_bytes
+        on_device = self.weights + self.activations + cache + spec.block_bytes + self._swap_set_aside
         return {
             "model": self.model.name,
             "architecture": self.model.architecture,
@@ -220,6 +244,8 @@ class Deployment:
             "weight_bytes": devices * self.weights,
             "weight_bytes_per_device": self.weights,
             "activation_bytes_per_device": self.activations,
+            "swap_bytes": self.swap_bytes,
+            "swap_is_needed": self._swap_set_aside > 0,
             "memory_needed_per_device": on_device,
             "kv_groups": [
                 {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups
@@ -314,7 +340,8 @@ class Deployment:
             )
         if (budget := self.budget) is not None and budget.left < 0:
             notes.append(
-                f"weights ({format_bytes(budget.weights)}) and activations ({format_bytes(budget.activations)}) "
-                f"alone are over the {format_bytes(budget.available)} that may be used of each device"
+                f"weights ({format_bytes(budget.weights)}), activations ({format_bytes(budget.activations)}) "
+                f"and swap space ({format_bytes(budget.swap)}) alone are over the {format_bytes(budget.available)} "
+                "that may be used of each device"
             )
         return tuple(notes)

@@ -12,12 +12,14 @@ from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
+    DEFAULT_SWAP_SPACE,
     MemoryBudget,
     PoolSize,
     activation_bytes,
     block_tokens,
     pool_for_memory,
     smallest_pool,
+    swap_bytes,
     weight_bytes,
 )
 from octavo.planner.model_shape import ModelShape
@@ -38,6 +40,8 @@ class StartSizing:
         dtype, kv_dtype: what "auto" came to.
         available: bytes that weights, activations and cache may take together, before any of them is there.
         cache_share: see MemoryBudget.
+        host_available: bytes that the swap space may take where the device has a memory of its own; None: it takes
+            them from `available`.
         tied_head_copied: see `weight_bytes`.
         loaded_weights: bytes the weights really take, once they are loaded.
 
@@ -53,6 +57,7 @@ class StartSizing:
     cache_share: float
     tied_head_copied: bool
     loaded_weights: int | None = None
+    host_available: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len > (limit := self.shape.max_position_embeddings):
@@ -81,13 +86,15 @@ class StartSizing:
                 self.shape, self.dtype, max_step=self.config.max_num_batched_tokens, max_rows=self.config.max_num_seqs
             ),
             self.cache_share,
+            0 if self.host_available is not None else self._wanted_swap or 0,
         )
 
     def pool(self) -> PoolSize:
         """The pool to allocate.
 
         Raises:
-            ConfigError: weights, activations and cache do not fit; itemised, with a command that would start.
+            ConfigError: weights, activations, cache and swap space do not fit; itemised, with a command that would
+                start.
         """
         spec, left = self.spec, self.budget.left
         least = smallest_pool(spec).num_bytes
@@ -103,6 +110,51 @@ class StartSizing:
         if pool.num_bytes > left:
             raise self._too_little(pool.num_bytes)
         return pool
+
+    def num_host_blocks(self, pool: PoolSize) -> int:
+        """Blocks of host memory to allocate beside that pool, for swapped sequences.
+
+        Raises:
+            ConfigError: the host has less than the swap space asked for; with a command that would start.
+        """
+        if self.config.preemption_mode == "recompute":
+            return 0
+        shared = self.host_available is None
+        left = self.budget.left - pool.num_bytes if self.host_available is None else self.host_available
+        wanted = self._wanted_swap
+        if not shared and wanted is not None and wanted > left:
+            raise ConfigError(
+                f"a swap space of {format_bytes(wanted)} was asked for, but {format_bytes(left)} of host memory are "
+                f"available. {self._advice()}"
+            )
+        return swap_bytes(self.spec, wanted, left) // self.spec.block_bytes
+
+    def warn_if_swap_is_short(self, num_host_blocks: int) -> None:
+        """Tell where less host memory is taken for swapping than was asked for, or than is taken by default."""
+        if self.config.preemption_mode == "recompute" or self.config.swap_space == 0:
+            return
+        size = num_host_blocks * self.spec.block_bytes
+        if num_host_blocks == 0:
+            logger.warning(
+                "swap space: %s hold no block of %s, so nothing will be swapped: what is preempted is computed again",
+                "what is left of the memory does" if self._wanted_swap is None else format_bytes(self._wanted_swap),
+                format_bytes(self.spec.block_bytes),
+            )
+        elif self._wanted_swap is None and size + self.spec.block_bytes <= DEFAULT_SWAP_SPACE:
+            logger.warning(
+                "swap space: %s, not %s, because no more memory is left beside weights, activations and KV cache; "
+                "with a smaller --kv-cache-memory it is more",
+                format_bytes(size),
+                format_bytes(DEFAULT_SWAP_SPACE),
+            )
+
+    @property
+    def _wanted_swap(self) -> int | None:
+        """Bytes asked for in so many words, in whole blocks; None: as many as are left, up to the default."""
+        if self.config.preemption_mode == "recompute":
+            return 0
+        space = self.config.swap_space
+        return swap_bytes(self.spec, space, 0) if isinstance(space, int) else None
 
     def warn_if_short(self, pool: PoolSize) -> None:
         """Tell where no sequence can reach max_model_len, because the pool ends before."""
@@ -131,16 +183,19 @@ class StartSizing:
 
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget
-        total = budget.weights + budget.activations + cache
+        total = budget.weights + budget.activations + cache + budget.swap
+        swap = f", swap space {format_bytes(budget.swap)}" if budget.swap else ""
         return ConfigError(
             f"{self.config.model} needs {format_bytes(total)}, but {format_bytes(self.available)} are available: "
             f"weights {format_bytes(budget.weights)}, "
             f"activations {format_bytes(budget.activations)} "
             f"({self.config.max_num_batched_tokens} tokens and {self.config.max_num_seqs} sequences a step), "
-            f"KV cache {qualifier}{format_bytes(cache)}. {self._advice()}"
+            f"KV cache {qualifier}{format_bytes(cache)}{swap}. {self._advice()}"
         )
 
     def _advice(self) -> str:
+        if (config := self._with_less_swap()) is not None:
+            return f"This would start: {serve_command(config)}"
         for config in self._smaller():
             smaller = replace(self, config=config)
             cache = smaller.budget.for_cache
@@ -153,6 +208,20 @@ class StartSizing:
             f"(`octavo plan {shlex.quote(self.config.model)}` says what this one needs)"
         )
 
+    def _with_less_swap(self) -> EngineConfig | None:
+        """The same options with as much swap space as fits, where that alone helps."""
+        if not self._wanted_swap:
+            return None
+        without = replace(self, config=self.config.replace(swap_space=None))
+        try:
+            pool = without.pool()
+        except ConfigError:
+            return None
+        left = without.budget.left - pool.num_bytes if self.host_available is None else self.host_available
+        # A power of two: easily read, and what is free may be a little less by then.
+        space = 1 << max(0, left.bit_length() - 1)
+        return self.config.replace(swap_space=space) if space >= self.spec.block_bytes else None
+
     def _pool_within(self, cache: int) -> PoolSize:
         return pool_for_memory(
             self.spec,
@@ -164,8 +233,8 @@ class StartSizing:
 
     def _smaller(self) -> Iterator[EngineConfig]:
         """Options that need less and less: after as many halvings, those first that keep the longest sequences."""
-        # The cache's size is left to what there is.
-        config = self.config.replace(kv_cache_memory=None, num_blocks=None)
+        # The cache's and the swap space's size are left to what there is.
+        config = self.config.replace(kv_cache_memory=None, num_blocks=None, swap_space=None)
         steps = _halvings(config.max_num_batched_tokens, _LEAST_STEP)
         seqs = _halvings(config.max_num_seqs, 1)
         lengths = _halvings(self.max_model_len, _LEAST_MODEL_LEN)
