@@ -9,11 +9,14 @@ OctavoError
 │   ├── ModelNotFoundError     nothing usable at that path or hub id                 (FileNotFoundError)
 │   ├── UnsupportedModelError  an architecture or tensor type Octavo cannot run
 │   └── CorruptModelError      a file that does not hold what it declares
+├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
 ├── CacheError             the block accounting was violated: a bug, never user input
 └── EngineDeadError        the step loop died; carries the cause
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class OctavoError(Exception):
@@ -60,6 +63,22 @@ class UnsupportedModelError(ModelError):
 
 class CorruptModelError(ModelError):
     """A file that does not hold what it declares."""
+
+
+class LogitsError(OctavoError):
+    """Some requests' logits hold NaN or infinity, or no token that may be drawn. `request_ids` names them.
+
+    Not the client's fault, and not the engine's end: the engine ends these requests with the reason "error", which a
+    server answers with 500 and the code "unusable_logits", and goes on with all others.
+    """
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        names = ", ".join(request_ids)
+        super().__init__(
+            f"the logits of request {names} are NaN or infinite, or every token is masked: look for overflow in the "
+            "model (float16 overflows where bfloat16 does not), damaged weights, or min_tokens in a tiny vocabulary"
+        )
+        self.request_ids = list(request_ids)
 
 
 class CacheError(OctavoError):

@@ -10,11 +10,11 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
+from octavo.errors import LogitsError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.request import FinishReason
 from octavo.runner.runner import ModelRunner
-from octavo.runner.sampler import LogitsError
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.storage.arena import KVArena, LayerKV
 from tests.kvcache.caches import FULL

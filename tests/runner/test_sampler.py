@@ -9,10 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from octavo.errors import LogitsError
 from octavo.request import Request, RequestId, Sequence
 from octavo.runner.logits import adjust
 from octavo.runner.rng import uniforms
-from octavo.runner.sampler import LogitsError, Sampler
+from octavo.runner.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 
 _ids = itertools.count()

@@ -14,12 +14,11 @@ from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
-from octavo.errors import ContextLengthError, RequestError
+from octavo.errors import ContextLengthError, LogitsError, RequestError
 from octavo.models.tokenizer import Tokenizer
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.runner.runner import ModelRunner
-from octavo.runner.sampler import LogitsError
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
 
@@ -174,7 +173,7 @@ class EngineCore:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
         logger.error("%s", error)
         self.scheduler.abandon_step()
-        outputs = (self._end(request_id, FinishReason.ERROR) for request_id in error.request_ids)
+        outputs = (self._end(RequestId(name), FinishReason.ERROR) for name in error.request_ids)
         return [output for output in outputs if output is not None]
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:

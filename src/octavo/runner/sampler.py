@@ -17,8 +17,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from octavo.errors import OctavoError
-from octavo.request import RequestId, Sequence, TokenLogprobs
+from octavo.errors import LogitsError
+from octavo.request import Sequence, TokenLogprobs
 from octavo.runner.draw import DrawParams, draw_from_all, draw_from_top
 from octavo.runner.largest import argmax, largest
 from octavo.runner.logits import adjust, adjusts_logits
@@ -34,18 +34,6 @@ ArgMax = Callable[[torch.Tensor], torch.Tensor]
 _SCORED_ROWS = 64
 
 _HOTTEST = 1e30
-
-
-class LogitsError(OctavoError):
-    """Some requests' logits hold NaN or infinity, or no token that may be drawn. `request_ids` names them."""
-
-    def __init__(self, request_ids: list[RequestId]) -> None:
-        names = ", ".join(request_ids)
-        super().__init__(
-            f"the logits of request {names} are NaN or infinite, or every token is masked: look for overflow in the "
-            "model (float16 overflows where bfloat16 does not), damaged weights, or min_tokens in a tiny vocabulary"
-        )
-        self.request_ids = request_ids
 
 
 class Sampler:

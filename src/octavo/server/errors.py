@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import EngineDeadError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, LogitsError, OctavoError, RequestError
 
 logger = logging.getLogger("octavo.server")
 
@@ -77,7 +77,11 @@ class ShuttingDownError(ApiError):
 
 
 class GenerationFailedError(ApiError):
-    """The model's logits for this request cannot be sampled; the engine ended it and goes on."""
+    """The model's logits for this request cannot be sampled; the engine ended it and goes on.
+
+    What a client is told of a `LogitsError`: 500, because the same request may well fail again whoever
+    sends it, and nothing of the message, which names the requests of others.
+    """
 
     def __init__(self) -> None:
         message = (
@@ -93,6 +97,9 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=error.code)
+    if isinstance(error, LogitsError):
+        # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
+        return GenerationFailedError()
     if isinstance(error, EngineDeadError):
         logger.error("a request met a dead engine: %s", error)  # which logged its traceback when it died
         message = "The engine has stopped after an internal error and serves no more requests; restart the server."
