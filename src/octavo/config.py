@@ -52,6 +52,11 @@ class EngineConfig:
         "lru", "which cached block is given up first; priority: a request's priority protects its blocks"
     )
     pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
+    pin_tenant_share: float | None = option(
+        None,
+        "most of --pin-budget that one tenant (API key) may hold, 0 to 1; default: half where a server has several API "
+        "keys, else all of it",
+    )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "how a sequence that must yield its blocks gets them back; auto: the cheaper way, as measured at start"
     )
@@ -84,6 +89,8 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if not 0.0 <= self.pin_budget <= 1.0:
             raise ConfigError(f"pin_budget must be in [0, 1], got {self.pin_budget}")
+        if self.pin_tenant_share is not None and not 0.0 <= self.pin_tenant_share <= 1.0:
+            raise ConfigError(f"pin_tenant_share must be in [0, 1], got {self.pin_tenant_share}")
         if isinstance(self.kv_cache_memory, str):
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:

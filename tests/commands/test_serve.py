@@ -1,6 +1,8 @@
 import pytest
 
 import octavo.server.run
+from octavo.commands.serve import share_pins
+from octavo.config import EngineConfig
 from octavo.server.config import ServerConfig
 
 
@@ -33,3 +35,17 @@ def test_options_that_make_no_sense_are_told_before_the_server_starts(octavo_com
     code, _, err = octavo_command("serve", *argv)
     assert (code, served) == (1, [])
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "expected"),
+    [([], None, None), (["a"], None, None), (["a", "a"], None, None), (["a", "b"], None, 0.5), (["a", "b"], 1.0, 1.0)],
+)
+def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(keys, given, expected):
+    config = EngineConfig(pin_tenant_share=given)
+    assert share_pins(config, ServerConfig(api_key=keys)).pin_tenant_share == expected
+
+
+def test_keys_of_the_environment_are_tenants_too(monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "a,b")
+    assert share_pins(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5

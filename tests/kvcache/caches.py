@@ -38,13 +38,13 @@ def make_manager(
     pin_budget: float = 0.25,
     clock: Callable[[], float] | None = None,
     num_host_blocks: int = 0,
+    pin_tenant_share: float = 1.0,
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, "float32")
     name = prefix_cache if prefix_caching else None
     prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
-    return KVCacheManager(
-        spec, num_blocks, prefix, policy, num_host_blocks, pin_budget=pin_budget, clock=clock or Clock()
-    )
+    pins = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
+    return KVCacheManager(spec, num_blocks, prefix, policy, num_host_blocks, clock=clock or Clock(), **pins)
 
 
 def make_sequence(token_ids: list[int], salt: str = "", n: int = 1, priority: int = 0) -> Sequence:

@@ -225,3 +225,45 @@ def test_the_pool_refuses_to_pin_what_nothing_could_find(manager: KVCacheManager
         manager.pool.pin([block])
     with pytest.raises(CacheError, match="unpinned more often than pinned"):
         manager.pool.unpin([block])
+
+
+@pytest.fixture(params=CACHES)
+def shared(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
+    """The same, of whose budget of 9 blocks no tenant has more than 4."""
+    return make_manager(40, prefix_cache=request.param, clock=clock, pin_tenant_share=0.5)
+
+
+def test_over_its_share_a_tenant_is_told_how_much_is_pinned_and_others_have_theirs(shared: KVCacheManager) -> None:
+    first = pin(shared, list(range(60)), tenant="a")
+    assert (first.num_requested_tokens, first.num_pinned_tokens) == (60, 4 * 4)
+    nothing = pin(shared, [90, 91, 92, 93], tenant="a")
+    assert (nothing.pin_id, nothing.num_pinned_tokens) == (None, 0)
+    assert pin(shared, list(range(100, 160)), tenant="b").num_pinned_tokens == 4 * 4
+    assert pin(shared, list(range(200, 260)), tenant="c").num_pinned_tokens == 1 * 4, "the budget's last block"
+    assert [shared.pins.num_blocks_of(tenant) for tenant in "abcd"] == [4, 4, 1, 0]
+
+
+def test_a_block_that_two_tenants_pin_counts_against_both_shares_and_once_against_the_budget(
+    shared: KVCacheManager,
+) -> None:
+    for tenant in ("a", "b"):
+        assert pin(shared, TOKENS, tenant=tenant).num_pinned_tokens == 16
+    assert [shared.pins.num_blocks_of(tenant) for tenant in "ab"] == [4, 4]
+    assert len(shared.pool.pin_counts) == 4
+    assert pin(shared, [90, 91, 92, 93], tenant="b").num_pinned_tokens == 0
+
+
+def test_what_a_tenant_has_pinned_already_costs_its_share_nothing_again(shared: KVCacheManager) -> None:
+    short = pin(shared, TOKENS[:8], tenant="a")
+    assert pin(shared, TOKENS, tenant="a").num_pinned_tokens == 16
+    assert pin(shared, TOKENS[:8], tenant="a").pin_id == short.pin_id, "renewed at its share's end"
+
+
+def test_a_share_is_free_again_when_its_pin_ends(shared: KVCacheManager, clock: Clock) -> None:
+    held = pin(shared, TOKENS, ttl=5, tenant="a")
+    assert pin(shared, [90, 91, 92, 93], tenant="a").num_pinned_tokens == 0
+    clock.now += 5
+    assert pin(shared, [90, 91, 92, 93], tenant="a").num_pinned_tokens == 4
+    assert not shared.pins.unpin(str(held.pin_id))
+    assert shared.pins.num_blocks_of("a") == 1
+    shared.audit()

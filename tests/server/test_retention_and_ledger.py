@@ -115,6 +115,21 @@ def test_over_the_budget_the_answer_says_how_much_is_pinned() -> None:
         assert (nothing["id"], nothing["pinned_tokens"]) == (None, 0)
 
 
+def test_over_its_share_a_tenant_is_told_how_much_is_pinned_and_another_has_its_own() -> None:
+    server = {"admin_key": "admin-key", "api_key": ["first", "second"]}
+    with real_server(server, num_blocks=65, pin_budget=0.1, pin_tenant_share=0.5) as shared:
+        for number, key in enumerate(server["api_key"]):
+            message = {"role": "user", "content": f"{number} {LONG}", "cache_control": {"type": "ephemeral"}}
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = shared.post("/v1/chat/completions", {"messages": [message], "max_tokens": 1}, headers=headers)
+            (pin,) = answer.json()["octavo"]["pins"]
+            assert pin["requested_tokens"] > pin["pinned_tokens"] == 3 * 16
+        report = debug_kv(shared)
+        assert report["pins"]["tenant_budget_bytes"] * 2 == report["pins"]["budget_bytes"]
+        held = [tenant["pins"]["held_bytes"] for tenant in report["tenants"].values()]
+        assert held == [report["pins"]["tenant_budget_bytes"]] * 2
+
+
 def test_a_stream_tells_of_its_pins_in_its_last_event(real: RealServer) -> None:
     messages = [{"role": "user", "content": LONG, "cache_control": {"type": "ephemeral"}}]
     body = {"messages": messages, "max_tokens": 3, "octavo": {"ledger": True}}

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from octavo import AsyncEngine
 
 
+PIN_SHARE_OF_SEVERAL = 0.5
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "server options", ServerConfig)
     add_engine_options(parser, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = EngineConfig.from_options(engine_options(args))
     server_config = ServerConfig(**given_options(args, ServerConfig))
+    config = share_pins(EngineConfig.from_options(engine_options(args)), server_config)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("octavo").setLevel(logging.INFO)
 
@@ -37,6 +40,13 @@ def run(args: argparse.Namespace) -> int:
 
     serve(make_engine, server_config)
     return 0
+
+
+def share_pins(config: EngineConfig, server: ServerConfig) -> EngineConfig:
+    """Where several tenants may pin, none may take the whole budget, unless that was asked for."""
+    if config.pin_tenant_share is None and len(set(server.accepted_keys)) > 1:
+        return config.replace(pin_tenant_share=PIN_SHARE_OF_SEVERAL)
+    return config
 
 
 COMMAND = Command("serve", "serve a model over HTTP, with OpenAI's API", add_arguments, run)

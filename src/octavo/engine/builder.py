@@ -209,7 +209,15 @@ def _kv_manager(
         identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype, config.quantization),
         cost=RecomputeCost(spec.block_size, loaded.hidden_size),
     )
-    return KVCacheManager(spec, num_blocks, prefix_cache, eviction, num_host_blocks, pin_budget=config.pin_budget)
+    return KVCacheManager(
+        spec,
+        num_blocks,
+        prefix_cache,
+        eviction,
+        num_host_blocks,
+        pin_budget=config.pin_budget,
+        pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
+    )
 
 
 def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:

@@ -94,11 +94,13 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             tenant: {
                 "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
                 "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
+                "pins": {"held_bytes": kv.pins.num_blocks_of(tenant) * size},
             }
             for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys())
         },
         "pins": {
             "budget_bytes": kv.pins.budget_blocks * size,
+            "tenant_budget_bytes": kv.pins.tenant_blocks * size,
             "held_bytes": len(kv.pool.pin_counts) * size,
             "num_pins": len(kv.pins),
             "made": counters.num_pinned,

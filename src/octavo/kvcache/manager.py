@@ -73,6 +73,7 @@ class KVCacheManager:
         prefix_cache: index of computed prefixes (`NullPrefixCache` for none).
         eviction: order in which cached blocks are given up.
         pin_budget: share of the pool that may be pinned at once.
+        pin_tenant_share: share of that which the pins of one tenant may hold.
         clock: seconds, never going back; for pins and the ledger.
         num_host_blocks: blocks of host memory for swapped sequences; with none, none is swapped.
     """
@@ -86,12 +87,15 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         *,
         pin_budget: float = DEFAULT_PIN_BUDGET,
+        pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
         self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
-        self.pins = PinTable(self.pool, int(pin_budget * (num_blocks - 1)), self._longest_prefix, clock)
+        budget_blocks = int(pin_budget * (num_blocks - 1))
+        tenant_blocks = int(pin_tenant_share * budget_blocks)
+        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._longest_prefix, clock)
         self.ledger = CacheLedger(num_blocks, clock)
         self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
@@ -163,7 +167,7 @@ class KVCacheManager:
         return self.ledger.explain(seq.request, chain, hit.num_tokens // self.spec.block_size)
 
     def pin(self, request: Request, wanted: PinRequest) -> PinReceipt:
-        """Pin what is cached of the beginning of a request's prompt, as far as the budget goes."""
+        """Pin what is cached of the beginning of a request's prompt, as far as the tenant's share and the budget go."""
         chain = self.prefix_cache.chain(request.cache_salt)
         chain.extend(request.prompt_token_ids[: wanted.num_tokens])
         pin = self.pins.pin(chain, request.cache_salt, request.tenant, wanted.ttl_seconds)
@@ -341,11 +345,7 @@ class KVCacheManager:
                 problems.append(
                     f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[BlockId(i)]}"
                 )
-        pinned = Counter(block for pin in self.pins for block in pin.blocks)
-        if pinned != pool.pin_counts:
-            problems.append(f"the pool counts pins as {pool.pin_counts}, pins hold {dict(pinned)}")
-        if len(pinned) > self.pins.budget_blocks:
-            problems.append(f"{len(pinned)} blocks are pinned, over the budget of {self.pins.budget_blocks}")
+        problems += self.pins.problems()
         problems += self.ledger.problems(pool)
         published = set(self.prefix_cache)
         for i in range(pool.num_blocks):

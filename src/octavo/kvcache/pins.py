@@ -11,6 +11,7 @@ the pool can get its blocks in no other way, they yield.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -56,24 +57,33 @@ class PinCounters:
 class PinTable:
     """The pins over one pool.
 
-    Blocks that several pins hold are counted once against the budget. So a tenant has at most as many pins as the
-    budget has blocks, whatever it asks for.
+    Blocks that several pins hold are counted once against the budget, and once against each of their tenants' share.
+    So a tenant has at most as many pins as its share has blocks, whatever it asks for, and what its share leaves of the
+    budget is there for others.
 
     Args:
         budget_blocks: most blocks that are pinned at once.
+        tenant_blocks: most of them that the pins of one tenant hold.
         find: the blocks, per group, of the longest cached prefix of a chain, of at most so many full blocks.
         clock: seconds, never going back.
     """
 
     def __init__(
-        self, pool: BlockPool, budget_blocks: int, find: FindPrefix, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: BlockPool,
+        budget_blocks: int,
+        tenant_blocks: int,
+        find: FindPrefix,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget_blocks = budget_blocks
+        self.tenant_blocks = tenant_blocks
         self.counters = PinCounters()
         self.clock = clock
         self._pool = pool
         self._find = find
         self._pins: dict[str, Pin] = {}
+        self._held: dict[str, Counter[BlockId]] = {}  # by tenant, how many of its pins hold a block
         self._next_expiry = inf  # no pin expires before it
 
     def __len__(self) -> int:
@@ -84,7 +94,9 @@ class PinTable:
         return iter(sorted(self._pins.values(), key=_expiry))
 
     def pin(self, chain: TokenChain, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
-        """Pin what is cached of a chain's full blocks, as far as the budget goes; the same prefix again renews its pin.
+        """Pin what is cached of a chain's full blocks, as far as the tenant's share and the budget go.
+
+        The same prefix again renews its pin.
 
         Returns:
             The pin, which may cover less than the chain; None where not even a first block could be pinned.
@@ -92,7 +104,7 @@ class PinTable:
         if not ttl_seconds > 0:
             raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
         self.expire()
-        length, blocks = self._affordable(chain)
+        length, blocks = self._affordable(chain, tenant)
         if not length:
             return None
         digest = blake2b(root_hash(tenant, salt) + b"".join(chain.tokens[:length]), digest_size=8)
@@ -104,6 +116,7 @@ class PinTable:
         else:
             pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
             self._pool.pin(blocks)
+            self._held.setdefault(tenant, Counter()).update(blocks)
             if known is not None:
                 self._release(known)
             else:
@@ -144,19 +157,47 @@ class PinTable:
         self.counters.num_yielded += 1
         return True
 
-    def _affordable(self, chain: TokenChain) -> tuple[int, tuple[BlockId, ...]]:
-        """The longest prefix of the chain that is cached and within the budget: its full blocks, and what holds them.
+    def num_blocks_of(self, tenant: str) -> int:
+        """Blocks that the pins of a tenant hold."""
+        return len(self._held.get(tenant, ()))
+
+    def problems(self) -> list[str]:
+        """Every violation of the pins' own invariants, in words; empty when all is well. O(pinned blocks)."""
+        held: dict[str, Counter[BlockId]] = {}
+        for pin in self._pins.values():
+            held.setdefault(pin.tenant, Counter()).update(pin.blocks)
+        pinned = sum(held.values(), Counter[BlockId]())
+        found = []
+        if pinned != self._pool.pin_counts:
+            found.append(f"the pool counts pins as {self._pool.pin_counts}, pins hold {dict(pinned)}")
+        if len(pinned) > self.budget_blocks:
+            found.append(f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}")
+        if held != self._held:
+            found.append(f"tenants are said to pin {self._held}, their pins hold {held}")
+        found += [
+            f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
+            for tenant, blocks in held.items()
+            if len(blocks) > self.tenant_blocks
+        ]
+        return found
+
+    def _affordable(self, chain: TokenChain, tenant: str) -> tuple[int, tuple[BlockId, ...]]:
+        """The longest prefix of the chain that is cached and can be paid for: its full blocks, and what holds them.
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
         """
         pinned = self._pool.pin_counts
-        room = self.budget_blocks - len(pinned)
+        own = self._held.get(tenant, Counter())
+        room, own_room = self.budget_blocks - len(pinned), self.tenant_blocks - len(own)
         length = len(chain)
         while length > 0:
             tables = self._find(chain, length)
             length = len(tables[0])
             blocks = tuple(block for table in tables for block in table if block != NULL_BLOCK)
-            excess = sum(block not in pinned for block in blocks) - room
+            excess = max(
+                sum(block not in pinned for block in blocks) - room,
+                sum(block not in own for block in blocks) - own_room,
+            )
             if excess <= 0:
                 return length, blocks
             # One block shorter frees at most one block of each group.
@@ -166,6 +207,13 @@ class PinTable:
     def _release(self, pin: Pin) -> None:
         # The tail first, so that it is evicted before the head.
         self._pool.unpin(reversed(pin.blocks))
+        own = self._held[pin.tenant]
+        own.subtract(pin.blocks)
+        for block in pin.blocks:
+            if not own[block]:
+                del own[block]
+        if not own:
+            del self._held[pin.tenant]
 
 
 def _expiry(pin: Pin) -> float:
