@@ -13,15 +13,15 @@
 // Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
 
 template <Storage S, int R>
-inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t panel_index) {
+inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t panel_index,
+                      int64_t ahead) {
     F16 acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     for (int unit = 0; unit < task.units; ++unit, panel += kPanelOutputs * 4, x += R) {
         const U16 low = U16::load(panel), high = U16::load(panel + 64);
-        if constexpr (R <= kGemmRowsThatWait) {
-            __builtin_prefetch(panel + kGemmPrefetch, 0, 3);
-            __builtin_prefetch(panel + kGemmPrefetch + 64, 0, 3);
-        }
+        constexpr int kLevel = R <= kGemmRowsThatWait ? 3 : 2;  // a whole panel ahead is too far for L1
+        __builtin_prefetch(panel + ahead, 0, kLevel);
+        __builtin_prefetch(panel + ahead + 64, 0, kLevel);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const U16 broadcast = U16::set1(x[r]);
@@ -29,24 +29,26 @@ inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x
             acc[r][1] = mac<S>(acc[r][1], high, broadcast);
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store_pair(task.out, row + r, panel_index, acc[r][0], acc[r][1]);
+    store_rows(task.out, row, panel_index, acc);
 }
 
 template <Storage S, int R = kGemmRows>
-inline void gemm_group(int rows, const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t index) {
-    if (rows == R) return gemm_tile<S, R>(task, panel, x, row, index);
-    if constexpr (R > 1) gemm_group<S, R - 1>(rows, task, panel, x, row, index);
+inline void gemm_group(int rows, const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t index,
+                       int64_t ahead) {
+    if (rows == R) return gemm_tile<S, R>(task, panel, x, row, index, R <= kGemmRowsThatWait ? kGemmPrefetch : ahead);
+    if constexpr (R > 1) gemm_group<S, R - 1>(rows, task, panel, x, row, index, ahead);
 }
 
 // Row groups [group_begin, group_end) times panels [panel_begin, panel_end).
 template <Storage S>
 void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
     const int64_t panel_bytes = int64_t{task.units} * kPanelOutputs * 4;
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+        const char* weight = task.weight + panel * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            gemm_group<S>(static_cast<int>(rows), task, task.weight + panel * panel_bytes, task.x + row * task.units,
-                          row, panel);
+            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + row * task.units, row, panel,
+                          group + 1 == group_end ? panel_bytes : 0);
         }
+    }
 }

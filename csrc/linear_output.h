@@ -6,10 +6,6 @@ template <class T> inline void store_sixteen(const LinearOutput& out, int64_t ro
     if (out.bias) sum = sum + load_some(reinterpret_cast<const T*>(out.bias) + column, count);
     store_some(sum, reinterpret_cast<T*>(out.base + row * out.stride) + column, count);
 }
-inline void store_sixteen(const LinearOutput& out, int64_t row, int64_t column, F16 sum) {
-    if (out.storage == kBf16) store_sixteen<bf16>(out, row, column, sum);
-    else store_sixteen<float>(out, row, column, sum);
-}
 
 // activation(gate) * up, rounded where a product followed by `gated` rounds.
 template <class T, Activation A>
@@ -23,19 +19,27 @@ inline void store_gated(const LinearOutput& out, int64_t row, int64_t pair, F16 
     up = round_through<T>(up);
     (round_through<T>(activate<A>(gate)) * up).store(reinterpret_cast<T*>(out.base + row * out.stride) + pair * 16);
 }
-template <class T> inline void store_gated(const LinearOutput& out, int64_t row, int64_t pair, F16 gate, F16 up) {
-    if (out.epilogue == kSiluGate) store_gated<T, kSilu>(out, row, pair, gate, up);
-    else store_gated<T, kGeluTanh>(out, row, pair, gate, up);
+
+template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
+    switch (out.epilogue) {
+        case kPlain:
+            for (int r = 0; r < R; ++r) {
+                store_sixteen<T>(out, row + r, pair * 32, sums[r][0]);
+                store_sixteen<T>(out, row + r, pair * 32 + 16, sums[r][1]);
+            }
+            return;
+        case kSiluGate:
+            for (int r = 0; r < R; ++r) store_gated<T, kSilu>(out, row + r, pair, sums[r][0], sums[r][1]);
+            return;
+        case kGeluGate:
+            for (int r = 0; r < R; ++r) store_gated<T, kGeluTanh>(out, row + r, pair, sums[r][0], sums[r][1]);
+            return;
+    }
 }
 
-// 32 outputs of one row. With a gate the first 16 are gates and the others what they open.
-inline void store_pair(const LinearOutput& out, int64_t row, int64_t pair, F16 low, F16 high) {
-    if (out.epilogue == kPlain) {
-        store_sixteen(out, row, pair * 32, low);
-        store_sixteen(out, row, pair * 32 + 16, high);
-    } else if (out.storage == kBf16) {
-        store_gated<bf16>(out, row, pair, low, high);
-    } else {
-        store_gated<float>(out, row, pair, low, high);
-    }
+// 32 outputs of R rows. With a gate the first 16 are gates and the others what they open.
+template <int R>
+inline void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
+    if (out.storage == kBf16) store_rows<bf16>(out, row, pair, sums);
+    else store_rows<float>(out, row, pair, sums);
 }

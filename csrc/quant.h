@@ -37,55 +37,88 @@ void quantise_row(const char* bytes, int width, bool scaled, int8_t* quants, flo
     }
 }
 
-// 16 outputs of R rows.
-template <QuantFormat F, int R>
-inline void quant_tile(const QuantTask& task, const uint8_t* tile, int64_t row, F16* results) {
+// Products of R rows with T tiles `stride` bytes apart. Each broadcast activation meets all T: one port loads, one
+// multiplies, and T = 2 keeps the first from holding up the second.
+template <QuantFormat F, int R, int T>
+inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t ahead,
+                        F16 (*results)[2]) {
     const U16 nibble = U16::set1(0x0f0f0f0f);
     const uint32_t* x = task.quants + row * task.blocks * 8;
     const float *scales = task.scales + row * task.blocks, *sums = task.sums + row * task.blocks;
-    F16 totals[R];
-    for (int r = 0; r < R; ++r) totals[r] = F16::zero();
+    F16 totals[R][T];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
     for (int block = 0; block < task.blocks; ++block, x += 8 * R, scales += R, sums += R) {
-        const F16 scale = F16::load_half(reinterpret_cast<const uint16_t*>(tile));
-        F16 minimum;
-        tile += 32;
-        if constexpr (F == kQ4_1) {
-            minimum = F16::load_half(reinterpret_cast<const uint16_t*>(tile));
-            tile += 32;
-        }
-        U16 dots[R];
+        U16 dots[R][T];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
-            dots[r] = U16::set1(static_cast<uint32_t>(static_cast<int32_t>(sums[r]) * -kQuantZero<F>));
+#pragma GCC unroll 2
+            for (int t = 0; t < T; ++t)
+                dots[r][t] = U16::set1(static_cast<uint32_t>(static_cast<int32_t>(sums[r]) * -kQuantZero<F>));
+        const uint8_t* vector = tile + (F == kQ4_1 ? 64 : 32);
 #pragma GCC unroll 8
-        for (int j = 0; j < kQuantVectors<F>; ++j, tile += 64) {
-            const U16 packed = U16::load(tile);
-            if constexpr (R <= kQuantRowsThatWait) __builtin_prefetch(tile + kQuantPrefetch, 0, 3);
-            const U16 low = packed & nibble, high = shift_right<4>(packed) & nibble;
+        for (int j = 0; j < 8; ++j) {
+            // All low nibbles come before the high ones: the second time round they are in L1.
+            U16 weights[T];
+#pragma GCC unroll 2
+            for (int t = 0; t < T; ++t) {
+                const uint8_t* from = vector + t * stride + j % kQuantVectors<F> * 64;
+                weights[t] = U16::load(from);
+                if (j < kQuantVectors<F>) __builtin_prefetch(from + ahead, 0, 3);
+                if constexpr (F != kQ8_0) weights[t] = (j < 4 ? weights[t] : shift_right<4>(weights[t])) & nibble;
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                if constexpr (F == kQ8_0) {
-                    dots[r] = dot_bytes(dots[r], packed, U16::set1(x[j * R + r]));
-                } else {
-                    dots[r] = dot_nibbles(dots[r], low, U16::set1(x[j * R + r]));
-                    dots[r] = dot_nibbles(dots[r], high, U16::set1(x[(4 + j) * R + r]));
-                }
+                const U16 broadcast = U16::set1(x[j * R + r]);
+#pragma GCC unroll 2
+                for (int t = 0; t < T; ++t)
+                    if constexpr (F == kQ8_0) dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
+                    else dots[r][t] = dot_nibbles(dots[r][t], weights[t], broadcast);
             }
+        }
+        F16 scale[T], minimum[T];
+#pragma GCC unroll 2
+        for (int t = 0; t < T; ++t) {
+            scale[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride));
+            if constexpr (F == kQ4_1) minimum[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride) + 16);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const F16 x_scale = F16::set1(scales[r]);
-            totals[r] = fma(F16::from_int(dots[r]) * scale, x_scale, totals[r]);
-            if constexpr (F == kQ4_1) totals[r] = fma(minimum, F16::set1(sums[r]), totals[r]);
+#pragma GCC unroll 2
+            for (int t = 0; t < T; ++t) {
+                totals[r][t] = fma(F16::from_int(dots[r][t]) * scale[t], x_scale, totals[r][t]);
+                if constexpr (F == kQ4_1) totals[r][t] = fma(minimum[t], F16::set1(sums[r]), totals[r][t]);
+            }
         }
+        tile += quant_block_bytes(F);
     }
-    for (int r = 0; r < R; ++r) results[r] = totals[r];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int t = 0; t < T; ++t) results[r][t] = totals[r][t];
 }
 
+// 32 outputs of up to kQuantRows rows; the last 16 repeat the first where there are no more (`stride` 0).
 template <QuantFormat F, int R = kQuantRows>
-inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, int64_t row, F16* results) {
-    if (rows == R) return quant_tile<F, R>(task, tile, row, results);
-    if constexpr (R > 1) quant_group<F, R - 1>(rows, task, tile, row, results);
+inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
+                        int64_t ahead) {
+    if (rows == R) {
+        if constexpr (R <= kQuantRowsThatWait) ahead = kQuantPrefetch;
+        F16 results[R][2];
+        if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
+            quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
+        } else {
+            quant_tiles<F, R, 1>(task, tile, 0, row, ahead, results);
+            F16 others[R][2];
+            quant_tiles<F, R, 1>(task, tile + stride, 0, row, ahead, others);
+            for (int r = 0; r < R; ++r) results[r][1] = others[r][0];
+        }
+        return store_rows(task.out, row, pair, results);
+    }
+    if constexpr (R > 1) quant_group<F, R - 1>(rows, task, tile, stride, row, pair, ahead);
 }
 
 // Row groups [group_begin, group_end) times pairs of tiles [pair_begin, pair_end).
@@ -93,15 +126,12 @@ template <QuantFormat F>
 void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end, int64_t pair_begin, int64_t pair_end) {
     const int64_t tile_bytes = int64_t{task.blocks} * quant_block_bytes(F);
     for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
-        const uint8_t* tile = task.weight + pair * 2 * tile_bytes;
-        const bool whole = pair * 2 + 1 < task.tiles;
+        const uint8_t* weight = task.weight + pair * 2 * tile_bytes;
+        const int64_t stride = pair * 2 + 1 < task.tiles ? tile_bytes : 0;
         for (int64_t group = group_begin; group < group_end; ++group) {
-            const int64_t row = task.groups.begin(group);
-            const int rows = static_cast<int>(task.groups.begin(group + 1) - row);
-            F16 low[kQuantRows], high[kQuantRows];
-            quant_group<F>(rows, task, tile, row, low);
-            if (whole) quant_group<F>(rows, task, tile + tile_bytes, row, high);
-            for (int r = 0; r < rows; ++r) store_pair(task.out, row + r, pair, low[r], whole ? high[r] : F16::zero());
+            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
+            quant_group<F>(static_cast<int>(rows), task, weight, stride, row, pair,
+                           group + 1 == group_end ? 2 * tile_bytes : 0);
         }
     }
 }

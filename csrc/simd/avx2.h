@@ -142,4 +142,4 @@ inline void store_int8(F16 x, int8_t* p) {
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
-constexpr int kQuantRows = 2;
+constexpr int kQuantRows = 2, kQuantTiles = 1;

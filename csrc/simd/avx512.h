@@ -117,4 +117,4 @@ inline void store_int8(F16 x, int8_t* p) {
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12;  // times two vectors of outputs
-constexpr int kQuantRows = 8;
+constexpr int kQuantRows = 8, kQuantTiles = 2;  // sums stay in registers, what they add up to does not

@@ -25,7 +25,7 @@ constexpr float kExp2Poly[] = {1.0f, 0.6931469776f, 0.2402224208f, 0.0555073375f
 // The same to 1e-4, for what is rounded to bf16 (4e-3).
 constexpr float kExp2CoarsePoly[] = {1.0f, 0.6932828426f, 0.2422086746f, 0.0550074503f};
 
-// Products of a few rows wait for their weights. How far ahead of its use a weight is asked for, in bytes, beyond what
-// the hardware foresees.
+// How far ahead of its use a weight is asked for, in bytes: products of a few rows, which wait for their weights, run
+// that far ahead of what the hardware foresees; of more rows, the last group to read a panel asks for the next one.
 constexpr int kGemmRowsThatWait = 4, kQuantRowsThatWait = 4;
 constexpr int kGemmPrefetch = 4096, kQuantPrefetch = 2048;

@@ -43,7 +43,7 @@ def paged_logits(
             batch = paged.step(counts)
             token_ids = torch.cat([sequences[i][starts[i] : paged.lengths[i]] for i in chosen])
             indices = torch.arange(batch.num_tokens)
-            rows = model.forward(token_ids, batch, paged.kv, attention, indices)
+            rows = model.forward(token_ids, batch, paged.kv, attention, indices).clone()
             for i, part in zip(chosen, rows.split(list(counts.values())), strict=True):
                 logits[i].append(part)
     return [torch.cat(parts) for parts in logits]

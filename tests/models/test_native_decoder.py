@@ -121,7 +121,7 @@ class Prompts:
         batch = self.paged.step(counts)
         ids = torch.cat([self.tokens[i][starts[i] : self.paged.lengths[i]] for i in counts])
         rows = torch.arange(len(ids))
-        logits = self.model.forward(ids, batch, self.paged.kv, NativeAttention(), rows)
+        logits = self.model.forward(ids, batch, self.paged.kv, NativeAttention(), rows).clone()
         for i, part in zip(counts, logits.split(list(counts.values())), strict=True):
             self.logits[i].append(part)
 

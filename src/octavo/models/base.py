@@ -50,5 +50,5 @@ class CausalLM(ABC):
             logits_indices: int64 [rows], the tokens of this step whose next-token logits are wanted.
 
         Returns:
-            float32 [rows, vocab_size]
+            float32 [rows, vocab_size], which the next call may write over
         """

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _TILE = 16  # outputs and dimensions to a vector
 _MAX_HEAD_DIM = 256
+_KEPT_ROWS = 256  # of logits
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _QUANTISED = frozenset(get_args(WeightFormat)) - set(kernels.FLOAT_FORMATS.values())
 
@@ -69,6 +70,7 @@ class NativeDecoder(Decoder):
         self._quantised = quantised
         super().__init__(config, weights, dtype=dtype)
         self._native = self._assemble()
+        self._logits = torch.empty(_KEPT_ROWS, self.vocab_size)  # memory is taken as rows are used
         self._kv: Sequence[LayerKV] | None = None
         self._kv_supported = False
 
@@ -98,7 +100,7 @@ class NativeDecoder(Decoder):
         if not isinstance(attention, NativeAttention) or not self._bind(kv):
             return super().forward(token_ids, batch, kv, attention, logits_indices)
         cos, sin = self._rotary.tables(batch.max_context_len)
-        logits = torch.empty(len(logits_indices), self.vocab_size)
+        logits = self._logits_rows(len(logits_indices))
         self._native.forward(
             token_ids,
             batch.positions,
@@ -111,6 +113,11 @@ class NativeDecoder(Decoder):
             logits,
         )
         return logits
+
+    def _logits_rows(self, count: int) -> torch.Tensor:
+        """float32 [count, vocab_size], in memory kept from call to call where it can be: fresh pages take as long as
+        the attention does."""
+        return self._logits[:count] if count <= _KEPT_ROWS else torch.empty(count, self.vocab_size)
 
     def _bind(self, kv: Sequence[LayerKV]) -> bool:
         """Let the library read and write `kv`; False where it cannot."""
