@@ -3,62 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from octavo.engine.outputs import CompletionOutput
 from octavo.errors import CapacityError, RequestError
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
-from tests.engine.test_transformers_generate import SMOLLM2_PROMPTS, smollm2_of_transformers
+from tests.engine.beams import LOGPROB_ERROR, Beams, assert_same_beams, expected_beams, scored
 from tests.models.tiny import make_model
 
 VOCAB = 320
-
-Beams = list[tuple[list[int], float]]
-Model = Callable[..., Any]
 
 
 def prompts(seed: int = 1) -> list[list[int]]:
     """Ten prompts of 1 to 40 tokens."""
     rng = random.Random(seed)
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 5, 9, 16, 17, 23, 31, 32, 40)]
-
-
-def expected_beams(model: Any, prompt: list[int], width: int, num_tokens: int, **options: Any) -> Beams:
-    """transformers' own best beams, best first, each with its score; padding behind the end is cut off."""
-    eos = options.get("eos_token_id")
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            num_beams=width,
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **{"num_return_sequences": width, **options},
-        )
-    beams = []
-    for tokens, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist(), strict=True):
-        end = next((i + 1 for i, token in enumerate(tokens) if token in (eos or ())), len(tokens))
-        beams.append((tokens[:end], score))
-    return beams
-
-
-def scored(completions: list[CompletionOutput], length_penalty: float = 1.0) -> Beams:
-    return [(c.token_ids, c.cumulative_logprob / len(c.token_ids) ** length_penalty) for c in completions]
-
-
-def assert_same_beams(got: Beams, expected: Beams) -> None:
-    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
-    assert [score for _, score in got] == pytest.approx([score for _, score in expected], rel=1e-5, abs=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +57,16 @@ def test_beams_that_end_are_those_of_transformers(
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     lengths = set()
     for output in outputs:
-        expected = expected_beams(
+        (expected,) = expected_beams(
             model,
-            output.prompt_token_ids,
+            [output.prompt_token_ids],
             width,
             20,
             eos_token_id=MANY_ENDS,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
         )
-        assert_same_beams(scored(output.outputs, length_penalty), expected)
+        assert_same_beams(scored(output.outputs, length_penalty), expected, length_penalty)
         lengths |= {len(tokens) for tokens, _ in expected}
     assert len(lengths) > 3 or length_penalty > 1, "the outputs all end alike"
 
@@ -116,7 +79,9 @@ def test_beams_that_run_into_their_limit_are_those_of_transformers(
     params = SamplingParams(use_beam_search=True, best_of=width, n=2, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     for output in outputs:
-        expected = expected_beams(model, output.prompt_token_ids, width, 24, eos_token_id=None, num_return_sequences=2)
+        (expected,) = expected_beams(
+            model, [output.prompt_token_ids], width, 24, eos_token_id=None, num_return_sequences=2
+        )
         assert_same_beams(scored(output.outputs), expected)
         assert [c.finish_reason for c in output.outputs] == [FinishReason.LENGTH] * 2
 
@@ -130,7 +95,8 @@ def test_penalties_and_minimum_lengths_are_those_of_transformers(
     params = SamplingParams(use_beam_search=True, n=4, max_tokens=16, ignore_eos=True, stop_token_ids=MANY_ENDS, **ours)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     for output in outputs:
-        expected = expected_beams(model, output.prompt_token_ids, 4, 16, eos_token_id=MANY_ENDS, **options)
+        # Alone: in a batch transformers would penalise the padding token too.
+        (expected,) = expected_beams(model, [output.prompt_token_ids], 4, 16, eos_token_id=MANY_ENDS, **options)
         assert_same_beams(scored(output.outputs), expected)
 
 
@@ -163,7 +129,7 @@ def test_the_batch_the_blocks_and_preemption_change_no_beam(
     folder = request.getfixturevalue(family)
     llm = make_llm(folder, **WAYS[way])
     for got, expected in zip(run(llm), run(make_llm(folder)), strict=True):
-        assert_same_beams(got, expected)
+        assert_same_beams(got, expected, 0.5)
     if "num_blocks" in WAYS[way] and family == "tiny_llama":
         assert llm.core.scheduler.counters.num_preemptions > 0
 
@@ -193,13 +159,16 @@ def test_text_logprobs_and_reasons_belong_to_the_beam(make_llm: MakeLLM, tiny_ll
         stopped = completion.finish_reason is FinishReason.STOP
         assert completion.stop_reason == (ids[-1] if stopped else None)
         assert completion.text == llm.tokenizer.decode(ids[:-1] if stopped else ids)
-        assert completion.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in logprobs), abs=1e-5)
+        # The search's own log-softmax and that of the report round each token's log-probability differently.
+        rounding = LOGPROB_ERROR * len(ids)
+        total = sum(entry.logprob for entry in logprobs)
+        assert completion.cumulative_logprob == pytest.approx(total, rel=0, abs=rounding)
         # Scored as a prompt, the same tokens have the same log-probabilities.
         full = {"prompt_token_ids": output.prompt_token_ids + ids}
         (again,) = llm.generate(full, SamplingParams(max_tokens=1, prompt_logprobs=3), use_tqdm=False)
         for ours, theirs in zip(logprobs, again.prompt_logprobs[-len(ids) :], strict=True):
             assert (ours.rank, [t for t, _ in ours.top]) == (theirs.rank, [t for t, _ in theirs.top])
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert ours.logprob == pytest.approx(theirs.logprob, rel=0, abs=LOGPROB_ERROR)
 
 
 def test_the_end_of_sequence_token_ends_a_beam_without_a_stop_reason(
@@ -288,15 +257,3 @@ def test_sixty_four_samples_of_one_prompt_share_its_blocks(make_llm: MakeLLM, ti
 def test_what_cannot_be_combined_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**params)
-
-
-@pytest.mark.slow
-def test_smollm2_beams_are_those_of_transformers(make_llm: MakeLLM) -> None:
-    llm = make_llm("smollm2", max_model_len=128, num_threads=2)
-    model = smollm2_of_transformers()
-    for width, num_prompts in ((4, 3), (8, 1)):
-        params = SamplingParams(use_beam_search=True, n=width, max_tokens=8)
-        for output in llm.generate(SMOLLM2_PROMPTS[:num_prompts], params, use_tqdm=False):
-            eos = sorted(llm.core._eos_token_ids)
-            expected = expected_beams(model, output.prompt_token_ids, width, 8, eos_token_id=eos)
-            assert_same_beams(scored(output.outputs), expected)
