@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -47,6 +48,12 @@ def paged_logits(
             for i, part in zip(chosen, rows.split(list(counts.values())), strict=True):
                 logits[i].append(part)
     return [torch.cat(parts) for parts in logits]
+
+
+def whole_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each sequence's logits [tokens, vocab] by the transformers model itself, without a cache."""
+    with torch.inference_mode():
+        return [model(ids[None], use_cache=False).logits[0].float() for ids in sequences]
 
 
 def _chunk(rng: random.Random, remaining: int, num_decoded: int, longest: int) -> int:

@@ -17,7 +17,7 @@ from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.rotary import RotaryTable, inverse_frequencies
 from tests.attention.batches import PagedSequences
-from tests.models.paged import assert_same_logits, paged_logits, random_sequences
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 
 VOCAB = 61
 TINY: dict[str, Any] = {
@@ -123,11 +123,6 @@ def model_config(model: Any) -> ModelConfig:
 
 def decoder(model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     return Decoder(model_config(model), StateDict(model), dtype=dtype, **options)
-
-
-def whole_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.inference_mode():
-        return [model(ids[None], use_cache=False).logits[0].float() for ids in sequences]
 
 
 @pytest.mark.parametrize("case", FAMILY)

@@ -24,8 +24,8 @@ from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
 from tests.attention.batches import PagedSequences
 from tests.models import test_decoder
-from tests.models.paged import assert_same_logits, paged_logits, random_sequences
-from tests.models.test_decoder import VOCAB, model_config, whole_logits
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
+from tests.models.test_decoder import VOCAB, model_config
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 LEVELS = kernels.supported_isas() if kernels.available() else []

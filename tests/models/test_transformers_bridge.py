@@ -13,7 +13,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.transformers import TransformersModel
 from tests.attention.batches import PagedSequences
-from tests.models.paged import assert_same_logits, paged_logits, random_sequences
+from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 
 VOCAB = 61
 TINY: dict[str, Any] = {
@@ -103,11 +103,6 @@ def build(name: str, **extra: Any) -> Any:
             # The usual 0.02 makes such small models nearly blind to their context.
             parameter.normal_(std=0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-def whole_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.inference_mode():
-        return [model(ids[None], use_cache=False).logits[0].float() for ids in sequences]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
