@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
+from octavo.runner import swapping
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed
 from tests.conftest import MakeLLM
@@ -29,6 +30,14 @@ def block_bytes(core: EngineCore) -> int:
     return core.scheduler.kv.spec.block_bytes
 
 
+@pytest.fixture(params=["in turn", "beside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether blocks are stored before the step computes, as these small ones would be, or while it does."""
+    if request.param == "beside":
+        monkeypatch.setattr(swapping, "_WORTH_A_THREAD", 0)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("victim", ["latest", "lowest_priority", "cheapest"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])

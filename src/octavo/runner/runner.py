@@ -8,7 +8,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.models.base import CausalLM
 from octavo.runner.batch import BatchBuilder
 from octavo.runner.sampler import Sampler
-from octavo.runner.swapping import swap_in, swap_out
+from octavo.runner.swapping import BlockMover
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
@@ -47,11 +47,21 @@ class ModelRunner:
             device=model.device,
         )
         self._sampler = Sampler()
+        self._mover = BlockMover(arena, host, model.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Transfers and copies first, then the model over the plan's tokens, then the samples."""
-        self._move_blocks(plan)
+        """Transfers and copies first, then the model over the plan's tokens, then the samples.
+
+        What leaves may still be on its way while the model computes; when this returns, or raises, it has arrived.
+        """
+        try:
+            self._mover.begin(plan)
+            return self._compute(plan)
+        finally:
+            self._mover.finish()
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._batches.build(plan)
         logits = self.model.forward(
             batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices
@@ -64,10 +74,3 @@ class ModelRunner:
                 logits[first_row : first_row + len(targets)], targets, num_top
             )
         return result
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        if self.host is not None and plan.swap_out:
-            swap_out(self.arena, self.host, plan.swap_out)
-        self.arena.copy_blocks(plan.copies)
-        if self.host is not None and plan.swap_in:
-            swap_in(self.arena, self.host, plan.swap_in)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,11 @@ from octavo.tiers.base import BlockTier
 if TYPE_CHECKING:
     from octavo.runner.runner import ModelRunner
 
-# Blocks on their way are in memory twice: so many bytes at a time.
-_PIECE_BYTES = 64 << 20
+# Blocks on their way are in memory twice: two pieces of so many bytes at a time.
+_PIECE_BYTES = 32 << 20
 _MEASURED_BYTES = 4 << 20
+# Less than this is stored before a thread would have begun to.
+_WORTH_A_THREAD = 1 << 20
 # A short prefill twice, for the first of its kind is slow; where that is over soon, a longer one, which says more.
 _SHORT_PREFILL = 16
 _LONG_PREFILL = 64
@@ -42,6 +45,62 @@ def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None
     """Tier to device."""
     for piece in _pieces(arena, swaps):
         arena.write_blocks([swap.device for swap in piece], tier.read([swap.host for swap in piece]))
+
+
+class BlockMover:
+    """Carries out what a plan moves; on a CPU, storing in the tier overlaps what the step computes.
+
+        step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
+        beside               └──> store in the tier ………………………………………┘
+
+    A device block may be written again as soon as it is copied aside. What a step brings back is needed by its own
+    computation, and may be what it has just moved out: it waits for all that is being stored. On a GPU all happens in
+    its turn: a second thread would wait for the very stream that computes.
+
+    Args:
+        tier: None where no plan swaps.
+    """
+
+    def __init__(self, arena: KVArena, tier: BlockTier | None, device: torch.device) -> None:
+        self._arena = arena
+        self._tier = tier
+        self._overlaps = device.type == "cpu"
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-swap")  # starts with its first use
+        self._stores: list[Future[None]] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        """Do all that must precede the computation. `finish` must follow, also where this raises."""
+        arena, tier = self._arena, self._tier
+        if tier is not None and plan.swap_out:
+            if self._overlaps and len(plan.swap_out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
+                self._swap_out_beside(tier, plan.swap_out)
+            else:
+                swap_out(arena, tier, plan.swap_out)
+        arena.copy_blocks(plan.copies)
+        if tier is not None and plan.swap_in:
+            self.finish()
+            swap_in(arena, tier, plan.swap_in)
+
+    def finish(self) -> None:
+        """Wait until everything is stored; raises what went wrong with it."""
+        stores, self._stores = self._stores, []
+        wait(stores)
+        for store in stores:
+            store.result()
+
+    def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None:
+        for piece in _pieces(self._arena, swaps):
+            # One is copied aside while another is stored, no more.
+            if len(self._stores) > 1:
+                self._stores.pop(0).result()
+            rows = self._arena.read_blocks([swap.device for swap in piece])
+            self._stores.append(self._beside.submit(_store, tier, [swap.host for swap in piece], rows))
+
+
+def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor) -> None:
+    # A thread has a mode of its own, and the rows come from one that infers.
+    with torch.inference_mode():
+        tier.write(ids, rows)
 
 
 def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: int) -> RestoreSpeed:

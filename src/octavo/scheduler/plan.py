@@ -37,9 +37,10 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Each list happens whole, in this order, before anything is computed:
+    """One step. To all that follows, each list has happened whole, in this order, before anything is computed:
 
-    swap_out   device -> host      a block that leaves may be written again by all that follows
+    swap_out   device -> host      a block that leaves may be written again by all that follows; the runner may still
+                                   be storing it while it computes, and is done when the step is
     copies     device -> device    all sources are read before any destination is written
     swap_in    host -> device
     """

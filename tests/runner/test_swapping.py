@@ -1,0 +1,113 @@
+"""Blocks leave while the step computes, and nobody can tell: not the next writer, not who comes back, not a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from octavo.kvcache.block import BlockCopy, BlockId
+from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.runner import swapping
+from octavo.runner.swapping import BlockMover
+from octavo.scheduler.plan import StepPlan
+from octavo.storage.arena import KVArena
+from octavo.tiers.host import HostTier
+from tests.kvcache.caches import FULL
+
+SPEC = KVCacheSpec.build((FULL,), 4, "float32")
+
+
+class SlowTier(HostTier):
+    """Stores only when it may, or after a while; may fail instead."""
+
+    def __init__(self) -> None:
+        super().__init__(8, SPEC.block_bytes)
+        self.may_store = threading.Event()
+        self.fails = False
+        self.threads: list[int] = []
+
+    def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
+        self.threads.append(threading.get_ident())
+        self.may_store.wait(0.05)
+        if self.fails:
+            raise OSError("no memory")
+        super().write(ids, rows)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "_WORTH_A_THREAD", 0)
+
+
+@pytest.fixture
+def arena() -> KVArena:
+    """Block i holds the number i."""
+    arena = KVArena(SPEC, 8)
+    arena.write_blocks(range(8), torch.arange(8, dtype=torch.uint8).view(8, 1).expand(8, SPEC.block_bytes))
+    return arena
+
+
+def swaps(*pairs: tuple[int, int]) -> list[BlockSwap]:
+    return [BlockSwap(BlockId(device), HostBlockId(host)) for device, host in pairs]
+
+
+def numbers(rows: torch.Tensor) -> list[int]:
+    assert (rows == rows[:, :1]).all()
+    return rows[:, 0].tolist()
+
+
+def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVArena) -> None:
+    tier = SlowTier()
+    mover = BlockMover(arena, tier, torch.device("cpu"))
+    with torch.inference_mode():
+        mover.begin(StepPlan(swap_out=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))
+        assert numbers(arena.read_blocks([1, 2])) == [7, 2], "the step goes on before anything is stored"
+        arena.write_blocks([2], torch.full((1, SPEC.block_bytes), 99, dtype=torch.uint8))
+        tier.may_store.set()
+        mover.finish()
+    assert numbers(tier.read([5, 6])) == [1, 2]
+    assert tier.threads != [threading.get_ident()]
+
+
+def test_what_comes_back_in_the_same_step_waits_until_it_is_stored(arena: KVArena) -> None:
+    tier = SlowTier()
+    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover.begin(StepPlan(swap_out=swaps((1, 5)), swap_in=swaps((3, 5))))
+    assert numbers(arena.read_blocks([3])) == [1]
+    mover.finish()
+
+
+def test_pieces_arrive_each_in_its_place(arena: KVArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "_PIECE_BYTES", 2 * SPEC.block_bytes)
+    tier = SlowTier()
+    tier.may_store.set()
+    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover.begin(StepPlan(swap_out=swaps(*((i, 7 - i) for i in range(1, 8)))))
+    mover.finish()
+    assert numbers(tier.read(range(7))) == [7, 6, 5, 4, 3, 2, 1]
+    assert len(tier.threads) == 4
+
+
+def test_a_failure_to_store_is_raised_when_the_step_ends_and_once(arena: KVArena) -> None:
+    tier = SlowTier()
+    tier.fails = True
+    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover.begin(StepPlan(swap_out=swaps((1, 5))))
+    with pytest.raises(OSError, match="no memory"):
+        mover.finish()
+    mover.finish()
+
+
+def test_little_is_stored_in_its_turn(arena: KVArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "_WORTH_A_THREAD", 1 << 20)
+    tier = SlowTier()
+    mover = BlockMover(arena, tier, torch.device("cpu"))
+    started = time.perf_counter()
+    mover.begin(StepPlan(swap_out=swaps((1, 5))))
+    assert time.perf_counter() - started >= 0.05
+    assert tier.threads == [threading.get_ident()]
