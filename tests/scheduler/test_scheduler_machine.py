@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.errors import RequestError
 from octavo.kvcache.block import BlockState
@@ -33,21 +33,41 @@ from tests.scheduler import beams
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
 
 
+# What an engine is built with: its limits, and its policies.
+LIMITS: dict[str, Any] = {
+    "num_blocks": st.integers(2, 20),
+    "block_size": st.sampled_from([1, 2, 4]),
+    "layers": st.sampled_from(LAYERS),
+    "max_num_seqs": st.integers(1, 6),
+    "budget": st.integers(1, 24),
+    "pin_budget": st.sampled_from([0.25, 1.0]),
+    "pin_tenant_share": st.sampled_from([0.5, 1.0]),
+    "num_host_blocks": st.sampled_from([0, 1, 4, 100]),
+    "victim": st.sampled_from(VICTIM_POLICIES),
+    "headroom": st.sampled_from([0, 0, 3]),
+}
+POLICIES: dict[str, Any] = {
+    "prefix_cache": st.sampled_from(["hashed", "radix", None]),
+    "eviction": st.sampled_from(sorted(EVICTION_POLICIES)),
+    "mode": st.sampled_from(["swap", "auto", "recompute"]),
+}
+TENANTS = ("", "ada")
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        num_blocks=st.integers(2, 20),
-        block_size=st.sampled_from([1, 2, 4]),
-        layers=st.sampled_from(LAYERS),
-        prefix_cache=st.sampled_from(["hashed", "radix", None]),
-        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(1, 24),
-        pin_budget=st.sampled_from([0.25, 1.0]),
-        num_host_blocks=st.sampled_from([0, 1, 4, 100]),
-        mode=st.sampled_from(["swap", "auto", "recompute"]),
-        victim=st.sampled_from(VICTIM_POLICIES),
-        headroom=st.sampled_from([0, 0, 3]),
-    )
+    """All of it together; a subclass may leave something out.
+
+    Attributes:
+        samples: whether requests draw their tokens, and at most how many sequences each.
+        beams, pins, aborts: whether there are any.
+    """
+
+    samples = 3
+    beams = True
+    pins = True
+    aborts = True
+
+    @initialize(**LIMITS, **POLICIES)
     def build(
         self,
         num_blocks: int,
@@ -58,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         pin_budget: float,
+        pin_tenant_share: float,
         num_host_blocks: int,
         mode: str,
         victim: str,
@@ -71,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             layers,
             *caching,
             pin_budget=pin_budget,
+            pin_tenant_share=pin_tenant_share,
             clock=self.clock,
             num_host_blocks=num_host_blocks,
         )
@@ -90,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0
 
+    @precondition(lambda self: self.samples)
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30),
         max_tokens=st.integers(1, 12),
@@ -98,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0]),
         salt=st.sampled_from(["", "", "s"]),
         pin=st.sampled_from([None, None, PinRequest(8, 3), PinRequest(30, 30)]),
+        tenant=st.sampled_from(TENANTS),
     )
     def arrive(
         self,
@@ -108,16 +132,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         salt: str,
         pin: PinRequest | None,
+        tenant: str,
     ) -> None:
+        n = min(n, self.samples)
         request = make_request(tokens, salt, n, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
-        request.priority = priority
-        request.pins = () if pin is None else (PinRequest(min(pin.num_tokens, len(tokens)), pin.ttl_seconds),)
+        request.priority, request.tenant = priority, tenant
+        request.pins = (
+            () if pin is None or not self.pins else (PinRequest(min(pin.num_tokens, len(tokens)), pin.ttl_seconds),)
+        )
         try:
             self.scheduler.add(request)
         except RequestError:
             return
         self.requests.append(request)
 
+    @precondition(lambda self: self.beams)
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
         max_tokens=st.integers(1, 12),
@@ -139,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.requests.append(request)
 
+    @precondition(lambda self: self.aborts)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if live := [r for r in self.requests if not r.finished]:
@@ -146,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.end_request(request.request_id)
             assert request.finished
 
+    @precondition(lambda self: self.samples)
     @rule(data=st.data())
     def stop_one_sequence(self, data: st.DataObject) -> None:
         """What a stop string does, between two steps."""
@@ -191,7 +222,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def crowd(self, count: int, tokens: list[int], n: int, steps: int) -> None:
         """Several who begin small and grow together, until the blocks run out."""
         for i in range(count):
-            self.arrive(tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, "", None)
+            if self.samples:
+                self.arrive(
+                    tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, "", PinRequest(30, steps), TENANTS[i % 2]
+                )
+            else:
+                self.search(tokens[i % len(tokens) :] or [1], 12, 1 + n, i % 2, 1.0, False)
         for _ in range(steps):
             self.step()
 
@@ -200,6 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The model gives no usable logits for one request: all is computed, and nobody is told."""
         plan = self.scheduler.schedule()
         self.play_runner(plan)
+        self.scheduler.abandon_step()
         if plan:
             ailing = data.draw(st.sampled_from([item.seq.request for item in plan.scheduled]))
             self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
@@ -237,22 +274,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.kv.audit()
 
     @invariant()
+    def every_byte_is_somebodys(self) -> None:
+        if hasattr(self, "scheduler"):
+            kv = self.scheduler.kv
+            stock = kv.stock(self.scheduler.requests)
+            assert {state: count * kv.spec.block_bytes for state, count in stock.states.items()} == kv.bytes_by_state()
+            assert sum(stock.swapped.values()) == kv.swap.host.num_held
+            for state, count in stock.states.items():
+                owned = sum(of_tenant.get(state, 0) for of_tenant in stock.tenants.values())
+                assert owned == (0 if state is BlockState.FREE else count)
+
+    @invariant()
     def every_prompt_token_is_booked_once(self) -> None:
         if hasattr(self, "scheduler"):
-            booked = [r for r in self.requests if r.cache_report is not None]
-            totals = self.scheduler.kv.ledger.totals.get("", CacheTotals())
-            assert totals.queried_tokens == sum(len(r.prompt_token_ids) for r in booked)
-            assert totals.cached_tokens == sum(r.num_cached_tokens or 0 for r in booked)
-            assert totals.requests.total() == len(booked)
-            for outcome in CacheOutcome:
-                told = [r.cache_report for r in booked if r.cache_report and r.cache_report.outcome is outcome]
-                assert totals.uncached_tokens[outcome] == sum(r.num_uncached_tokens for r in told)
+            for tenant in TENANTS:
+                self.check_what_is_booked(tenant)
+
+    def check_what_is_booked(self, tenant: str) -> None:
+        booked = [r for r in self.requests if r.cache_report is not None and r.tenant == tenant]
+        totals = self.scheduler.kv.ledger.totals.get(tenant, CacheTotals())
+        assert totals.queried_tokens == sum(len(r.prompt_token_ids) for r in booked)
+        assert totals.cached_tokens == sum(r.num_cached_tokens or 0 for r in booked)
+        assert totals.requests.total() == len(booked)
+        for outcome in CacheOutcome:
+            told = [r.cache_report for r in booked if r.cache_report and r.cache_report.outcome is outcome]
+            assert totals.uncached_tokens[outcome] == sum(r.num_uncached_tokens for r in told)
 
     def teardown(self) -> None:
         """Everything finishes within a bounded number of steps, and nothing leaks."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(5000):
+        # A step may compute no more than one token, of a prompt again and again while beams fork.
+        left = sum(not seq.finished for request in self.requests for seq in request.sequences)
+        for _ in range(500 * left):
             if not self.scheduler.has_work:
                 break
             self.step()
