@@ -159,7 +159,7 @@ class BoundDecoder {
             const Weight weight = weight_of(format, tensor(packed, name), part_outputs, part_inputs);
             require(part_inputs == inputs, std::string(name) + " must have " + std::to_string(inputs) + " inputs, got " +
                                                std::to_string(part_inputs));
-            require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (dtype() == DType::bf16),
+            require(is_quantised(weight.format) || (float_storage(weight.format) == kBf16) == (dtype() == DType::bf16),
                     std::string(name) + " must have the decoder's dtype, got " + format);
             linear.parts.push_back({weight, bias.is_none() ? nullptr : vector(bias, name, part_outputs)});
         }

@@ -1,3 +1,4 @@
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include "bindings.h"
@@ -9,30 +10,37 @@ namespace octavo {
 namespace {
 
 WeightFormat weight_format(const std::string& name) {
-    static const char* const names[] = {"bfloat16", "float32", "Q4_0", "Q4_1", "Q8_0"};
-    for (int i = 0; i < 5; ++i)
+    static const char* const names[] = {"bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"};
+    for (int i = 0; i < 6; ++i)
         if (name == names[i]) return static_cast<WeightFormat>(i);
-    require(false, "weight format '" + name + "' is not one of bfloat16, float32, Q4_0, Q4_1, Q8_0");
+    require(false, "weight format '" + name + "' is not one of bfloat16, float32, coded bfloat16, Q4_0, Q4_1, Q8_0");
     return {};
 }
 
-int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t inputs) {
-    const WeightFormat format = weight_format(name);
+void check_size(const std::string& name, WeightFormat format, int64_t outputs, int64_t inputs) {
     require(outputs > 0 && inputs > 0, "a weight must have outputs and inputs, got " + std::to_string(outputs) + " x " +
                                            std::to_string(inputs));
     require(!is_quantised(format) || inputs % 32 == 0,
             "inputs of a " + name + " weight must be a multiple of 32, got " + std::to_string(inputs));
     require(inputs <= 1 << 24 && outputs <= int64_t{1} << 32, "a weight of " + std::to_string(outputs) + " x " +
                                                                   std::to_string(inputs) + " is too large");
+}
+
+int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t inputs) {
+    const WeightFormat format = weight_format(name);
+    check_size(name, format, outputs, inputs);
+    require(format != WeightFormat::bf16_coded, "how large a coded weight is depends on what it holds");
     return packed_bytes(format, outputs, inputs);
 }
+
 
 void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& rows,
                   int64_t first_output, int64_t step) {
     const Weight weight = weight_of(format, packed, outputs, inputs);
-    const DType dtype = is_quantised(weight.format)           ? DType::u8
-                        : weight.format == WeightFormat::bf16 ? DType::bf16
-                                                              : DType::f32;
+    require(weight.format != WeightFormat::bf16_coded, "rows are put into a bfloat16 weight, which is coded then");
+    const DType dtype = is_quantised(weight.format)                 ? DType::u8
+                        : float_storage(weight.format) == kBf16 ? DType::bf16
+                                                                : DType::f32;
     const Matrix stored = matrix(rows, "rows", dtype);
     check_shape(rows, "rows", {-1, stored_row_bytes(weight.format, inputs) / dtype_bytes(dtype)});
     require(step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
@@ -44,13 +52,30 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
     pack_rows(weight, stored.base, stored.stride, stored.rows, place);
 }
 
+// Bytes of the weight once it is coded, and how many of its elements codes cannot say.
+std::pair<int64_t, int64_t> py_coded_bytes(const Tensor& packed, int64_t outputs, int64_t inputs) {
+    const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
+    nb::gil_scoped_release release;
+    const CodedWeight coded(weight);
+    const int64_t escapes = plan_coding(weight).num_escapes;
+    return {coded.bytes(escapes), escapes - coded.panels};
+}
+
+void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& out) {
+    const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
+    const CodingPlan plan = plan_coding(weight);
+    check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(plan.num_escapes)});
+    nb::gil_scoped_release release;
+    encode(weight, plan, out.base);
+}
+
 void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& ids,
                     const Tensor& out) {
     const Weight weight = weight_of(format, packed, outputs, inputs);
     const Storage storage = storage_of(out, "out");
     const Matrix rows = matrix(out, "out", out.dtype);
     check_shape(out, "out", {-1, inputs});
-    require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (storage == kBf16),
+    require(is_quantised(weight.format) || float_storage(weight.format) == storage,
             "out must have the weight's dtype, " + format + ", got " + out.describe());
     check_dense(ids, "ids", DType::i64, {rows.rows});
     check_range(ids.data<int64_t>(), rows.rows, outputs, "ids");
@@ -64,7 +89,7 @@ void py_linear(const std::string& format, const Tensor& packed, int64_t outputs,
     const Matrix rows = matrix(x, "x", x.dtype), results = matrix(out, "out", out.dtype);
     const Weight weight = weight_of(format, packed, outputs, rows.width);
     const Epilogue epilogue = epilogue_of(activation);
-    require(is_quantised(weight.format) || (weight.format == WeightFormat::bf16) == (x_storage == kBf16),
+    require(is_quantised(weight.format) || float_storage(weight.format) == x_storage,
             "x must have the weight's dtype, " + format + ", got " + x.describe());
     require(epilogue == kPlain || outputs % 32 == 0,
             "a gated product needs a multiple of 32 outputs, got " + std::to_string(outputs));
@@ -78,8 +103,15 @@ void py_linear(const std::string& format, const Tensor& packed, int64_t outputs,
 }  // namespace
 
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs) {
-    check_dense(packed, "packed", DType::u8, {checked_packed_bytes(format, outputs, inputs)});
-    return {packed.base, outputs, inputs, weight_format(format)};
+    const Weight weight{packed.base, outputs, inputs, weight_format(format)};
+    check_size(format, weight.format, outputs, inputs);
+    if (weight.format == WeightFormat::bf16_coded) {
+        check_dense(packed, "packed", DType::u8, {packed.shape[0]});
+        check_coded(weight, packed.shape[0]);
+    } else {
+        check_dense(packed, "packed", DType::u8, {packed_bytes(weight.format, outputs, inputs)});
+    }
+    return weight;
 }
 
 Epilogue epilogue_of(const std::string& activation) {
@@ -93,6 +125,8 @@ void bind_linear(nb::module_& m) {
     m.def("packed_bytes", &checked_packed_bytes, "format"_a, "outputs"_a, "inputs"_a);
     m.def("pack_rows", &py_pack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "rows"_a, "first_output"_a,
           "step"_a);
+    m.def("coded_bytes", &py_coded_bytes, "packed"_a, "outputs"_a, "inputs"_a);
+    m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "out"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
     m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a);
 }

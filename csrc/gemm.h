@@ -29,7 +29,7 @@ inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x
             acc[r][1] = mac<S>(acc[r][1], high, broadcast);
         }
     }
-    store_rows(task.out, row, panel_index, acc);
+    store_sums(task.out, row, panel_index, acc);
 }
 
 template <Storage S, int R = kGemmRows>

@@ -94,9 +94,25 @@ struct LinearOutput {
     Storage storage;
     Epilogue epilogue;
 };
+
+// A weight that the codes of coded.h cannot say. Every panel's end with one of a unit that there is not.
+struct Escape {
+    uint32_t unit;
+    uint16_t element, bits;  // of the unit's 64: output * 2 + input
+};
+constexpr int kCodedPairBytes = 192;  // of two units
+// Which byte of a coded unit holds an element.
+constexpr int coded_position(int element) { return element % 32 / 8 * 16 + element / 32 * 8 + element % 8; }
+struct CodedPanels {
+    const uint8_t* tables;  // of 16 codes each: the high bytes' exponent bits, then the low bytes'
+    const int32_t* first_escape;  // [panels]
+    const Escape* escapes;
+};
+
 struct GemmTask {
     const uint32_t* x;   // packed, see gemm.h
     const char* weight;  // packed
+    CodedPanels coded;   // of a coded weight
     RowGroups groups;
     LinearOutput out;
     int units;
@@ -128,6 +144,7 @@ struct Kernels {
                                            int64_t pair_end);
     void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                                int64_t panel_end);
+    void (*gemm_coded)(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end);
     int quant_rows, gemm_rows;  // most rows in a group
 };
 

@@ -15,6 +15,7 @@ namespace OCTAVO_LEVEL {
 #include "rope.h"
 #include "linear_output.h"
 #include "gemm.h"
+#include "coded.h"
 #include "quant.h"
 
 }  // namespace OCTAVO_LEVEL
@@ -33,6 +34,7 @@ const Kernels OCTAVO_TABLE = {
     .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
                      OCTAVO_LEVEL::quant_linear<kQ8_0>},
     .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
+    .gemm_coded = OCTAVO_LEVEL::gemm_coded,
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
     .gemm_rows = OCTAVO_LEVEL::kGemmRows,
 };

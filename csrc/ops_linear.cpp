@@ -67,7 +67,7 @@ constexpr int kMostGroupRows = 12;
 
 void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
-    const Storage storage = weight.format == WeightFormat::bf16 ? kBf16 : kF32;
+    const Storage storage = float_storage(weight.format);
     const bool odd = storage == kBf16 && weight.inputs % 2;
     GemmTask task{};
     task.weight = weight.packed;
@@ -93,9 +93,15 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
             }
         });
     }
-    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs;
-    parallel_panels(task.groups, panels, units * kPanelOutputs * 4,
-                    [&](auto... range) { level.gemm[storage](task, range...); });
+    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs, panel_bytes = units * kPanelOutputs * 4;
+    if (weight.format == WeightFormat::bf16_coded) {
+        const CodedWeight coded(weight);
+        task.weight += CodedWeight::header_bytes;
+        task.coded = coded.view(weight.packed);
+        return parallel_panels(task.groups, panels, coded.panel_bytes(),
+                               [&](auto... range) { level.gemm_coded(task, range...); });
+    }
+    parallel_panels(task.groups, panels, panel_bytes, [&](auto... range) { level.gemm[storage](task, range...); });
 }
 
 void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {

@@ -10,7 +10,7 @@ namespace {
 int gguf_block_bytes(QuantFormat format) { return format == kQ4_0 ? 18 : format == kQ4_1 ? 20 : 34; }
 
 int64_t units_per_output(const Weight& weight) {
-    return weight.format == WeightFormat::bf16 ? (weight.inputs + 1) / 2 : weight.inputs;
+    return float_storage(weight.format) == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs;
 }
 
 // Sixteen units of sixteen outputs at a time: lines of the packed weight are written whole.
@@ -104,7 +104,7 @@ void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* 
 
 int64_t stored_row_bytes(WeightFormat format, int64_t inputs) {
     if (is_quantised(format)) return inputs / 32 * gguf_block_bytes(quant_format(format));
-    return inputs * (format == WeightFormat::bf16 ? 2 : 4);
+    return inputs * (float_storage(format) == kBf16 ? 2 : 4);
 }
 
 int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
@@ -120,6 +120,7 @@ void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64
 
 void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {
     if (is_quantised(weight.format)) return unpack_quants(weight, output, storage, to);
+    if (weight.format == WeightFormat::bf16_coded) return decode_row(weight, output, to);
     const int64_t units = units_per_output(weight);
     const char* from = weight.packed + (output / kPanelOutputs * units * kPanelOutputs + output % kPanelOutputs) * 4;
     const int64_t row_bytes = stored_row_bytes(weight.format, weight.inputs);

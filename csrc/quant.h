@@ -82,7 +82,8 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) {
             scale[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride));
-            if constexpr (F == kQ4_1) minimum[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride) + 16);
+            if constexpr (F == kQ4_1)
+                minimum[t] = F16::load_half(reinterpret_cast<const uint16_t*>(tile + t * stride) + 16);
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {

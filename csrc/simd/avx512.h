@@ -114,6 +114,31 @@ inline void store_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 
+inline void store(U16 x, void* p) { _mm512_storeu_si512(p, x.v); }
+
+#define OCTAVO_DECODES_CODES
+// coded.h: exponent bits of the high and of the low bytes by code, and two units' weights from them.
+struct CodeTables {
+    __m512i high, low;
+};
+inline CodeTables load_tables(const uint8_t* tables) {
+    const auto* both = reinterpret_cast<const __m128i*>(tables);
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128(both)), _mm512_broadcast_i32x4(_mm_loadu_si128(both + 1))};
+}
+template <int K> inline void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    __m512i codes = _mm512_loadu_si512(from + 128);
+    if constexpr (K == 1) codes = _mm512_srli_epi16(codes, 4);
+    codes = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
+    const __m512i rest = _mm512_loadu_si512(from + K * 64);
+    const __m512i highs = _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(-128),
+                                                    _mm512_shuffle_epi8(tables.high, codes), kAndOr);
+    const __m512i lows = _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(127),
+                                                   _mm512_shuffle_epi8(tables.low, codes), kAndOr);
+    low.v = _mm512_unpacklo_epi8(lows, highs);
+    high.v = _mm512_unpackhi_epi8(lows, highs);
+}
+
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12;  // times two vectors of outputs

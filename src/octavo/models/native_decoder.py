@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -33,7 +33,6 @@ _TILE = 16  # outputs and dimensions to a vector
 _MAX_HEAD_DIM = 256
 _KEPT_ROWS = 256  # of logits
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_QUANTISED = frozenset(get_args(WeightFormat)) - set(kernels.FLOAT_FORMATS.values())
 
 
 def make_decoder(
@@ -263,7 +262,7 @@ class _PackingReader(WeightReader):
         if bias:
             biases = [self.get(f"{name}.bias", inner).view(-1, _TILE) for name in names]
             both = torch.stack(biases, dim=1).flatten()
-        return self._count(_Interleaved([_Part(weight, both)]))
+        return self._count(_Interleaved([_Part(weight.compact(), both)]))
 
     def _pack(self, names: list[str], out_features: list[int], in_features: int) -> _SideBySide:
         """Each run of matrices of one format becomes one."""
@@ -275,7 +274,7 @@ class _PackingReader(WeightReader):
             for matrix in together:
                 weight.put(matrix.read(), first)
                 first += matrix.outputs
-            parts.append(_Part(weight, None))
+            parts.append(_Part(weight.compact(), None))
         return _SideBySide(parts)
 
     def _count(self, linear: _L) -> _L:
@@ -290,7 +289,7 @@ class _PackingReader(WeightReader):
     def _stored(self, name: str, rows: int, inputs: int) -> RawTensor | None:
         """A quantised matrix whose bytes the kernels take as they are; None where it is to be read as floats."""
         raw = self._weights.raw(name) if self._quantised and self._weights.has(name) else None
-        if raw is None or raw.type.name not in _QUANTISED or inputs % 32:
+        if raw is None or raw.type.name not in kernels.QUANTISED_FORMATS or inputs % 32:
             return None
         self.check_shape(name, raw.shape, (rows, inputs))
         return raw

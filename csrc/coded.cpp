@@ -1,0 +1,134 @@
+// bf16 weights into twelve bits and, a row at a time, back: see coded.h.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "linear.h"
+#include "thread_pool.h"
+
+namespace octavo {
+namespace {
+
+constexpr int kCodes = 16, kUnitElements = 2 * kPanelOutputs;
+constexpr uint32_t kNoUnit = ~0u;
+
+int exponent_of(uint16_t bits) { return bits >> 7 & 255; }
+int code_of(uint16_t bits, int base) {  // -1: there is none
+    const int exponent = exponent_of(bits);
+    if (exponent == 0) return 0;
+    return exponent > base && exponent < base + kCodes ? exponent - base : -1;
+}
+
+// The elements of one panel as `gemm` takes it.
+struct Panel {
+    const uint16_t* elements;
+    int64_t units;
+    Panel(const Weight& weight, int64_t index) : units((weight.inputs + 1) / 2) {
+        elements = reinterpret_cast<const uint16_t*>(weight.packed) + index * units * kUnitElements;
+    }
+    template <class Body> void each(const Body& body) const {
+        for (int64_t unit = 0; unit < units; ++unit)
+            for (int element = 0; element < kUnitElements; ++element)
+                body(static_cast<uint32_t>(unit), element, elements[unit * kUnitElements + element]);
+    }
+};
+
+using Histogram = std::array<int64_t, 256>;
+
+void encode_panel(const Panel& panel, int base, char* to, Escape* escape) {
+    panel.each([&](uint32_t unit, int element, uint16_t bits) {
+        char* pair = to + unit / 2 * kCodedPairBytes;
+        const int at = coded_position(element), code = code_of(bits, base);
+        pair[unit % 2 * 64 + at] = static_cast<char>((bits >> 8 & 128) | (bits & 127));
+        if (code < 0) *escape++ = {unit, static_cast<uint16_t>(element), bits};
+        else pair[128 + at] = static_cast<char>(pair[128 + at] | code << (unit % 2 * 4));
+    });
+    *escape = {kNoUnit, 0, 0};
+}
+
+}  // namespace
+
+CodingPlan plan_coding(const Weight& weight) {
+    const CodedWeight coded(weight);
+    std::vector<Histogram> each(coded.panels);
+    parallel_for(static_cast<int>(coded.panels), [&](int panel) {
+        Histogram counts{};
+        Panel(weight, panel).each([&](uint32_t, int, uint16_t bits) { ++counts[exponent_of(bits)]; });
+        each[panel] = counts;
+    });
+    Histogram all{};
+    for (const Histogram& counts : each)
+        for (int exponent = 0; exponent < 256; ++exponent) all[exponent] += counts[exponent];
+    CodingPlan best{0, -1};
+    for (int base = 0; base + kCodes <= 256; ++base) {
+        int64_t escapes = coded.panels;
+        for (int exponent = 1; exponent < 256; ++exponent)
+            if (exponent <= base || exponent >= base + kCodes) escapes += all[exponent];
+        if (best.num_escapes < 0 || escapes < best.num_escapes) best = {base, escapes};
+    }
+    return best;
+}
+
+void encode(const Weight& weight, const CodingPlan& plan, char* to) {
+    const CodedWeight coded(weight);
+    std::memset(to, 0, coded.bytes(plan.num_escapes));
+    auto* tables = reinterpret_cast<uint8_t*>(to);
+    for (int code = 1; code < kCodes; ++code) {
+        tables[code] = static_cast<uint8_t>((plan.base + code) >> 1);
+        tables[kCodes + code] = static_cast<uint8_t>((plan.base + code) << 7);
+    }
+    std::memcpy(to + 2 * kCodes, &plan.num_escapes, sizeof plan.num_escapes);
+    char* panels = to + CodedWeight::header_bytes;
+    auto* first_escape = reinterpret_cast<int32_t*>(panels + coded.panels * coded.panel_bytes());
+    auto* escapes = reinterpret_cast<Escape*>(to + coded.escapes_at());
+    parallel_for(static_cast<int>(coded.panels), [&](int panel) {
+        int32_t count = 1;
+        Panel(weight, panel).each([&](uint32_t, int, uint16_t bits) { count += code_of(bits, plan.base) < 0; });
+        first_escape[panel] = count;
+    });
+    int32_t before = 0;
+    for (int64_t panel = 0; panel < coded.panels; ++panel) {
+        const int32_t count = first_escape[panel];
+        first_escape[panel] = before;
+        before += count;
+    }
+    parallel_for(static_cast<int>(coded.panels), [&](int panel) {
+        char* codes = panels + panel * coded.panel_bytes();
+        encode_panel({weight, panel}, plan.base, codes, escapes + first_escape[panel]);
+    });
+}
+
+void check_coded(const Weight& weight, int64_t bytes) {
+    const CodedWeight coded(weight);
+    int64_t num_escapes = -1;
+    if (bytes >= CodedWeight::header_bytes) std::memcpy(&num_escapes, weight.packed + 2 * kCodes, sizeof num_escapes);
+    if (num_escapes < coded.panels || num_escapes > bytes || bytes != coded.bytes(num_escapes))
+        throw std::invalid_argument("a coded weight of " + std::to_string(weight.outputs) + " x " +
+                                    std::to_string(weight.inputs) + " does not have " + std::to_string(bytes) +
+                                    " bytes");
+}
+
+void decode_row(const Weight& weight, int64_t output, char* to) {
+    const CodedWeight coded(weight);
+    const CodedPanels view = coded.view(weight.packed);
+    const int64_t panel = output / kPanelOutputs;
+    const char* from = weight.packed + CodedWeight::header_bytes + panel * coded.panel_bytes();
+    const Escape* escape = view.escapes + view.first_escape[panel];
+    for (int64_t input = 0; input < weight.inputs; ++input) {
+        const int64_t unit = input / 2;
+        const int element = static_cast<int>(output % kPanelOutputs * 2 + input % 2), at = coded_position(element);
+        const char* pair = from + unit / 2 * kCodedPairBytes;
+        const auto rest = static_cast<uint8_t>(pair[unit % 2 * 64 + at]), codes = static_cast<uint8_t>(pair[128 + at]);
+        const int code = codes >> (unit % 2 * 4) & 15;
+        auto bits = static_cast<uint16_t>(((rest & 128) | view.tables[code]) << 8 | (rest & 127) |
+                                          view.tables[kCodes + code]);
+        while (escape->unit < unit || (escape->unit == unit && escape->element < element)) ++escape;
+        if (escape->unit == unit && escape->element == element) bits = escape->bits;
+        std::memcpy(to + input * 2, &bits, 2);
+    }
+}
+
+}  // namespace octavo

@@ -1,0 +1,94 @@
+// bf16 weights in twelve bits, without loss. Included inside an instruction set's namespace.
+//
+// A trained matrix' exponents hardly differ: 15 neighbouring ones cover all but a few weights in ten thousand. Four
+// bits say which; sign and mantissa stay as they are. What other exponents there are is listed beside: the escapes. A
+// few rows wait for their weights, and get them in three quarters of the time. The panels are those of gemm.h:
+//
+//     two units   | unit 0: 64 x sign and mantissa | unit 1: the same | 64 x two codes: unit 0 low, unit 1 high |
+//
+// Bytes lie as unpacking to 16 bits within 128-bit lanes wants them, see coded_position. Code 0 is exponent 0, code c
+// the exponent base + c. Every group of rows decodes anew, in registers: the multiplier leaves time for it, and writing
+// a decoded panel for the other groups to read takes longer.
+
+#ifndef OCTAVO_DECODES_CODES
+struct CodeTables {
+    const uint8_t* bytes;
+};
+inline CodeTables load_tables(const uint8_t* tables) { return {tables}; }
+template <int K> inline void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+    alignas(64) uint16_t elements[64];
+    for (int element = 0; element < 64; ++element) {
+        const int at = coded_position(element);
+        const auto rest = static_cast<uint8_t>(from[K * 64 + at]), codes = static_cast<uint8_t>(from[128 + at]);
+        const int code = K == 0 ? codes & 15 : codes >> 4;
+        elements[element] = static_cast<uint16_t>(((rest & 128) | tables.bytes[code]) << 8 | (rest & 127) |
+                                                  tables.bytes[16 + code]);
+    }
+    low = U16::load(elements);
+    high = U16::load(elements + 32);
+}
+#endif
+
+// Weights of unit `unit` that its codes could not say, put into the vectors `low` and `high`.
+[[gnu::always_inline]] inline void put_escapes(const Escape*& escape, uint32_t unit, U16& low, U16& high) {
+    alignas(64) uint16_t elements[64];
+    store(low, elements);
+    store(high, elements + 32);
+    for (; escape->unit == unit; ++escape) elements[escape->element] = escape->bits;
+    low = U16::load(elements);
+    high = U16::load(elements + 32);
+}
+
+template <int R, int K>
+[[gnu::always_inline]] inline void coded_unit(const char* panel, const CodeTables& tables, int unit,
+                                              const Escape*& escape, const uint32_t* x, F16 (&acc)[R][2]) {
+    U16 low, high;
+    decode_unit<K>(panel, tables, low, high);
+    if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]] put_escapes(escape, unit, low, high);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        const U16 broadcast = U16::set1(x[r]);
+        acc[r][0] = mac<kBf16>(acc[r][0], low, broadcast);
+        acc[r][1] = mac<kBf16>(acc[r][1], high, broadcast);
+    }
+}
+
+template <int R>
+void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x, int64_t row,
+                int64_t index, int64_t ahead) {
+    const CodeTables tables = load_tables(task.coded.tables);
+    F16 acc[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
+    int unit = 0;
+    for (; unit + 1 < task.units; unit += 2, panel += kCodedPairBytes, x += 2 * R) {
+#pragma GCC unroll 3
+        for (int line = 0; line < kCodedPairBytes; line += 64)
+            __builtin_prefetch(panel + ahead + line, 0, R <= kGemmRowsThatWait ? 3 : 2);
+        coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
+        coded_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);
+    }
+    if (unit < task.units) coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
+    store_sums(task.out, row, index, acc);
+}
+
+template <int R = kGemmRows>
+inline void coded_group(int rows, const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x,
+                        int64_t row, int64_t index, int64_t ahead) {
+    if (rows == R)
+        return coded_tile<R>(task, panel, escape, x, row, index, R <= kGemmRowsThatWait ? kGemmPrefetch : ahead);
+    if constexpr (R > 1) coded_group<R - 1>(rows, task, panel, escape, x, row, index, ahead);
+}
+
+// As `gemm`, with coded panels.
+inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                       int64_t panel_end) {
+    const int64_t panel_bytes = (int64_t{task.units} + 1) / 2 * kCodedPairBytes;
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel)
+        for (int64_t group = group_begin; group < group_end; ++group) {
+            const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
+            coded_group<>(static_cast<int>(rows), task, task.weight + panel * panel_bytes,
+                          task.coded.escapes + task.coded.first_escape[panel], task.x + row * task.units, row, panel,
+                          group + 1 == group_end ? panel_bytes : 0);
+        }
+}

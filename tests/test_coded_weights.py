@@ -1,0 +1,115 @@
+"""bf16 weights in twelve bits: what comes back, what it multiplies to, and when it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import kernels
+from octavo.kernels import PackedWeight
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+every_level = pytest.mark.parametrize("level", kernels.supported_isas() if kernels.available() else [])
+
+
+@pytest.fixture(autouse=True)
+def _restore_level_and_threads() -> Iterator[None]:
+    level, threads = kernels.isa(), kernels.num_threads()
+    yield
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16)
+
+
+def random_bits(outputs: int, inputs: int, seed: int) -> torch.Tensor:
+    """Any bf16, NaN and infinities too: nearly all are escapes."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**15), 2**15, (outputs, inputs), dtype=torch.int16, generator=generator)
+    return words.view(torch.bfloat16)
+
+
+def trained(outputs: int, inputs: int, seed: int) -> torch.Tensor:
+    """Normal, as trained weights nearly are, with a few far outside: zeros, subnormals, large and tiny ones."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.05
+    for index, odd in enumerate((0.0, -0.0, 1e-39, 1e-30, -3e4, 1e20)):
+        weight.view(-1)[index * 7 % weight.numel()] = odd
+    return weight.bfloat16()
+
+
+@pytest.mark.parametrize("make", [random_bits, trained])
+@settings(max_examples=40, deadline=None)
+@given(outputs=st.integers(1, 100), inputs=st.integers(1, 70), seed=st.integers(0, 99))
+def test_every_bit_comes_back(make, outputs, inputs, seed):
+    weight = make(outputs, inputs, seed)
+    coded = PackedWeight.pack(weight).coded()
+    ids = torch.arange(outputs).flip(0)
+    assert torch.equal(bits(coded.rows(ids, torch.bfloat16)), bits(weight.flip(0)))
+
+
+@every_level
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 130),
+    with_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_products_have_the_bits_of_the_plain_weight(level, rows, outputs, inputs, with_bias, threads, seed):
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+    plain = PackedWeight.pack(trained(outputs, inputs, seed))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    bias = torch.randn(outputs, generator=generator).bfloat16() if with_bias else None
+    assert torch.equal(bits(plain.coded().linear(x, bias)), bits(plain.linear(x, bias)))
+
+
+@every_level
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_gated_product_has_them_too(level, rows):
+    kernels.force_isa(level)
+    plain = PackedWeight.empty("bfloat16", 96, 64)
+    plain.put(trained(48, 64, 1), 0, 2)
+    plain.put(trained(48, 64, 2), 16, 2)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(
+        bits(plain.coded().linear(x, activation="silu")),
+        bits(plain.linear(x, activation="silu")),
+    )
+
+
+def test_a_weight_is_coded_where_that_pays():
+    kernels.force_isa(kernels.supported_isas()[-1])
+    normal = PackedWeight.pack(torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16())
+    compact = normal.compact()
+    if kernels.isa().startswith("avx512"):
+        assert compact.format == "coded bfloat16"
+        assert 0.75 * normal.nbytes < compact.nbytes < 0.76 * normal.nbytes
+    else:
+        assert compact is normal
+    assert (wide := PackedWeight.pack(random_bits(256, 512, 0))).compact() is wide
+    assert (floats := PackedWeight.pack(torch.randn(32, 32))).compact() is floats
+    kernels.force_isa("portable")
+    assert normal.compact() is normal
+
+
+def test_what_is_not_bf16_or_not_coded_is_refused():
+    with pytest.raises(ValueError, match="only a bfloat16 weight is coded, this one is float32"):
+        PackedWeight.pack(torch.ones(4, 4)).coded()
+    coded = PackedWeight.pack(torch.ones(40, 8).bfloat16()).coded()
+    with pytest.raises(ValueError, match=f"coded weight of 40 x 8 does not have {coded.nbytes - 8} bytes"):
+        PackedWeight(coded.format, 40, 8, coded.packed[:-8]).rows(torch.tensor([0]), torch.bfloat16)
+    with pytest.raises(ValueError, match="rows are put into a bfloat16 weight"):
+        coded.put(torch.ones(4, 8).bfloat16())
+    with pytest.raises(ValueError, match="how large a coded weight is depends on what it holds"):
+        PackedWeight.empty("coded bfloat16", 4, 4)
