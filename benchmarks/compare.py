@@ -5,7 +5,8 @@
 
 Each engine runs in a process and an environment of its own: two requests to warm up, then the whole workload. Greedy,
 end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine may carry
-the weights it runs on: `octavo:gguf`, `llamacpp:Q4_0`. Nothing else should be running.
+the weights it runs on, `octavo:gguf`, and fewer rounds, `vllm@1`, where its start takes minutes. Rates are output
+tokens per second, or prompt tokens where the workload is a prefill. Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PEERS_HOME = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", default=["single", "uniform64", "mixed64"])
+    parser.add_argument("--workload", nargs="+", default=["single", "uniform64", "mixed64", "prefill2048"])
     parser.add_argument("--engine", nargs="+", default=["octavo", "openvino", "llamacpp"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
@@ -43,16 +44,21 @@ def main() -> None:
 
 
 def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dict[str, list[float]]:
-    """Output tokens per second of each round, by engine."""
+    """Tokens per second of each round, by engine."""
     rates: dict[str, list[float]] = {}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         requests = named_workload(workload)
         json.dump([{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests], file)
         file.flush()
-        for _ in range(rounds):
+        counted = "prompt_tokens" if workload.startswith("prefill") else "output_tokens"
+        for index in range(rounds):
             for engine in engines:
-                if (result := run(engine, file.name, timeout)) is not None:
-                    rates.setdefault(f"{result['engine']} {result['weights']}", []).append(result["output_tok_s"])
+                name, _, most = engine.partition("@")
+                if index >= int(most or rounds):
+                    continue
+                if (result := run(name, file.name, timeout)) is not None:
+                    label = f"{result['engine']} {result['weights']}"
+                    rates.setdefault(label, []).append(result[counted] / result["seconds"])
     return rates
 
 
@@ -74,20 +80,21 @@ def run(engine: str, workload_file: str, timeout: int) -> dict | None:
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: median output tokens per second (min to max), and the first engine over each."""
-    lines = ["| workload | engine | output tok/s | min to max | octavo's best / this |", "|---|---|---|---|---|"]
+    """Markdown: median tokens per second (min to max), rounds, and octavo's best over each."""
+    lines = ["| workload | engine | tok/s | min to max | rounds | octavo's best / this |", "|---|---|---|---|---|---|"]
     for workload, rates in results.items():
         ours = max((statistics.median(v) for k, v in rates.items() if k.startswith("octavo")), default=None)
         for engine, values in rates.items():
             median = statistics.median(values)
             ratio = f"{ours / median:.2f}" if ours else "–"
-            lines.append(f"| {workload} | {engine} | {median:.0f} | {min(values):.0f} to {max(values):.0f} | {ratio} |")
+            spread = f"{min(values):.0f} to {max(values):.0f}"
+            lines.append(f"| {workload} | {engine} | {median:.0f} | {spread} | {len(values)} | {ratio} |")
     return "\n".join(lines)
 
 
 def write(results: dict[str, dict[str, list[float]]], output: Path) -> None:
     machine = describe_machine()
-    output.with_suffix(".json").write_text(json.dumps({"machine": machine, "output_tok_s": results}, indent=1) + "\n")
+    output.with_suffix(".json").write_text(json.dumps({"machine": machine, "tokens_per_s": results}, indent=1) + "\n")
     output.with_suffix(".md").write_text(f"{machine}\n\n{table(results)}\n")
     plot(results, machine, output.with_suffix(".png"))
 
@@ -117,7 +124,7 @@ def plot(results: dict[str, dict[str, list[float]]], machine: str, path: Path) -
         bars = axis.barh(names, medians, color=colours)
         axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
         axis.set_title(workload, fontsize=10)
-        axis.set_xlabel("output tokens per second", fontsize=8)
+        axis.set_xlabel(f"{'prompt' if workload.startswith('prefill') else 'output'} tokens per second", fontsize=8)
         axis.margins(x=0.15)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)

@@ -15,7 +15,7 @@ def main():
         lambda: LLM(
             HF_DIR,
             dtype="bfloat16",
-            max_model_len=2048,
+            max_model_len=max(len(r["prompt_token_ids"]) + r["max_tokens"] for r in work) + 8,
             max_num_seqs=64,
             enable_prefix_caching=os.environ.get("PREFIX", "0") == "1",
         )

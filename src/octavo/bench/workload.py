@@ -16,7 +16,7 @@ FIRST_TOKEN_ID = 100
 END_TOKEN_ID = 40_000
 """Ids up to here exist in every vocabulary that is benchmarked by default."""
 
-NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN, sharegptN, alpacaN (N requests, as in mixed64)"
+NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN, prefillN, sharegptN, alpacaN (N requests, as in mixed64)"
 
 _DIALOGUES = {"sharegpt": (161.31, 1.2, 337.99, 0.9), "alpaca": (19.31, 0.6, 58.45, 0.9)}
 """Mean and sigma of the logarithm, of prompt and output lengths. The means are those of the PagedAttention paper
@@ -50,11 +50,12 @@ def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[Be
     single: one prompt of 64 tokens, 128 out. uniformN: N of those. mixedN: log-normal lengths of a chat service,
     16 to 1024 in and 8 to 256 out. sharedN: one prefix of 512 tokens, 32 of each request's own, 32 out. sharegptN and
     alpacaN: log-normal lengths with the means of those datasets (ShareGPT: 161 in, 338 out; Alpaca: 19 in, 58 out).
+    prefillN: one prompt of N tokens, 1 out.
 
     Raises:
         ConfigError: there is no such workload.
     """
-    match = re.fullmatch(r"(single)|(uniform|mixed|shared|sharegpt|alpaca)([1-9][0-9]*)", name)
+    match = re.fullmatch(r"(single)|(uniform|mixed|shared|sharegpt|alpaca|prefill)([1-9][0-9]*)", name)
     if not match:
         raise ConfigError(f"unknown workload {name!r}: {NAMED_WORKLOADS}")
     rng = random.Random(seed)
@@ -63,6 +64,8 @@ def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[Be
         return [_mixed_request(rng, end) for _ in range(count)]
     if kind in _DIALOGUES:
         return [_dialogue_request(rng, end, *_DIALOGUES[kind]) for _ in range(count)]
+    if kind == "prefill":
+        return [BenchRequest(random_token_ids(rng, count, end), 1)]
     if kind == "shared":
         prefix = random_token_ids(rng, 512, end)
         return [BenchRequest(prefix + random_token_ids(rng, 32, end), 32) for _ in range(count)]
