@@ -74,13 +74,14 @@ struct Tile {
 //     reads         K K K K  softmax  V V V V
 //     asks for      k k k k    v v    v v v v      of the next tile
 //
-// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike.
+// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike. Rows of a prompt, more than one
+// pass takes, multiply a tile for longer than it takes to come, and ask for nothing.
 struct TilePair {
     Tile now, next;
 };
 
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
-template <Storage S, int R, int N>
+template <Storage S, int R, int N, bool Ask>
 inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query, float* scores) {
     F16 acc[R][N];
     for (int r = 0; r < R; ++r)
@@ -92,7 +93,7 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             k[n] = U16::load(tiles.now.key[first + n] + at);
-            __builtin_prefetch(tiles.next.key[first + n] + at, 0, 2);
+            if constexpr (Ask) __builtin_prefetch(tiles.next.key[first + n] + at, 0, 2);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -106,7 +107,7 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
 }
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile.
-template <Storage S, int R, int N>
+template <Storage S, int R, int N, bool Ask>
 inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim, const uint32_t* weights,
                        const float* rescale, const Rows& rows, int first_row) {
     constexpr int pair = kPair<S>;
@@ -120,7 +121,7 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int hi
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             loaded[n] = U16::load(v + n * 64);
-            __builtin_prefetch(next + n * 64, 0, 2);
+            if constexpr (Ask) __builtin_prefetch(next + n * 64, 0, 2);
             if constexpr (first_of_pair_only) loaded[n] = loaded[n] & U16::set1(0x0000ffffu);
         }
 #pragma GCC unroll 8
@@ -151,7 +152,7 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int hi
 }
 
 // One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
-template <Storage S, int R>
+template <Storage S, int R, bool Ask>
 void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query, const Rows& rows,
                AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
@@ -167,9 +168,9 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
 
     float* scores = scratch.scores;
     if (kVectorsPerPass == kVectors && first_vector == 0 && end_vector == kVectors)
-        score_pass<S, R, kVectors>(kv, tiles, 0, query, scores);
+        score_pass<S, R, kVectors, Ask>(kv, tiles, 0, query, scores);
     else
-        for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1>(kv, tiles, v, query, scores);
+        for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
 
     const float factor = task.softcap != 0.0f ? task.scale / task.softcap : task.scale * kLog2E;
     alignas(64) float rescale[16] = {};
@@ -195,7 +196,7 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
                 top = max(top, s[v]);
             }
         }
-        if (first_row == 0)
+        if constexpr (Ask)
             for (int line = 0; line < kLinesAskedTwice; ++line)
                 __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
         // The maximum seldom moves after the first tiles; to see that is cheaper than to find the tile's.
@@ -221,21 +222,21 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     int dim = 0;
     if constexpr (kVectorsPerPass > 1)
         for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            value_pass<S, R, kVectorsPerPass>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
+            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
     for (; dim < kv.value_dim; dim += 16)
-        value_pass<S, R, 1>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
+        value_pass<S, R, 1, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
 }
 
-template <Storage S>
+template <Storage S, bool Ask>
 inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query,
                           const Rows& rows, AttendScratch& scratch) {
     switch (count) {
-        case 1: return tile_rows<S, 1>(task, tiles, first_row, query, rows, scratch);
-        case 2: return tile_rows<S, 2>(task, tiles, first_row, query, rows, scratch);
-        case 3: return tile_rows<S, 3>(task, tiles, first_row, query, rows, scratch);
-        case 4: return tile_rows<S, 4>(task, tiles, first_row, query, rows, scratch);
-        case 5: return tile_rows<S, kMaxRows < 5 ? 1 : 5>(task, tiles, first_row, query, rows, scratch);
-        case 6: return tile_rows<S, kMaxRows < 6 ? 1 : 6>(task, tiles, first_row, query, rows, scratch);
+        case 1: return tile_rows<S, 1, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 2: return tile_rows<S, 2, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 3: return tile_rows<S, 3, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 4: return tile_rows<S, 4, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 5: return tile_rows<S, kMaxRows < 5 ? 1 : 5, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 6: return tile_rows<S, kMaxRows < 6 ? 1 : 6, Ask>(task, tiles, first_row, query, rows, scratch);
     }
 }
 
@@ -318,9 +319,13 @@ template <Storage S> void attend_split(const AttendTask& task, int split, const 
                 tiles.next = locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
             const Rows head_rows{rows.values(head * rows_per_head), rows.value_dim};
             const uint32_t* query = scratch.query + head * rows_per_head * units;
+            if (rows_per_head <= kMaxRows) {
+                dispatch_rows<S, true>(rows_per_head, task, tiles, 0, query, head_rows, scratch);
+                continue;
+            }
             for (int first = 0; first < rows_per_head; first += kMaxRows) {
                 const int count = rows_per_head - first < kMaxRows ? rows_per_head - first : kMaxRows;
-                dispatch_rows<S>(count, task, tiles, first, query, head_rows, scratch);
+                dispatch_rows<S, false>(count, task, tiles, first, query, head_rows, scratch);
                 query += units * count;
             }
         }
