@@ -72,22 +72,29 @@ struct Shape {
     int members;   // query heads of a KV head per item: all of them, but for groups larger than a task
 };
 
-Shape choose_shape(const AttentionCall& call, int query_len, bool many_sequences) {
+Shape choose_shape(const AttentionCall& call, int query_len, bool much_context) {
     const int group = call.num_heads / call.kv.kv_heads;
     const int parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, members = (group + parts - 1) / parts;
     // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
     // lie side by side in memory, unless that would leave threads without work.
-    if (parts == 1 && many_sequences && query_len * call.num_heads <= kMaxTaskRows)
+    if (parts == 1 && much_context && query_len * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
     return {std::max(1, kMaxTaskRows / members), 1, members};
 }
 
-void add_items(const AttentionCall& call, Plan& plan, int seq) {
+// Whether the splits of all contexts are enough tasks, however many heads a task takes.
+bool has_much_context(const AttentionCall& call) {
+    int64_t splits = 0;
+    for (int seq = 0; seq < call.num_seqs; ++seq) splits += (int64_t{call.context_lens[seq]} + kSplit - 1) / kSplit;
+    return splits >= 4 * num_threads();
+}
+
+void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context) {
     const int query_begin = call.query_start[seq], query_len = call.query_start[seq + 1] - query_begin;
     const int context_len = call.context_lens[seq];
     check_sequence(call, seq, query_len, context_len);
     const int group = call.num_heads / call.kv.kv_heads;
-    const Shape shape = choose_shape(call, query_len, call.num_seqs >= 2 * num_threads());
+    const Shape shape = choose_shape(call, query_len, much_context);
     AttendTask task{};
     task.kv = &call.kv;
     task.query_token_stride = call.query_token_stride;
@@ -157,7 +164,8 @@ void attend(const AttentionCall& call) {
     static thread_local Plan plan;  // its vectors keep their memory from step to step
     plan.items.clear();
     plan.slices.clear();
-    for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq);
+    const bool much_context = has_much_context(call);
+    for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq, much_context);
     cut(plan);
 
     const Kernels& level = kernels();

@@ -28,6 +28,17 @@ def assert_idle(core: EngineCore) -> None:
 
 
 @pytest.fixture
+def restore_kernels() -> Iterator[None]:
+    """The instruction-set level and the threads that a test leaves are those it found."""
+    from octavo import kernels
+
+    level, threads = kernels.isa(), kernels.num_threads()
+    yield
+    kernels.force_isa(level)
+    kernels.set_num_threads(threads)
+
+
+@pytest.fixture
 def make_llm() -> Iterator[MakeLLM]:
     """Makes `LLM`s in float32 on one thread; at the end of the test each must be idle."""
     import torch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,16 +10,11 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.kernels import PackedWeight
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
+    pytest.mark.usefixtures("restore_kernels"),
+]
 every_level = pytest.mark.parametrize("level", kernels.supported_isas() if kernels.available() else [])
-
-
-@pytest.fixture(autouse=True)
-def _restore_level_and_threads() -> Iterator[None]:
-    level, threads = kernels.isa(), kernels.num_threads()
-    yield
-    kernels.force_isa(level)
-    kernels.set_num_threads(threads)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

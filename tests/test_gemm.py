@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -14,7 +13,10 @@ from hypothesis import strategies as st
 from octavo import kernels
 from octavo.kernels import PackedWeight
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
+    pytest.mark.usefixtures("restore_kernels"),
+]
 LEVELS = kernels.supported_isas() if kernels.available() else []
 FLOATS = [torch.bfloat16, torch.float32]
 QUANTISED = ["Q4_0", "Q4_1", "Q8_0"]
@@ -23,14 +25,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 every_level = pytest.mark.parametrize("level", LEVELS)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 every_quant = pytest.mark.parametrize("name", QUANTISED)
-
-
-@pytest.fixture(autouse=True)
-def _restore_level_and_threads() -> Iterator[None]:
-    level, threads = kernels.isa(), kernels.num_threads()
-    yield
-    kernels.force_isa(level)
-    kernels.set_num_threads(threads)
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,18 +16,13 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
 from tests.attention.batches import PagedSequences
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
+    pytest.mark.usefixtures("restore_kernels"),
+]
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 LEVELS = kernels.supported_isas() if kernels.available() else []
-
-
-@pytest.fixture(autouse=True)
-def _restore_level_and_threads() -> Iterator[None]:
-    level, threads = kernels.isa(), kernels.num_threads()
-    yield
-    kernels.force_isa(level)
-    kernels.set_num_threads(threads)
 
 
 def exact(kv, query, batch, *, scale, softcap=None, sinks=None):

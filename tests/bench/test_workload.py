@@ -44,6 +44,11 @@ def test_mixed64_has_the_published_number_of_tokens():
     assert sum(r.max_tokens for r in requests) == 6_027
 
 
+def test_a_prefill_is_one_long_prompt_and_one_token():
+    [request] = named_workload("prefill2048")
+    assert (len(request.prompt_token_ids), request.max_tokens) == (2048, 1)
+
+
 def test_shared_workloads_share_512_tokens_and_no_more():
     first, second = named_workload("shared2")
     assert first.prompt_token_ids[:512] == second.prompt_token_ids[:512]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,15 @@ from tests.models import test_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 from tests.models.test_decoder import VOCAB, model_config
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
+    pytest.mark.usefixtures("restore_kernels"),
+]
 LEVELS = kernels.supported_isas() if kernels.available() else []
 CPU = torch.device("cpu")
 # Wide enough for whole vectors; the head's bias-free product and the vocabulary keep their odd widths.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
-
-@pytest.fixture(autouse=True)
-def _restore_level_and_threads() -> Iterator[None]:
-    level, threads = kernels.isa(), kernels.num_threads()
-    yield
-    kernels.force_isa(level)
-    kernels.set_num_threads(threads)
 
 
 class StateDict(test_decoder.StateDict):
