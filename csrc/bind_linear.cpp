@@ -1,5 +1,5 @@
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bindings.h"
 
@@ -33,12 +33,11 @@ int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t i
     return packed_bytes(format, outputs, inputs);
 }
 
-
 void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& rows,
                   int64_t first_output, int64_t step) {
     const Weight weight = weight_of(format, packed, outputs, inputs);
     require(weight.format != WeightFormat::bf16_coded, "rows are put into a bfloat16 weight, which is coded then");
-    const DType dtype = is_quantised(weight.format)                 ? DType::u8
+    const DType dtype = is_quantised(weight.format)             ? DType::u8
                         : float_storage(weight.format) == kBf16 ? DType::bf16
                                                                 : DType::f32;
     const Matrix stored = matrix(rows, "rows", dtype);
@@ -52,21 +51,20 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
     pack_rows(weight, stored.base, stored.stride, stored.rows, place);
 }
 
-// Bytes of the weight once it is coded, and how many of its elements codes cannot say.
-std::pair<int64_t, int64_t> py_coded_bytes(const Tensor& packed, int64_t outputs, int64_t inputs) {
+// How the weight would be coded: the lowest exponent's code, the escapes' number, and the bytes it comes to.
+std::tuple<int, int64_t, int64_t> py_plan_coding(const Tensor& packed, int64_t outputs, int64_t inputs) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
     nb::gil_scoped_release release;
-    const CodedWeight coded(weight);
-    const int64_t escapes = plan_coding(weight).num_escapes;
-    return {coded.bytes(escapes), escapes - coded.panels};
+    const CodingPlan plan = plan_coding(weight);
+    return {plan.base, plan.num_escapes, CodedWeight(weight).bytes(plan.num_escapes)};
 }
 
-void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& out) {
+void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes, const Tensor& out) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
-    const CodingPlan plan = plan_coding(weight);
-    check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(plan.num_escapes)});
+    require(num_escapes >= 0, "a weight cannot have " + std::to_string(num_escapes) + " escapes");
+    check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(num_escapes)});
     nb::gil_scoped_release release;
-    encode(weight, plan, out.base);
+    encode(weight, {base, num_escapes}, out.base);
 }
 
 void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& ids,
@@ -125,8 +123,8 @@ void bind_linear(nb::module_& m) {
     m.def("packed_bytes", &checked_packed_bytes, "format"_a, "outputs"_a, "inputs"_a);
     m.def("pack_rows", &py_pack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "rows"_a, "first_output"_a,
           "step"_a);
-    m.def("coded_bytes", &py_coded_bytes, "packed"_a, "outputs"_a, "inputs"_a);
-    m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "out"_a);
+    m.def("plan_coding", &py_plan_coding, "packed"_a, "outputs"_a, "inputs"_a);
+    m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
     m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a);
 }

@@ -64,7 +64,7 @@ CodingPlan plan_coding(const Weight& weight) {
         for (int exponent = 0; exponent < 256; ++exponent) all[exponent] += counts[exponent];
     CodingPlan best{0, -1};
     for (int base = 0; base + kCodes <= 256; ++base) {
-        int64_t escapes = coded.panels;
+        int64_t escapes = 0;
         for (int exponent = 1; exponent < 256; ++exponent)
             if (exponent <= base || exponent >= base + kCodes) escapes += all[exponent];
         if (best.num_escapes < 0 || escapes < best.num_escapes) best = {base, escapes};
@@ -95,6 +95,9 @@ void encode(const Weight& weight, const CodingPlan& plan, char* to) {
         first_escape[panel] = before;
         before += count;
     }
+    if (const int64_t found = before - coded.panels; found != plan.num_escapes)
+        throw std::invalid_argument("from exponent " + std::to_string(plan.base) + " the weight has " +
+                                    std::to_string(found) + " escapes, not " + std::to_string(plan.num_escapes));
     parallel_for(static_cast<int>(coded.panels), [&](int panel) {
         char* codes = panels + panel * coded.panel_bytes();
         encode_panel({weight, panel}, plan.base, codes, escapes + first_escape[panel]);
@@ -105,7 +108,7 @@ void check_coded(const Weight& weight, int64_t bytes) {
     const CodedWeight coded(weight);
     int64_t num_escapes = -1;
     if (bytes >= CodedWeight::header_bytes) std::memcpy(&num_escapes, weight.packed + 2 * kCodes, sizeof num_escapes);
-    if (num_escapes < coded.panels || num_escapes > bytes || bytes != coded.bytes(num_escapes))
+    if (num_escapes < 0 || num_escapes > bytes || bytes != coded.bytes(num_escapes))
         throw std::invalid_argument("a coded weight of " + std::to_string(weight.outputs) + " x " +
                                     std::to_string(weight.inputs) + " does not have " + std::to_string(bytes) +
                                     " bytes");

@@ -34,7 +34,7 @@ struct CodedWeight {
     static constexpr int64_t header_bytes = 64;
     int64_t escapes_at() const { return header_bytes + panels * panel_bytes() + (panels * 4 + 63) / 64 * 64; }
     int64_t bytes(int64_t num_escapes) const {
-        return escapes_at() + num_escapes * static_cast<int64_t>(sizeof(Escape));
+        return escapes_at() + (num_escapes + panels) * static_cast<int64_t>(sizeof(Escape));  // and an end for each panel
     }
     explicit CodedWeight(const Weight& weight)
         : panels((weight.outputs + kPanelOutputs - 1) / kPanelOutputs), pairs((weight.inputs + 3) / 4) {}
@@ -46,10 +46,11 @@ struct CodedWeight {
 };
 // How a packed bf16 weight would be coded: its 15 commonest neighbouring exponents, and what is beside them.
 struct CodingPlan {
-    int base;             // code c is exponent base + c
-    int64_t num_escapes;  // one at the end of each panel included
+    int base;  // code c is exponent base + c
+    int64_t num_escapes;
 };
 CodingPlan plan_coding(const Weight& weight);
+// Throws std::invalid_argument where the plan is another weight's.
 void encode(const Weight& weight, const CodingPlan& plan, char* to);
 // Throws std::invalid_argument unless `bytes` bytes hold what `encode` wrote.
 void check_coded(const Weight& weight, int64_t bytes);

@@ -102,6 +102,11 @@ def test_what_is_not_bf16_or_not_coded_is_refused():
     coded = PackedWeight.pack(torch.ones(40, 8).bfloat16()).coded()
     with pytest.raises(ValueError, match=f"coded weight of 40 x 8 does not have {coded.nbytes - 8} bytes"):
         PackedWeight(coded.format, 40, 8, coded.packed[:-8]).rows(torch.tensor([0]), torch.bfloat16)
+    plain = PackedWeight.pack(trained(40, 8, 0))
+    base, num_escapes, nbytes = kernels._native.plan_coding(plain.packed, 40, 8)
+    assert num_escapes > 0
+    with pytest.raises(ValueError, match=f"the weight has [0-9]+ escapes, not {num_escapes}"):
+        plain._encode(base - 9, num_escapes, nbytes)
     with pytest.raises(ValueError, match="rows are put into a bfloat16 weight"):
         coded.put(torch.ones(4, 8).bfloat16())
     with pytest.raises(ValueError, match="how large a coded weight is depends on what it holds"):

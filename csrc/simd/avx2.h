@@ -139,13 +139,13 @@ inline void store_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
-constexpr int kVectorsPerPass = 1;
-constexpr int kMaxRows = 4;
-constexpr int kGemmRows = 3;  // times two vectors of outputs
 inline void store(U16 x, void* p) {
     auto* q = static_cast<__m256i*>(p);
     _mm256_storeu_si256(q, x.lo);
     _mm256_storeu_si256(q + 1, x.hi);
 }
 
+constexpr int kVectorsPerPass = 1;
+constexpr int kMaxRows = 4;
+constexpr int kGemmRows = 3;  // times two vectors of outputs
 constexpr int kQuantRows = 2, kQuantTiles = 1;

@@ -168,9 +168,9 @@ inline void store_int8(F16 x, int8_t* p) { OCTAVO_LANES p[i] = static_cast<int8_
 
 #undef OCTAVO_LANES
 
+inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
+
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 4;  // times two vectors of outputs
-inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
-
 constexpr int kQuantRows = 4, kQuantTiles = 1;
