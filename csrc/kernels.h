@@ -117,10 +117,19 @@ struct GemmTask {
     LinearOutput out;
     int units;
 };
+// Quantised activations, see quant.h. A group of R rows lies together.
+struct QuantRows {
+    uint32_t* quants;     // [rows / R][blocks * 8][R]
+    uint32_t* exponents;  // [rows / R][blocks][R]: to be added to those of the weights' scales
+    uint32_t* sums;       // [rows / R][blocks][R]: an integer to begin with, or the float that a minimum is times of
+    float* scales;        // [rows]
+    QuantRows at(int64_t row, int64_t blocks) const {
+        return {quants + row * blocks * 8, exponents + row * blocks, sums + row * blocks, scales + row};
+    }
+};
 struct QuantTask {
     const uint8_t* weight;
-    const uint32_t* quants;      // packed like GemmTask::x
-    const float *scales, *sums;  // [rows / R][blocks][R], as quantise_row makes them: scaled sums for Q4_1
+    QuantRows x;
     RowGroups groups;
     LinearOutput out;
     int64_t tiles;
@@ -136,10 +145,9 @@ struct Kernels {
     // residual may be null; otherwise x += residual first.
     void (*rms_norm[kNumStorages])(char* x, const char* residual, const char* weight, char* out, int width, float eps);
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
-    // Index of the largest of x[0, count), the first of equals; NaN is never the largest.
+    // Index of the largest of x[0, count), the first of equals; of a NaN if there is one.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
-    void (*quantise_row[kNumStorages])(const char* x, int width, bool scaled, int8_t* quants, float* scales,
-                                       float* sums);
+    void (*quantise_rows[kNumStorages])(QuantFormat, const char* const* rows, int count, int width, const QuantRows&);
     void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end, int64_t pair_begin,
                                            int64_t pair_end);
     void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,

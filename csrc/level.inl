@@ -16,6 +16,7 @@ namespace OCTAVO_LEVEL {
 #include "linear_output.h"
 #include "gemm.h"
 #include "coded.h"
+#include "interleave.h"
 #include "quant.h"
 
 }  // namespace OCTAVO_LEVEL
@@ -30,7 +31,7 @@ const Kernels OCTAVO_TABLE = {
     .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>},
               {OCTAVO_LEVEL::gated<kF32, kSilu>, OCTAVO_LEVEL::gated<kF32, kGeluTanh>}},
     .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
-    .quantise_row = {OCTAVO_LEVEL::quantise_row<kBf16>, OCTAVO_LEVEL::quantise_row<kF32>},
+    .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
     .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
                      OCTAVO_LEVEL::quant_linear<kQ8_0>},
     .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},

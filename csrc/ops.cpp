@@ -70,7 +70,7 @@ void argmax(Storage storage, const Matrix& logits, int64_t* out) {
         Best winner = best[row * segments];
         for (int64_t segment = 1; segment < segments; ++segment) {
             const Best& other = best[row * segments + segment];
-            if (other.value > winner.value) winner = other;
+            if (!(other.value <= winner.value) && winner.value == winner.value) winner = other;
         }
         out[row] = winner.index;
     }

@@ -42,50 +42,7 @@ template <class Body> void parallel_groups(RowGroups groups, int64_t bytes, cons
     });
 }
 
-using Quad [[gnu::vector_size(16)]] = uint32_t;
-
-// Four units of four rows -> [unit][row], a unit `stride` after the one before.
-inline void transpose_quads(const char* const* rows, int64_t unit, uint32_t* to, int64_t stride) {
-    Quad row[4];
-    for (int r = 0; r < 4; ++r) std::memcpy(&row[r], rows[r] + unit * 4, sizeof(Quad));
-    const Quad low01 = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
-    const Quad high01 = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
-    const Quad low23 = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
-    const Quad high23 = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
-    const Quad units[4] = {
-        __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-        __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
-    for (int u = 0; u < 4; ++u) std::memcpy(to + u * stride, &units[u], sizeof(Quad));
-}
-
-// rows of `units` units -> [unit][row]
-template <int R> void interleave_rows(const char* const* rows, int64_t units, uint32_t* packed) {
-    int64_t unit = 0;
-    for (; unit + 4 <= units; unit += 4) {
-        int r = 0;
-        for (; r + 4 <= R; r += 4) transpose_quads(rows + r, unit, packed + unit * R + r, R);
-        for (; r < R; ++r)
-            for (int64_t u = unit; u < unit + 4; ++u) std::memcpy(packed + u * R + r, rows[r] + u * 4, 4);
-    }
-    for (; unit < units; ++unit)
-        for (int r = 0; r < R; ++r) std::memcpy(packed + unit * R + r, rows[r] + unit * 4, 4);
-}
-void interleave(const char* const* rows, int64_t count, int64_t units, uint32_t* packed) {
-    switch (count) {
-        case 1: return interleave_rows<1>(rows, units, packed);
-        case 2: return interleave_rows<2>(rows, units, packed);
-        case 3: return interleave_rows<3>(rows, units, packed);
-        case 4: return interleave_rows<4>(rows, units, packed);
-        case 5: return interleave_rows<5>(rows, units, packed);
-        case 6: return interleave_rows<6>(rows, units, packed);
-        case 7: return interleave_rows<7>(rows, units, packed);
-        case 8: return interleave_rows<8>(rows, units, packed);
-        case 9: return interleave_rows<9>(rows, units, packed);
-        case 10: return interleave_rows<10>(rows, units, packed);
-        case 11: return interleave_rows<11>(rows, units, packed);
-        case 12: return interleave_rows<12>(rows, units, packed);
-    }
-}
+#include "interleave.h"
 constexpr int kMostGroupRows = 12;
 
 void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
@@ -131,34 +88,20 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
     const Kernels& level = kernels();
     const QuantFormat format = quant_format(weight.format);
     const int64_t blocks = weight.inputs / 32;
-    uint32_t* packed = scratch<uint32_t, 1>(x.rows * blocks * 8);
-    float* scales = scratch<float, 2>(x.rows * blocks * 2);
-    float* sums = scales + x.rows * blocks;
+    uint32_t* packed = scratch<uint32_t, 1>(x.rows * blocks * (8 + 2));
     QuantTask task{};
     task.weight = reinterpret_cast<const uint8_t*>(weight.packed);
-    task.quants = packed;
-    task.scales = scales;
-    task.sums = sums;
+    task.x = {packed, packed + x.rows * blocks * 8, packed + x.rows * blocks * 9, scratch<float, 2>(x.rows)};
     task.groups = RowGroups(x.rows, level.quant_rows);
     task.out = out;
     task.tiles = (weight.outputs + 15) / 16;
     task.blocks = static_cast<int>(blocks);
     parallel_groups(task.groups, x.rows * x.width * 2, [&](int64_t group) {
         const int64_t first = task.groups.begin(group), count = task.groups.begin(group + 1) - first;
-        int8_t* quants = scratch<int8_t, 3>(count * x.width);
-        float* each = scratch<float, 4>(count * blocks * 2);
-        const char *rows[kMostGroupRows], *row_scales[kMostGroupRows], *row_sums[kMostGroupRows];
-        for (int64_t r = 0; r < count; ++r) {
-            float *scale = each + r * blocks, *sum = each + (count + r) * blocks;
-            level.quantise_row[x_storage](x.row(first + r), static_cast<int>(x.width), format == kQ4_1,
-                                          quants + r * x.width, scale, sum);
-            rows[r] = reinterpret_cast<const char*>(quants + r * x.width);
-            row_scales[r] = reinterpret_cast<const char*>(scale);
-            row_sums[r] = reinterpret_cast<const char*>(sum);
-        }
-        interleave(rows, count, blocks * 8, packed + first * blocks * 8);
-        interleave(row_scales, count, blocks, reinterpret_cast<uint32_t*>(scales + first * blocks));
-        interleave(row_sums, count, blocks, reinterpret_cast<uint32_t*>(sums + first * blocks));
+        const char* rows[kMostGroupRows];
+        for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
+        level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
+                                       task.x.at(first, blocks));
     });
     parallel_panels(task.groups, (task.tiles + 1) / 2, 2 * blocks * quant_block_bytes(format),
                     [&](auto... range) { level.quant_linear[format](task, range...); });

@@ -8,33 +8,97 @@
 //     Q4   vector j, lane n: bytes 4j .. 4j+3 of output n; low nibbles are inputs 4j .., high ones 16 + 4j ..
 //     Q8   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
 //
-// Activations are quantised to int8 in the same groups of 32, as llama.cpp does, and lie in groups of up to kQuantRows
-// rows as in gemm.h, a unit being four of them:
-//     sum (d q + m) x  =  dx d (sum(q xq) - z sum(xq)) + dx m sum(xq),   z = 8 in Q4_0, 128 in Q8_0, m in Q4_1 only
+// Activations are quantised to int8. A row has a scale s of 127 steps to its largest value, and each of its blocks a
+// power of two of it, the finest that holds its own largest: that takes an addition to exponents, on ports that wait
+// for the multiplying ones. A rounded block is the integers xq times s / 2^k:
+//     sum (d q + m) x  =  s / 2^24 (2^(24-k) d (sum(q xq) - z sum(xq)) + m 2^(24-k) sum(xq)),
+//     z = 8 in Q4_0, 128 in Q8_0, m in Q4_1 only
+// They lie in groups of up to kQuantRows rows as in gemm.h, a unit being four of them.
 
 template <QuantFormat F> constexpr int kQuantVectors = F == kQ8_0 ? 8 : 4;
-template <QuantFormat F> constexpr int kQuantZero = F == kQ4_0 ? 8 : F == kQ8_0 ? 128 : 0;
+constexpr int quant_zero(QuantFormat format) { return format == kQ4_0 ? 8 : format == kQ8_0 ? 128 : 0; }
+constexpr int kQuantFinest = 24;  // the most binary places that a block may be finer than its row
 
-inline F16 round16(F16 x) {  // to integers, |x| < 2^22
-    const F16 magic = F16::set1(12582912.0f);
-    return (x + magic) - magic;
+// The bits of the largest size among 32 numbers. As integers, sizes are ordered like numbers, and above them all come
+// infinity and what is no number.
+inline int32_t largest_size(const float* x) {
+    const U16 size = U16::set1(0x7fffffff);
+    return reduce_max(max(U16::load(x) & size, U16::load(x + 16) & size));
+}
+inline int32_t largest_size(const bf16* x) {
+    const U16 pairs = U16::load(x), size = U16::set1(0x7fff0000);
+    return reduce_max(max(pairs & size, shift_left<16>(pairs) & size));
 }
 
-// Sums are those of the quants, or with `scaled` of what they stand for.
-template <Storage S>
-void quantise_row(const char* bytes, int width, bool scaled, int8_t* quants, float* scales, float* sums) {
-    const auto* x = reinterpret_cast<const Element<S>*>(bytes);
-    for (int block = 0; block < width / 32; ++block, x += 32, quants += 32) {
-        const F16 a = F16::load(x), b = F16::load(x + 16);
-        const F16 size = max(max(a, F16::zero() - a), max(b, F16::zero() - b));
-        const float largest = reduce_max(size);
-        const F16 inverse = F16::set1(largest > 0.0f ? 127.0f / largest : 0.0f);
-        const F16 qa = round16(a * inverse), qb = round16(b * inverse);
-        store_int8(qa, quants);
-        store_int8(qb, quants + 16);
-        scales[block] = largest / 127.0f;
-        sums[block] = reduce_add(qa + qb) * (scaled ? scales[block] : 1.0f);
+// sums[r] of quants [8 units][R rows], four of them to a unit.
+template <int R> inline void sum_quants(const uint32_t* units, int32_t (&sums)[R]) {
+    if constexpr (R == 8) {
+        U16 even_and_odd = U16::zero();
+        for (int u = 0; u < 8; u += 2)
+            even_and_odd = dot_bytes(even_and_odd, U16::set1(0x01010101), U16::load(units + u * R));
+        int32_t lanes[16];
+        store(even_and_odd, lanes);
+        for (int r = 0; r < R; ++r) sums[r] = lanes[r] + lanes[r + 8];
+    } else {
+        for (int r = 0; r < R; ++r) sums[r] = 0;
+        for (int u = 0; u < 8; ++u)
+            for (int r = 0; r < R; ++r)
+                for (int byte = 0; byte < 32; byte += 8) sums[r] += static_cast<int8_t>(units[u * R + r] >> byte);
     }
+}
+
+// A group of R rows. One that holds an infinity or no number has a scale that is none, and so has every product of it.
+template <Storage S, int R>
+void quantise_group(QuantFormat format, const char* const* bytes, int width, const QuantRows& to) {
+    using T = Element<S>;
+    // A block's largest number lies where its exponent will.
+    int32_t largest[R] = {};
+    for (int r = 0; r < R; ++r)
+        for (int block = 0; block < width / 32; ++block) {
+            const int32_t size = largest_size(reinterpret_cast<const T*>(bytes[r]) + block * 32);
+            to.exponents[block * R + r] = static_cast<uint32_t>(size);
+            largest[r] = max(largest[r], size);
+        }
+    constexpr int32_t kInfinite = 0x7f800000;
+    constexpr float kSmallest = 0x1p-90f;  // rows of less are zero: their steps' inverse is not finite
+    float whole[R], inverse[R];
+    for (int r = 0; r < R; ++r) {
+        whole[r] = bits_to_float(static_cast<uint32_t>(largest[r]));
+        const bool usual = whole[r] >= kSmallest && largest[r] < kInfinite;
+        inverse[r] = usual ? 127.0f / whole[r] : 0.0f;
+        to.scales[r] = largest[r] >= kInfinite ? __builtin_nanf("") : usual ? whole[r] / (127.0f * (1 << kQuantFinest)) : 0;
+    }
+    for (int block = 0; block < width / 32; ++block) {
+        int8_t quants[R][32];
+        const char* rows[R];
+        float factor[R];
+        uint32_t* exponents = to.exponents + block * R;
+        for (int r = 0; r < R; ++r) {
+            // The largest k with part 2^k <= whole; of infinite ratios, the exponent is 128.
+            const uint32_t ratio = float_bits(whole[r] / bits_to_float(exponents[r])) >> 23 & 0xff;
+            const int finer = min(max(static_cast<int>(ratio), 127) - 127, kQuantFinest);
+            factor[r] = inverse[r] * bits_to_float(static_cast<uint32_t>(127 + finer) << 23);
+            exponents[r] = static_cast<uint32_t>(kQuantFinest - finer) << 23;
+        }
+        for (int r = 0; r < R; ++r) {
+            const T* x = reinterpret_cast<const T*>(bytes[r]) + block * 32;
+            round_to_int8(F16::load(x) * F16::set1(factor[r]), quants[r]);
+            round_to_int8(F16::load(x + 16) * F16::set1(factor[r]), quants[r] + 16);
+            rows[r] = reinterpret_cast<const char*>(quants[r]);
+        }
+        uint32_t *units = to.quants + int64_t{block} * 8 * R, *out = to.sums + block * R;
+        interleave_rows<R>(rows, 8, units);
+        int32_t sums[R];
+        sum_quants(units, sums);
+        for (int r = 0; r < R; ++r)
+            out[r] = format == kQ4_1 ? float_bits(static_cast<float>(sums[r]) * bits_to_float((127 << 23) + exponents[r]))
+                                     : static_cast<uint32_t>(-quant_zero(format) * sums[r]);
+    }
+}
+template <Storage S, int R = kQuantRows>
+void quantise_rows(QuantFormat format, const char* const* rows, int count, int width, const QuantRows& to) {
+    if (count == R) return quantise_group<S, R>(format, rows, width, to);
+    if constexpr (R > 1) quantise_rows<S, R - 1>(format, rows, count, width, to);
 }
 
 // Products of R rows with T tiles `stride` bytes apart. Each broadcast activation meets all T: one port loads, one
@@ -43,20 +107,20 @@ template <QuantFormat F, int R, int T>
 inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t ahead,
                         F16 (*results)[2]) {
     const U16 nibble = U16::set1(0x0f0f0f0f);
-    const uint32_t* x = task.quants + row * task.blocks * 8;
-    const float *scales = task.scales + row * task.blocks, *sums = task.sums + row * task.blocks;
+    const QuantRows group = task.x.at(row, task.blocks);
+    const uint32_t *x = group.quants, *exponents = group.exponents, *sums = group.sums;
     F16 totals[R][T];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int t = 0; t < T; ++t) totals[r][t] = F16::zero();
-    for (int block = 0; block < task.blocks; ++block, x += 8 * R, scales += R, sums += R) {
+    for (int block = 0; block < task.blocks; ++block, x += 8 * R, exponents += R, sums += R) {
         U16 dots[R][T];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int t = 0; t < T; ++t)
-                dots[r][t] = U16::set1(static_cast<uint32_t>(static_cast<int32_t>(sums[r]) * -kQuantZero<F>));
+                dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
         const uint8_t* vector = tile + (F == kQ4_1 ? 64 : 32);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
@@ -87,11 +151,11 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const F16 x_scale = F16::set1(scales[r]);
+            const U16 exponent = U16::set1(exponents[r]);
 #pragma GCC unroll 2
             for (int t = 0; t < T; ++t) {
-                totals[r][t] = fma(F16::from_int(dots[r][t]) * scale[t], x_scale, totals[r][t]);
-                if constexpr (F == kQ4_1) totals[r][t] = fma(minimum[t], F16::set1(sums[r]), totals[r][t]);
+                totals[r][t] = fma(F16::from_int(dots[r][t]), as_float(as_bits(scale[t]) + exponent), totals[r][t]);
+                if constexpr (F == kQ4_1) totals[r][t] = fma(minimum[t], as_float(U16::set1(sums[r])), totals[r][t]);
             }
         }
         tile += quant_block_bytes(F);
@@ -99,7 +163,7 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) results[r][t] = totals[r][t];
+        for (int t = 0; t < T; ++t) results[r][t] = totals[r][t] * F16::set1(group.scales[r]);
 }
 
 // 32 outputs of up to kQuantRows rows; the last 16 repeat the first where there are no more (`stride` 0).

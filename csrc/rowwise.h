@@ -69,27 +69,31 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
     }
 }
 
+// Ends at a NaN.
 template <Storage S> int64_t argmax(const char* bytes, int64_t count, float* value) {
     const auto* x = reinterpret_cast<const Element<S>*>(bytes);
     float best = -__builtin_inff();
     int64_t best_index = 0, i = 0;
+    // Whether to go on after this one.
     const auto consider = [&](int64_t index) {
         float candidate;
         if constexpr (S == kBf16) candidate = bf16_to_float(x[index]);
         else candidate = x[index];
-        if (candidate > best) {
-            best = candidate;
-            best_index = index;
-        }
+        if (candidate <= best) return true;
+        best = candidate;
+        best_index = index;
+        return candidate == candidate;
     };
     // A new maximum is rare: whole stretches are only compared with the best so far.
-    for (; i + 64 <= count; i += 64) {
-        F16 top = F16::set1(best);
-        for (int64_t j = i; j < i + 64; j += 16) top = max(F16::load(x + j), top);  // NaN gives way to `top`
-        if (any_greater(top, F16::set1(best)))
-            for (int64_t j = i; j < i + 64; ++j) consider(j);
+    bool goes_on = true;
+    for (; goes_on && i + 64 <= count; i += 64) {
+        const F16 known = F16::set1(best);
+        bool passed_over = true;
+        for (int64_t j = i; j < i + 64; j += 16) passed_over &= all_at_most(F16::load(x + j), known);
+        if (!passed_over)
+            for (int64_t j = i; goes_on && j < i + 64; ++j) goes_on = consider(j);
     }
-    for (; i < count; ++i) consider(i);
+    for (; goes_on && i < count; ++i) goes_on = consider(i);
     *value = best;
     return best_index;
 }

@@ -43,12 +43,14 @@ def stored_blocks(name: str, outputs: int, inputs: int, seed: int) -> tuple[torc
     return torch.from_numpy(blocks), torch.from_numpy(gguf.dequantize(blocks, kind)).double()
 
 
-def quantise_like_llama_cpp(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to 127 steps of each group's largest value, in float64."""
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    """As csrc/quant.h says: a block's step is the row's, 1 / 127 of its largest value, halved as often as it can be."""
     groups = x.float().unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True)
-    steps = (groups * torch.where(largest > 0, 127.0 / largest, 0.0)).round()
-    return (steps.double() * (largest / 127.0).double()).flatten(-2)
+    whole = largest.amax(-2, keepdim=True) if x.numel() else largest
+    finer = 2.0 ** (torch.frexp(whole / largest.clamp_min(1e-37)).exponent - 1).clamp(max=24).float()
+    steps = (groups * torch.where(whole > 0, torch.tensor(127.0) / whole * finer, 0.0)).round()
+    return (steps.double() * (whole.double() / 127.0 / finer.double())).nan_to_num(0.0).flatten(-2)
 
 
 def gated(name: str, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> PackedWeight:
@@ -96,8 +98,47 @@ def test_quantised_products_agree_with_float64(level, dtype, name, rows, outputs
     weight = PackedWeight.pack_quantised(name, stored, blocks * 32)
     x = randn(rows, blocks * 32, dtype=dtype, seed=seed)
     bias = randn(outputs, dtype=dtype, seed=seed) if with_bias else None
-    expected = quantise_like_llama_cpp(x) @ exact.T + (0.0 if bias is None else bias.double())
+    expected = rounded_to_int8(x) @ exact.T + (0.0 if bias is None else bias.double())
     assert_close(weight.linear(x, bias), expected)
+
+
+@every_level
+@every_dtype
+@every_quant
+def test_blocks_of_a_row_keep_their_precision_beside_larger_ones(level, dtype, name):
+    kernels.force_isa(level)
+    stored, exact = stored_blocks(name, 40, 32 * 6, seed=3)
+    weight = PackedWeight.pack_quantised(name, stored, 32 * 6)
+    x = randn(9, 32 * 6, dtype=torch.float32, seed=4)
+    scale = torch.tensor([1.0, 2.0**-3, 1e-4, 1e4, 0.0, 2.0**-30]).repeat_interleave(32)
+    x = (x * scale).to(dtype)
+    x[8] = 0.0
+    x[7] *= 1e-30
+    got = weight.linear(x)
+    assert_close(got, rounded_to_int8(x) @ exact.T)
+    assert torch.equal(got[8], torch.zeros_like(got[8]))
+    for block in range(4):
+        alone = torch.zeros_like(x)
+        alone[:, block * 32 : block * 32 + 32] = x[:, block * 32 : block * 32 + 32]
+        close = (weight.linear(alone).double() - alone.double() @ exact.T).norm() / (alone.double() @ exact.T).norm()
+        assert close < 0.02, close
+
+
+@every_level
+@every_dtype
+@every_quant
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_no_number_spoils_itself_alone(level, dtype, name, poison):
+    kernels.force_isa(level)
+    weight = PackedWeight.pack_quantised(name, stored_blocks(name, 40, 96, seed=3)[0], 96)
+    x = randn(11, 96, dtype=dtype, seed=4)
+    sound = weight.linear(x)
+    for place in (0, 17, 95):
+        x[5] = 1.0
+        x[5, place] = poison
+        got = weight.linear(x)
+        assert got[5].isnan().all()
+        assert torch.equal(got[:5], sound[:5]) and torch.equal(got[6:], sound[6:])
 
 
 @every_level

@@ -123,15 +123,21 @@ def test_argmax_is_the_first_of_the_largest(level, dtype, rows, width, threads, 
 
 @compiled
 @every_level
-def test_argmax_passes_over_nan(level):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_argmax_is_the_first_nan(level, threads):
     kernels.force_isa(level)
-    logits = torch.zeros(3, 200)
+    kernels.set_num_threads(threads)
+    logits = torch.zeros(4, 40_000)
     logits[0, 70] = 5.0
     logits[0, 86] = float("nan")
-    logits[1, ::2] = float("nan")
-    logits[1, 33] = 1.0
+    logits[0, 30_000] = float("nan")
+    logits[1, 33_001] = float("nan")
+    logits[1, 33_002] = float("inf")
     logits[2] = float("nan")
-    assert kernels.argmax(logits).tolist() == [70, 33, 0]
+    logits[3] = float("-inf")
+    assert kernels.argmax(logits).tolist() == [86, 33_001, 0, 0]
+    assert kernels.argmax(logits[:1]).tolist() == [86]
+    assert kernels.argmax(logits[1:2]).tolist() == [33_001]
 
 
 def layer_cache(dtype: torch.dtype, kv_heads: int, key_dim: int, value_dim: int, block_size: int = 16) -> KVArena:

@@ -16,6 +16,14 @@ struct U16 {
 inline U16 operator&(U16 a, U16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline U16 operator^(U16 a, U16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline U16 max(U16 a, U16 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }  // signed
+inline int32_t reduce_max(U16 a) {
+    const __m256i eight = _mm256_max_epi32(a.lo, a.hi);
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+template <int N> inline U16 shift_left(U16 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
 
 struct F16 {
@@ -53,6 +61,8 @@ struct F16 {
         return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     }
 };
+inline F16 as_float(U16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline U16 as_bits(F16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -75,6 +85,10 @@ inline float reduce_max(F16 a) {
 inline bool any_greater(F16 a, F16 b) {
     const __m256 either = _mm256_or_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
     return _mm256_movemask_ps(either) != 0;
+}
+inline bool all_at_most(F16 a, F16 b) {  // no NaN
+    const __m256 both = _mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LE_OQ));
+    return _mm256_movemask_ps(both) == 0xff;
 }
 
 inline __m256 keep_lanes8(__m256 a, int low, int high, __m256 other) {
@@ -131,8 +145,8 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return dot_nibbles(sum, a & mask, b);
 }
 
-// Integers in [-128, 127], held as floats.
-inline void store_int8(F16 x, int8_t* p) {
+// To the nearest integers, in [-128, 127].
+inline void round_to_int8(F16 x, int8_t* p) {
     const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));

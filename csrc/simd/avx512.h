@@ -11,6 +11,9 @@ struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the la
 inline U16 operator&(U16 a, U16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline U16 max(U16 a, U16 b) { return {_mm512_max_epi32(a.v, b.v)}; }  // of signed integers
+inline int32_t reduce_max(U16 a) { return _mm512_reduce_max_epi32(a.v); }
+template <int N> inline U16 shift_left(U16 a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N> inline U16 shift_right(U16 a) { return {_mm512_srli_epi32(a.v, N)}; }
 
 struct F16 {
@@ -41,6 +44,8 @@ struct F16 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
     }
 };
+inline F16 as_float(U16 a) { return {_mm512_castsi512_ps(a.v)}; }
+inline U16 as_bits(F16 a) { return {_mm512_castps_si512(a.v)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -51,6 +56,7 @@ inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline float reduce_add(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float reduce_max(F16 a) { return _mm512_reduce_max_ps(a.v); }
 inline bool any_greater(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
+inline bool all_at_most(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) == 0; }  // no NaN
 
 // Lane i of `a` where low <= i < high, `other` elsewhere.
 inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
@@ -109,8 +115,8 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
-// Integers in [-128, 127], held as floats.
-inline void store_int8(F16 x, int8_t* p) {
+// To the nearest integers, in [-128, 127].
+inline void round_to_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 

@@ -3,16 +3,23 @@
 
 using bf16 = uint16_t;  // the upper half of a float
 
-inline float bf16_to_float(bf16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+inline int max(int a, int b) { return a > b ? a : b; }  // the standard's could come from another level
+inline int min(int a, int b) { return a < b ? a : b; }
+
+inline float bits_to_float(uint32_t bits) {
     float out;
     __builtin_memcpy(&out, &bits, 4);
     return out;
 }
-
-inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN stays NaN
+inline uint32_t float_bits(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float bf16_to_float(bf16 x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
+inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN stays NaN
+    const uint32_t bits = float_bits(x);
     if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<bf16>(bits >> 16 | 0x40);
     return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }

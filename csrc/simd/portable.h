@@ -2,12 +2,6 @@
 
 #define OCTAVO_LANES for (int i = 0; i < 16; ++i)
 
-inline float bits_to_float(uint32_t bits) {
-    float out;
-    __builtin_memcpy(&out, &bits, 4);
-    return out;
-}
-
 struct U16 {
     uint32_t v[16];
     static U16 load(const void* p) {
@@ -32,6 +26,19 @@ inline U16 operator^(U16 a, U16 b) {
 }
 inline U16 operator+(U16 a, U16 b) {
     OCTAVO_LANES a.v[i] += b.v[i];
+    return a;
+}
+inline U16 max(U16 a, U16 b) {  // of signed integers
+    OCTAVO_LANES a.v[i] = static_cast<int32_t>(a.v[i]) > static_cast<int32_t>(b.v[i]) ? a.v[i] : b.v[i];
+    return a;
+}
+inline int32_t reduce_max(U16 a) {
+    int32_t largest = static_cast<int32_t>(a.v[0]);
+    OCTAVO_LANES if (static_cast<int32_t>(a.v[i]) > largest) largest = static_cast<int32_t>(a.v[i]);
+    return largest;
+}
+template <int N> inline U16 shift_left(U16 a) {
+    OCTAVO_LANES a.v[i] <<= N;
     return a;
 }
 template <int N> inline U16 shift_right(U16 a) {
@@ -77,6 +84,8 @@ struct F16 {
     void store(float* p) const { __builtin_memcpy(p, v, 64); }
     void store(bf16* p) const { OCTAVO_LANES p[i] = float_to_bf16(v[i]); }
 };
+inline F16 as_float(U16 a) { return F16::load(reinterpret_cast<const float*>(a.v)); }
+inline U16 as_bits(F16 a) { return U16::load(a.v); }
 inline F16 operator+(F16 a, F16 b) {
     OCTAVO_LANES a.v[i] += b.v[i];
     return a;
@@ -119,6 +128,11 @@ inline bool any_greater(F16 a, F16 b) {
     bool any = false;
     OCTAVO_LANES any |= a.v[i] > b.v[i];
     return any;
+}
+inline bool all_at_most(F16 a, F16 b) {  // no NaN
+    bool all = true;
+    OCTAVO_LANES all &= a.v[i] <= b.v[i];
+    return all;
 }
 inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     OCTAVO_LANES a.v[i] = low <= i && i < high ? a.v[i] : other.v[i];
@@ -163,8 +177,10 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 }
 inline U16 dot_nibbles(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
 
-// Integers in [-128, 127], held as floats.
-inline void store_int8(F16 x, int8_t* p) { OCTAVO_LANES p[i] = static_cast<int8_t>(x.v[i]); }
+// To the nearest integers, in [-128, 127].
+inline void round_to_int8(F16 x, int8_t* p) {
+    OCTAVO_LANES p[i] = static_cast<int8_t>((x.v[i] + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23 rounds to an integer
+}
 
 #undef OCTAVO_LANES
 

@@ -235,7 +235,7 @@ def gelu_tanh_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> tor
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """int64 [rows]: each row's first largest of logits [rows, vocab]. NaN is never the largest; all NaN gives 0."""
+    """int64 [rows]: each row's first largest of logits [rows, vocab]; the first NaN where there is one."""
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
     _native.argmax(logits, out)

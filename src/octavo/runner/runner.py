@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.models.base import CausalLM
 from octavo.runner.batch import BatchBuilder
+from octavo.runner.largest import argmax
 from octavo.runner.sampler import Sampler
 from octavo.runner.swapping import BlockMover
 from octavo.scheduler.plan import StepPlan, StepResult
@@ -46,7 +48,7 @@ class ModelRunner:
             max_blocks=spec.blocks_for_tokens(max_model_len),
             device=model.device,
         )
-        self._sampler = Sampler()
+        self._sampler = Sampler(kernels.argmax if model.device.type == "cpu" and kernels.available() else argmax)
         self._mover = BlockMover(arena, host, model.device)
 
     @torch.inference_mode()

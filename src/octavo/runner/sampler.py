@@ -40,7 +40,7 @@ class Sampler:
     """Draws one token per sequence, or ranks its candidates.
 
     Args:
-        greedy: finds the largest logit of each row; a native kernel may take its place.
+        greedy: finds the largest logit of each row.
     """
 
     def __init__(self, greedy: ArgMax = argmax) -> None:
