@@ -13,8 +13,8 @@
 // Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
 // the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
 
-constexpr float kNoScore = -1e30f;  // the maximum of no scores: finite, so that differences are
-constexpr float kMasked = -2e38f;   // weighs exactly nothing against any maximum
+constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are
+constexpr float kMasked = -1e33f;   // weighs exactly nothing against any maximum, whatever they are scaled by
 constexpr int kVectors = kTile / 16;
 constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
 
@@ -43,8 +43,8 @@ inline float exp2_scalar(float x) {
     return lanes[0];
 }
 
-// The running state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. The lanes of a sum
-// are added up once, at the end.
+// The running state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. A sum is that of the
+// weights as the values are multiplied by them, rounded; its lanes are added up once, at the end.
 struct Rows {
     float* base;
     int value_dim;
@@ -83,8 +83,10 @@ struct TilePair {
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
 template <Storage S, int R, int N, bool Ask>
 inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query, float* scores) {
-    F16 acc[R][N];
+    F16 acc[R][N];  // in registers, which takes loops that are gone before they are looked at
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
     const int64_t unit_stride = static_cast<int64_t>(kv.block_size) * 4;
     int64_t at = 0;
@@ -102,17 +104,22 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
             for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], k[n], q);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
-// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile.
+// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile. The product comes
+// last, so that nothing waits for the factor.
 template <Storage S, int R, int N, bool Ask>
 inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim, const uint32_t* weights,
                        const float* rescale, const Rows& rows, int first_row) {
     constexpr int pair = kPair<S>;
     F16 acc[R][N];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n)
             acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
     const int64_t unit_stride = static_cast<int64_t>(kv.value_dim) * 4;
@@ -147,7 +154,9 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int hi
         const int64_t offset = (high % 16 / pair) * unit_stride + dim * 4;
         step(tiles.now.value[vector] + offset, tiles.next.value[vector] + offset, end_unit, std::bool_constant<true>{});
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
 }
 
@@ -164,7 +173,8 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     const int low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
     if (high <= 0 || low >= kTile || low >= high) return;
     const int first_vector = low / 16, end_vector = (high + 15) / 16;
-    const bool whole = first_vector == 0 && end_vector == kVectors && task.softcap == 0.0f;
+    // Every row sees every token, as most do of a long context.
+    const bool whole = first >= kTile - 1 && last < task.window && task.softcap == 0.0f;
 
     float* scores = scratch.scores;
     if (kVectorsPerPass == kVectors && first_vector == 0 && end_vector == kVectors)
@@ -172,25 +182,26 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     else
         for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
 
-    const float factor = task.softcap != 0.0f ? task.scale / task.softcap : task.scale * kLog2E;
-    alignas(64) float rescale[16] = {};
-    F16 sums[R];
+    // But for a cap, scores are scaled by the way: rounding keeps their order, so the maximum is found before.
+    const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
+    const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
+    float rescale[R];
     for (int r = 0; r < R; ++r) {
-        const int position = task.first_position + (first_row + r) / task.group_size - begin;
-        const int row_low = position - task.window + 1, row_high = position + 1;
         float* row_scores = scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
-        if (whole && row_low <= 0 && row_high >= kTile) {
+        if (whole) {
             for (int v = 0; v < kVectors; ++v) {
-                s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
+                s[v] = F16::load(row_scores + v * 16);
                 top = max(top, s[v]);
             }
         } else {
+            const int position = task.first_position + (first_row + r) / task.group_size - begin;
+            const int row_low = position - task.window + 1, row_high = position + 1;
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
                 if (v < first_vector || v >= end_vector) continue;
-                s[v] = F16::load(row_scores + v * 16) * F16::set1(factor);
-                if (task.softcap != 0.0f) s[v] = tanh16(s[v]) * F16::set1(task.softcap * kLog2E);
+                s[v] = F16::load(row_scores + v * 16);
+                if (task.softcap != 0.0f) s[v] = tanh16(s[v] * F16::set1(into_cap)) * F16::set1(cap);
                 if (row_low > v * 16 || row_high < v * 16 + 16)
                     s[v] = keep_lanes(s[v], row_low - v * 16, row_high - v * 16, F16::set1(kMasked));
                 top = max(top, s[v]);
@@ -199,24 +210,27 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
         if constexpr (Ask)
             for (int line = 0; line < kLinesAskedTwice; ++line)
                 __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
-        // The maximum seldom moves after the first tiles; to see that is cheaper than to find the tile's.
-        const float old_max = rows.max(first_row + r);
-        const float new_max = any_greater(top, F16::set1(old_max)) ? reduce_max(top) : old_max;
+        // The maximum seldom moves after the first tiles: to see that is cheaper than to find the tile's, and nothing
+        // waits for a factor that is 1.
+        top = top * factor;
+        float& row_max = rows.max(first_row + r);
+        rescale[r] = 1.0f;
+        if (any_greater(top, F16::set1(row_max))) {
+            const float new_max = reduce_max(top);
+            rescale[r] = exp2_scalar(row_max - new_max);
+            row_max = new_max;
+        }
+        const F16 less = F16::set1(-row_max);
         F16 sum = F16::zero();
         auto* weights = reinterpret_cast<Element<S>*>(scratch.weights + r * kTile);
-        for (int v = 0; v < kVectors; ++v) {
-            const F16 w = exp2_weight<S>(s[v] - F16::set1(new_max));
-            sum = sum + w;
-            w.store(weights + v * 16);
+        for (int v = 0; v < kVectors; v += 2) {
+            const F16 w[2] = {exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less))};
+            store_both(w[0], w[1], weights + v * 16);
         }
-        rescale[r] = old_max - new_max;
-        sums[r] = sum;
-        rows.max(first_row + r) = new_max;
-    }
-    exp2(F16::load(rescale)).store(rescale);
-    for (int r = 0; r < R; ++r) {
-        float* sum = rows.sum(first_row + r);
-        fma(F16::load(sum), F16::set1(rescale[r]), sums[r]).store(sum);
+        const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
+        for (int u = 0; u < kTile / kPair<S>; u += 16) sum = mac<S>(sum, U16::load(scratch.weights + r * kTile + u), ones);
+        float* row_sum = rows.sum(first_row + r);
+        fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
 
     int dim = 0;

@@ -38,6 +38,7 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
     check_dense(query_start, "query_start", DType::i32, {seqs + 1});
     check_dense(context_lens, "context_lens", DType::i32, {seqs});
     if (!sinks.is_null()) check_dense(sinks, "sinks", DType::f32, {heads});
+    require(scale > 0, "scale must be positive, got " + std::to_string(scale));
     require(window >= 0, "window must be positive, or 0 for none, got " + std::to_string(window));
     call.query = query.base;
     call.out = out.base;

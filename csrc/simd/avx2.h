@@ -61,6 +61,10 @@ struct F16 {
         return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
     }
 };
+template <class T> inline void store_both(F16 a, F16 b, T* p) {
+    a.store(p);
+    b.store(p + 16);
+}
 inline F16 as_float(U16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 inline U16 as_bits(F16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }

@@ -44,6 +44,13 @@ struct F16 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
     }
 };
+template <class T> inline void store_both(F16 a, F16 b, T* p) {
+#ifdef OCTAVO_HAS_BF16
+    if constexpr (std::is_same_v<T, bf16>) return _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v));
+#endif
+    a.store(p);
+    b.store(p + 16);
+}
 inline F16 as_float(U16 a) { return {_mm512_castsi512_ps(a.v)}; }
 inline U16 as_bits(F16 a) { return {_mm512_castps_si512(a.v)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }

@@ -84,6 +84,10 @@ struct F16 {
     void store(float* p) const { __builtin_memcpy(p, v, 64); }
     void store(bf16* p) const { OCTAVO_LANES p[i] = float_to_bf16(v[i]); }
 };
+template <class T> inline void store_both(F16 a, F16 b, T* p) {
+    a.store(p);
+    b.store(p + 16);
+}
 inline F16 as_float(U16 a) { return F16::load(reinterpret_cast<const float*>(a.v)); }
 inline U16 as_bits(F16 a) { return U16::load(a.v); }
 inline F16 operator+(F16 a, F16 b) {

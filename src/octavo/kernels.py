@@ -153,7 +153,7 @@ def attend(
 
     Raises:
         ValueError: block_size or value_dim is no multiple of 16, a head over 256 dimensions, mismatched shapes or
-            dtypes, or a table that names blocks which do not exist.
+            dtypes, a scale that is not positive, or a table that names blocks which do not exist.
     """
     if out is None:
         tokens, heads, key_dim = query.shape

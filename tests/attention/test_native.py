@@ -212,6 +212,8 @@ def native_arguments() -> dict:
         ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\]"),
         ({"value": torch.zeros(5, 2, 8, 40, 2, dtype=torch.bfloat16)}, "value_dim must be a multiple of 16"),
         ({"window": -1}, "window must be positive"),
+        ({"scale": 0.0}, "scale must be positive, got 0.0"),
+        ({"scale": float("nan")}, "scale must be positive, got nan"),
     ],
 )
 def test_a_bad_argument_is_a_value_error_with_the_numbers(change, message):
