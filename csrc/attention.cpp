@@ -72,12 +72,14 @@ struct Shape {
     int members;   // query heads of a KV head per item: all of them, but for groups larger than a task
 };
 
-Shape choose_shape(const AttentionCall& call, int query_len, bool much_context) {
+Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool much_context) {
     const int group = call.num_heads / call.kv.kv_heads;
     const int parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, members = (group + parts - 1) / parts;
     // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
-    // lie side by side in memory, unless that would leave threads without work.
-    if (parts == 1 && much_context && query_len * call.num_heads <= kMaxTaskRows)
+    // lie side by side in memory, unless that would leave threads without work, or a head's part of a block is so long
+    // that the hardware foresees more of it than we ask for.
+    const bool long_runs = call.kv.block_size > kTile && context_len >= 2 * kSplit;
+    if (parts == 1 && much_context && !long_runs && query_len * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
     return {std::max(1, kMaxTaskRows / members), 1, members};
 }
@@ -94,7 +96,7 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     const int context_len = call.context_lens[seq];
     check_sequence(call, seq, query_len, context_len);
     const int group = call.num_heads / call.kv.kv_heads;
-    const Shape shape = choose_shape(call, query_len, much_context);
+    const Shape shape = choose_shape(call, query_len, context_len, much_context);
     AttendTask task{};
     task.kv = &call.kv;
     task.query_token_stride = call.query_token_stride;
