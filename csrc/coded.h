@@ -55,16 +55,19 @@ template <int R, int K>
 
 template <int R>
 void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x, int64_t row,
-                int64_t index, int64_t ahead) {
+                int64_t index, Ahead ahead) {
     const CodeTables tables = load_tables(task.coded.tables);
     F16 acc[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     int unit = 0;
     for (; unit + 1 < task.units; unit += 2, panel += kCodedPairBytes, x += 2 * R) {
+        if constexpr (R <= kGemmRowsThatWait) {
 #pragma GCC unroll 3
-        for (int line = 0; line < kCodedPairBytes; line += 64)
-            __builtin_prefetch(panel + ahead + line, 0, R <= kGemmRowsThatWait ? 3 : 2);
+            for (int line = 0; line < kCodedPairBytes; line += 64) __builtin_prefetch(panel + kGemmPrefetch + line, 0, 3);
+        } else {
+            ahead.ask_l2<3>();
+        }
         coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
         coded_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);
     }
@@ -74,9 +77,8 @@ void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, c
 
 template <int R = kGemmRows>
 inline void coded_group(int rows, const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x,
-                        int64_t row, int64_t index, int64_t ahead) {
-    if (rows == R)
-        return coded_tile<R>(task, panel, escape, x, row, index, R <= kGemmRowsThatWait ? kGemmPrefetch : ahead);
+                        int64_t row, int64_t index, const Ahead& ahead) {
+    if (rows == R) return coded_tile<R>(task, panel, escape, x, row, index, ahead);
     if constexpr (R > 1) coded_group<R - 1>(rows, task, panel, escape, x, row, index, ahead);
 }
 
@@ -87,8 +89,10 @@ inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_
     for (int64_t panel = panel_begin; panel < panel_end; ++panel)
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            coded_group<>(static_cast<int>(rows), task, task.weight + panel * panel_bytes,
-                          task.coded.escapes + task.coded.first_escape[panel], task.x + row * task.units, row, panel,
-                          group + 1 == group_end ? panel_bytes : 0);
+            const char* weight = task.weight + panel * panel_bytes;
+            coded_group<>(static_cast<int>(rows), task, weight, task.coded.escapes + task.coded.first_escape[panel],
+                          task.x + row * task.units, row, panel,
+                          Ahead(weight + panel_bytes, panel_bytes, (task.units + 1) / 2, group - group_begin,
+                                group_end - group_begin));
         }
 }

@@ -12,16 +12,43 @@
 //
 // Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
 
+// What one of `groups` that read a panel asks for of the next one, an equal part at each of its `steps`: in one rush by
+// the last group, more would be on its way than a core has buffers for.
+class Ahead {
+  public:
+    Ahead(const void* next, int64_t bytes, int64_t steps, int64_t group, int64_t groups)
+        : next_(static_cast<const char*>(next) + bytes * group / groups), step_((bytes / groups + steps - 1) / steps) {}
+    // Of a large panel, which L1 would have lost by then. `Lines` are a step of a single group: a loop to as many as
+    // there are would cost the sums their registers.
+    template <int Lines> void ask_l2() {
+#pragma GCC unroll 4
+        for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);
+        next_ += step_;
+    }
+    void ask_l1() {
+        for (int64_t offset = 0; offset < step_; offset += 64) __builtin_prefetch(next_ + offset, 0, 3);
+        next_ += step_;
+    }
+
+  private:
+    const char* next_;
+    int64_t step_;
+};
+
 template <Storage S, int R>
 inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t panel_index,
-                      int64_t ahead) {
+                      Ahead ahead) {
     F16 acc[R][2];
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     for (int unit = 0; unit < task.units; ++unit, panel += kPanelOutputs * 4, x += R) {
         const U16 low = U16::load(panel), high = U16::load(panel + 64);
-        constexpr int kLevel = R <= kGemmRowsThatWait ? 3 : 2;  // a whole panel ahead is too far for L1
-        __builtin_prefetch(panel + ahead, 0, kLevel);
-        __builtin_prefetch(panel + ahead + 64, 0, kLevel);
+        if constexpr (R <= kGemmRowsThatWait) {
+            __builtin_prefetch(panel + kGemmPrefetch, 0, 3);
+            __builtin_prefetch(panel + kGemmPrefetch + 64, 0, 3);
+        } else {
+            ahead.ask_l2<2>();
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const U16 broadcast = U16::set1(x[r]);
@@ -34,8 +61,8 @@ inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x
 
 template <Storage S, int R = kGemmRows>
 inline void gemm_group(int rows, const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t index,
-                       int64_t ahead) {
-    if (rows == R) return gemm_tile<S, R>(task, panel, x, row, index, R <= kGemmRowsThatWait ? kGemmPrefetch : ahead);
+                       const Ahead& ahead) {
+    if (rows == R) return gemm_tile<S, R>(task, panel, x, row, index, ahead);
     if constexpr (R > 1) gemm_group<S, R - 1>(rows, task, panel, x, row, index, ahead);
 }
 
@@ -48,7 +75,8 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             gemm_group<S>(static_cast<int>(rows), task, weight, task.x + row * task.units, row, panel,
-                          group + 1 == group_end ? panel_bytes : 0);
+                          Ahead(weight + panel_bytes, panel_bytes, task.units, group - group_begin,
+                                group_end - group_begin));
         }
     }
 }

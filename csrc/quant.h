@@ -104,7 +104,7 @@ void quantise_rows(QuantFormat format, const char* const* rows, int count, int w
 // Products of R rows with T tiles `stride` bytes apart. Each broadcast activation meets all T: one port loads, one
 // multiplies, and T = 2 keeps the first from holding up the second.
 template <QuantFormat F, int R, int T>
-inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t ahead,
+inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, Ahead ahead,
                         F16 (*results)[2]) {
     const U16 nibble = U16::set1(0x0f0f0f0f);
     const QuantRows group = task.x.at(row, task.blocks);
@@ -122,6 +122,7 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
             for (int t = 0; t < T; ++t)
                 dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
         const uint8_t* vector = tile + (F == kQ4_1 ? 64 : 32);
+        if constexpr (R > kQuantRowsThatWait) ahead.ask_l1();
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             // All low nibbles come before the high ones: the second time round they are in L1.
@@ -130,7 +131,7 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
             for (int t = 0; t < T; ++t) {
                 const uint8_t* from = vector + t * stride + j % kQuantVectors<F> * 64;
                 weights[t] = U16::load(from);
-                if (j < kQuantVectors<F>) __builtin_prefetch(from + ahead, 0, 3);
+                if (R <= kQuantRowsThatWait && j < kQuantVectors<F>) __builtin_prefetch(from + kQuantPrefetch, 0, 3);
                 if constexpr (F != kQ8_0) weights[t] = (j < 4 ? weights[t] : shift_right<4>(weights[t])) & nibble;
             }
 #pragma GCC unroll 16
@@ -169,9 +170,8 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
 // 32 outputs of up to kQuantRows rows; the last 16 repeat the first where there are no more (`stride` 0).
 template <QuantFormat F, int R = kQuantRows>
 inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
-                        int64_t ahead) {
+                        const Ahead& ahead) {
     if (rows == R) {
-        if constexpr (R <= kQuantRowsThatWait) ahead = kQuantPrefetch;
         F16 results[R][2];
         if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
             quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
@@ -196,7 +196,8 @@ void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end,
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             quant_group<F>(static_cast<int>(rows), task, weight, stride, row, pair,
-                           group + 1 == group_end ? 2 * tile_bytes : 0);
+                           Ahead(weight + 2 * tile_bytes, 2 * tile_bytes, task.blocks, group - group_begin,
+                                 group_end - group_begin));
         }
     }
 }
