@@ -91,7 +91,7 @@ inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             const char* weight = task.weight + panel * panel_bytes;
             coded_group<>(static_cast<int>(rows), task, weight, task.coded.escapes + task.coded.first_escape[panel],
-                          task.x + row * task.units, row, panel,
+                          task.x + (row - task.first_row) * task.units, row, panel,
                           Ahead(weight + panel_bytes, panel_bytes, (task.units + 1) / 2, group - group_begin,
                                 group_end - group_begin));
         }

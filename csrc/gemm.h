@@ -74,7 +74,7 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
         const char* weight = task.weight + panel * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + row * task.units, row, panel,
+            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + (row - task.first_row) * task.units, row, panel,
                           Ahead(weight + panel_bytes, panel_bytes, task.units, group - group_begin,
                                 group_end - group_begin));
         }

@@ -111,6 +111,7 @@ struct CodedPanels {
 
 struct GemmTask {
     const uint32_t* x;   // packed, see gemm.h
+    int64_t first_row;   // that lies there
     const char* weight;  // packed
     CodedPanels coded;   // of a coded weight
     RowGroups groups;
@@ -130,6 +131,7 @@ struct QuantRows {
 struct QuantTask {
     const uint8_t* weight;
     QuantRows x;
+    int64_t first_row;  // that lies there
     RowGroups groups;
     LinearOutput out;
     int64_t tiles;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -9,102 +10,143 @@ namespace octavo {
 namespace {
 
 constexpr int64_t kGroupsPerTask = 8;        // their activations stay in L2 while the weights pass
+constexpr int64_t kTasksPerThread = 8;       // enough to even out
+constexpr int kThreadsThatPackAlone = 4;
+constexpr int64_t kBytesWorthAThread = 32 << 10;
 constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
 constexpr int64_t kRowsThatCostNothing = 8;  // more of them than a core multiplies while it waits for their weights
 
-// A buffer that keeps its memory from call to call, in the calling thread.
-template <class T, int Tag> T* scratch(int64_t count) {
-    static thread_local std::vector<T> buffer;
-    if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
-    return buffer.data();
-}
+// Rows of activations as the kernels read them. Memory is kept from call to call.
+struct PackedRows {
+    std::vector<uint32_t> units;
+    std::vector<float> scales;
+    uint64_t call = 0;  // what lies here: a block of rows of one product
+    int64_t block = 0;
+    void make_room(int64_t rows, int64_t units_per_row) {
+        if (static_cast<int64_t>(units.size()) < rows * units_per_row) units.resize(rows * units_per_row);
+        if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
+    }
+};
 
-// Calls body(group_begin, group_end, panel_begin, panel_end), weights of one stretch of rows after the other.
-template <class Body>
-void parallel_panels(RowGroups groups, int64_t panels, int64_t panel_bytes, const Body& body) {
+// Blocks of groups times stretches of panels, each a task: multiply(packed, its first row, group_begin, group_end,
+// panel_begin, panel_end), with rows that pack(group, to, its row) has packed. A few threads pack a block each for
+// itself: what another core has packed takes longer to fetch, and what another has read takes longer to overwrite, than
+// a row takes to pack. Many threads share that work, all of it before they multiply.
+template <class Pack, class Multiply>
+void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, int64_t panel_bytes, const Pack& pack,
+                     const Multiply& multiply) {
     if (groups.count == 0 || panels == 0) return;
+    static thread_local PackedRows own;
+    static std::atomic<uint64_t> calls{0};
+    const uint64_t call = calls.fetch_add(1, std::memory_order_relaxed) + 1;
+    const bool alone = num_threads() <= kThreadsThatPackAlone;
+    PackedRows& shared = own;
+    if (!alone) {
+        shared.make_room(groups.rows, units_per_row);
+        const int64_t pieces = std::clamp<int64_t>(groups.rows * units_per_row * 4 / kBytesWorthAThread, 1, groups.count);
+        parallel_for(static_cast<int>(pieces), [&](int i) {
+            for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g)
+                pack(g, shared, groups.begin(g));
+        });
+    }
     const int64_t blocks = (groups.count + kGroupsPerTask - 1) / kGroupsPerTask;
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
-    const int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
+    int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
+    if (alone && blocks > 1)  // the fewer, the fewer threads pack a block
+        stretches = std::clamp<int64_t>(kTasksPerThread * num_threads() / blocks, 1, stretches);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
         const int64_t block = i / stretches, stretch = i % stretches;
-        body(groups.count * block / blocks, groups.count * (block + 1) / blocks, panels * stretch / stretches,
-             panels * (stretch + 1) / stretches);
-    });
-}
-
-// Calls body(group) for every group, in threads where that pays.
-template <class Body> void parallel_groups(RowGroups groups, int64_t bytes, const Body& body) {
-    constexpr int64_t kBytesWorthAThread = 32 << 10;
-    const int64_t pieces = std::clamp<int64_t>(bytes / kBytesWorthAThread, 1, groups.count);
-    parallel_for(static_cast<int>(pieces), [&](int i) {
-        for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g) body(g);
+        const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
+        const int64_t first_row = alone ? groups.begin(begin) : 0;
+        PackedRows& packed = alone ? own : shared;
+        if (alone && (packed.call != call || packed.block != block)) {
+            packed.make_room(groups.begin(end) - first_row, units_per_row);
+            for (int64_t g = begin; g < end; ++g) pack(g, packed, groups.begin(g) - first_row);
+            packed.call = call;
+            packed.block = block;
+        }
+        multiply(packed, first_row, begin, end, panels * stretch / stretches, panels * (stretch + 1) / stretches);
     });
 }
 
 #include "interleave.h"
 constexpr int kMostGroupRows = 12;
 
+// The rows of a group; their number.
+int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&rows)[kMostGroupRows]) {
+    const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
+    for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
+    return count;
+}
+
 void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
     const Storage storage = float_storage(weight.format);
     const bool odd = storage == kBf16 && weight.inputs % 2;
+    const bool as_it_is = x.rows == 1 && !odd && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
     GemmTask task{};
     task.weight = weight.packed;
     task.groups = RowGroups(x.rows, level.gemm_rows);
     task.out = out;
     task.units = static_cast<int>(storage == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs);
     const int64_t units = task.units;
-    if (x.rows == 1 && !odd && reinterpret_cast<uintptr_t>(x.base) % 4 == 0) {
-        task.x = reinterpret_cast<const uint32_t*>(x.base);
-    } else {
-        uint32_t* packed = scratch<uint32_t, 0>(x.rows * units);
-        task.x = packed;
-        parallel_groups(task.groups, x.rows * units * 4, [&](int64_t group) {
-            const int64_t first = task.groups.begin(group), count = task.groups.begin(group + 1) - first;
-            const char* rows[kMostGroupRows];
-            for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
-            uint32_t* to = packed + first * units;
-            interleave(rows, count, units - odd, to);
-            for (int64_t r = 0; odd && r < count; ++r) {
-                uint32_t& last = to[(units - 1) * count + r];
-                last = 0;
-                std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
-            }
-        });
-    }
-    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs, panel_bytes = units * kPanelOutputs * 4;
+    int64_t panel_bytes = units * kPanelOutputs * 4;
     if (weight.format == WeightFormat::bf16_coded) {
         const CodedWeight coded(weight);
         task.weight += CodedWeight::header_bytes;
         task.coded = coded.view(weight.packed);
-        return parallel_panels(task.groups, panels, coded.panel_bytes(),
-                               [&](auto... range) { level.gemm_coded(task, range...); });
+        panel_bytes = coded.panel_bytes();
     }
-    parallel_panels(task.groups, panels, panel_bytes, [&](auto... range) { level.gemm[storage](task, range...); });
+    const auto kernel = weight.format == WeightFormat::bf16_coded ? level.gemm_coded : level.gemm[storage];
+    const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
+        if (as_it_is) return;
+        const char* rows[kMostGroupRows];
+        const int64_t count = rows_of(x, task.groups, group, rows);
+        uint32_t* to = packed.units.data() + row * units;
+        interleave(rows, count, units - odd, to);
+        for (int64_t r = 0; odd && r < count; ++r) {
+            uint32_t& last = to[(units - 1) * count + r];
+            last = 0;
+            std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
+        }
+    };
+    multiply_packed(task.groups, units, (weight.outputs + kPanelOutputs - 1) / kPanelOutputs, panel_bytes, pack,
+                    [&](const PackedRows& packed, int64_t first_row, auto... range) {
+                        GemmTask own = task;
+                        own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units.data();
+                        own.first_row = first_row;
+                        kernel(own, range...);
+                    });
 }
 
 void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
     const QuantFormat format = quant_format(weight.format);
     const int64_t blocks = weight.inputs / 32;
-    uint32_t* packed = scratch<uint32_t, 1>(x.rows * blocks * (8 + 2));
     QuantTask task{};
     task.weight = reinterpret_cast<const uint8_t*>(weight.packed);
-    task.x = {packed, packed + x.rows * blocks * 8, packed + x.rows * blocks * 9, scratch<float, 2>(x.rows)};
     task.groups = RowGroups(x.rows, level.quant_rows);
     task.out = out;
     task.tiles = (weight.outputs + 15) / 16;
     task.blocks = static_cast<int>(blocks);
-    parallel_groups(task.groups, x.rows * x.width * 2, [&](int64_t group) {
-        const int64_t first = task.groups.begin(group), count = task.groups.begin(group + 1) - first;
+    const auto parts = [&](PackedRows& packed) {
+        uint32_t* units = packed.units.data();
+        const int64_t room = static_cast<int64_t>(packed.units.size()) / 10;  // 8 units, an exponent and a sum a block
+        return QuantRows{units, units + room * 8, units + room * 9, packed.scales.data()};
+    };
+    const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
         const char* rows[kMostGroupRows];
-        for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
+        const int64_t count = rows_of(x, task.groups, group, rows);
         level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
-                                       task.x.at(first, blocks));
-    });
-    parallel_panels(task.groups, (task.tiles + 1) / 2, 2 * blocks * quant_block_bytes(format),
-                    [&](auto... range) { level.quant_linear[format](task, range...); });
+                                       parts(packed).at(row, blocks));
+    };
+    multiply_packed(task.groups, blocks * 10, (task.tiles + 1) / 2, 2 * blocks * quant_block_bytes(format), pack,
+                    [&](PackedRows& packed, int64_t first_row, auto... range) {
+                        QuantTask own = task;
+                        own.x = parts(packed);
+                        own.first_row = first_row;
+                        level.quant_linear[format](own, range...);
+                    });
 }
 
 }  // namespace

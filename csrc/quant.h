@@ -56,6 +56,7 @@ void quantise_group(QuantFormat format, const char* const* bytes, int width, con
     for (int r = 0; r < R; ++r)
         for (int block = 0; block < width / 32; ++block) {
             const int32_t size = largest_size(reinterpret_cast<const T*>(bytes[r]) + block * 32);
+            if (r < (R + 1) / 2) ask_to_write(to.quants + int64_t{block} * 8 * R + r * 16);
             to.exponents[block * R + r] = static_cast<uint32_t>(size);
             largest[r] = max(largest[r], size);
         }
@@ -86,13 +87,17 @@ void quantise_group(QuantFormat format, const char* const* bytes, int width, con
             round_to_int8(F16::load(x + 16) * F16::set1(factor[r]), quants[r] + 16);
             rows[r] = reinterpret_cast<const char*>(quants[r]);
         }
-        uint32_t *units = to.quants + int64_t{block} * 8 * R, *out = to.sums + block * R;
-        interleave_rows<R>(rows, 8, units);
+        interleave_rows<R>(rows, 8, to.quants + int64_t{block} * 8 * R);
+    }
+    // All at the end: sixteen lanes cannot be read before the narrower stores that made them have reached the cache.
+    for (int block = 0; block < width / 32; ++block) {
         int32_t sums[R];
-        sum_quants(units, sums);
-        for (int r = 0; r < R; ++r)
-            out[r] = format == kQ4_1 ? float_bits(static_cast<float>(sums[r]) * bits_to_float((127 << 23) + exponents[r]))
-                                     : static_cast<uint32_t>(-quant_zero(format) * sums[r]);
+        sum_quants(to.quants + int64_t{block} * 8 * R, sums);
+        for (int r = 0; r < R; ++r) {
+            const float step = bits_to_float((127 << 23) + to.exponents[block * R + r]);
+            to.sums[block * R + r] = format == kQ4_1 ? float_bits(static_cast<float>(sums[r]) * step)
+                                                     : static_cast<uint32_t>(-quant_zero(format) * sums[r]);
+        }
     }
 }
 template <Storage S, int R = kQuantRows>
@@ -107,7 +112,7 @@ template <QuantFormat F, int R, int T>
 inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, Ahead ahead,
                         F16 (*results)[2]) {
     const U16 nibble = U16::set1(0x0f0f0f0f);
-    const QuantRows group = task.x.at(row, task.blocks);
+    const QuantRows group = task.x.at(row - task.first_row, task.blocks);
     const uint32_t *x = group.quants, *exponents = group.exponents, *sums = group.sums;
     F16 totals[R][T];
 #pragma GCC unroll 16
