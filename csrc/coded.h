@@ -57,6 +57,7 @@ template <int R>
 void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x, int64_t row,
                 int64_t index, Ahead ahead) {
     const CodeTables tables = load_tables(task.coded.tables);
+    ask_to_write_rows<R>(task.out, row, index);
     F16 acc[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
@@ -86,13 +87,13 @@ inline void coded_group(int rows, const GemmTask& task, const char* panel, const
 inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                        int64_t panel_end) {
     const int64_t panel_bytes = (int64_t{task.units} + 1) / 2 * kCodedPairBytes;
+    const Ahead ahead(panel_bytes, (task.units + 1) / 2, group_end - group_begin);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel)
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             const char* weight = task.weight + panel * panel_bytes;
             coded_group<>(static_cast<int>(rows), task, weight, task.coded.escapes + task.coded.first_escape[panel],
                           task.x + (row - task.first_row) * task.units, row, panel,
-                          Ahead(weight + panel_bytes, panel_bytes, (task.units + 1) / 2, group - group_begin,
-                                group_end - group_begin));
+                          ahead.of(weight + panel_bytes, group - group_begin));
         }
 }

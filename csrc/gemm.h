@@ -12,12 +12,17 @@
 //
 // Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
 
-// What one of `groups` that read a panel asks for of the next one, an equal part at each of its `steps`: in one rush by
-// the last group, more would be on its way than a core has buffers for.
+// What the groups that read a panel ask for of the next one, an equal part at each of their steps: in one rush by the last
+// group, more would be on its way than a core has buffers for.
 class Ahead {
   public:
-    Ahead(const void* next, int64_t bytes, int64_t steps, int64_t group, int64_t groups)
-        : next_(static_cast<const char*>(next) + bytes * group / groups), step_((bytes / groups + steps - 1) / steps) {}
+    Ahead(int64_t bytes, int64_t steps, int64_t groups)
+        : next_(nullptr), step_((bytes + steps * groups - 1) / (steps * groups)), part_(step_ * steps) {}
+    Ahead of(const void* next, int64_t group) const {
+        Ahead ahead = *this;
+        ahead.next_ = static_cast<const char*>(next) + part_ * group;
+        return ahead;
+    }
     // Of a large panel, which L1 would have lost by then. `Lines` are a step of a single group: a loop to as many as
     // there are would cost the sums their registers.
     template <int Lines> void ask_l2() {
@@ -32,12 +37,13 @@ class Ahead {
 
   private:
     const char* next_;
-    int64_t step_;
+    int64_t step_, part_;
 };
 
 template <Storage S, int R>
 inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t panel_index,
                       Ahead ahead) {
+    ask_to_write_rows<R>(task.out, row, panel_index);
     F16 acc[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
@@ -70,13 +76,13 @@ inline void gemm_group(int rows, const GemmTask& task, const char* panel, const 
 template <Storage S>
 void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
     const int64_t panel_bytes = int64_t{task.units} * kPanelOutputs * 4;
+    const Ahead ahead(panel_bytes, task.units, group_end - group_begin);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         const char* weight = task.weight + panel * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             gemm_group<S>(static_cast<int>(rows), task, weight, task.x + (row - task.first_row) * task.units, row, panel,
-                          Ahead(weight + panel_bytes, panel_bytes, task.units, group - group_begin,
-                                group_end - group_begin));
+                          ahead.of(weight + panel_bytes, group - group_begin));
         }
     }
 }

@@ -37,6 +37,12 @@ template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, 
     }
 }
 
+// What a tile will write comes while it is computed.
+template <int R> inline void ask_to_write_rows(const LinearOutput& out, int64_t row, int64_t pair) {
+    const int64_t column = pair * (out.epilogue == kPlain ? 32 : 16) * (out.storage == kBf16 ? 2 : 4);
+    for (int r = 0; r < R; ++r) ask_to_write(out.base + (row + r) * out.stride + column);
+}
+
 // 32 outputs of R rows. With a gate the first 16 are gates and the others what they open.
 template <int R>
 inline void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {

@@ -177,6 +177,7 @@ template <QuantFormat F, int R = kQuantRows>
 inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
                         const Ahead& ahead) {
     if (rows == R) {
+        ask_to_write_rows<R>(task.out, row, pair);
         F16 results[R][2];
         if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
             quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
@@ -195,14 +196,14 @@ inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, in
 template <QuantFormat F>
 void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end, int64_t pair_begin, int64_t pair_end) {
     const int64_t tile_bytes = int64_t{task.blocks} * quant_block_bytes(F);
+    const Ahead ahead(2 * tile_bytes, task.blocks, group_end - group_begin);
     for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
         const uint8_t* weight = task.weight + pair * 2 * tile_bytes;
         const int64_t stride = pair * 2 + 1 < task.tiles ? tile_bytes : 0;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             quant_group<F>(static_cast<int>(rows), task, weight, stride, row, pair,
-                           Ahead(weight + 2 * tile_bytes, 2 * tile_bytes, task.blocks, group - group_begin,
-                                 group_end - group_begin));
+                           ahead.of(weight + 2 * tile_bytes, group - group_begin));
         }
     }
 }

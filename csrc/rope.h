@@ -23,6 +23,11 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
     const auto as_bytes = [](T* p) { return reinterpret_cast<char*>(p); };
     for (int64_t token = token_begin; token < token_end; ++token) {
         T* row = reinterpret_cast<T*>(task.qkv + token * task.qkv_stride);
+        const int64_t block = task.slots[token] / kv.block_size, offset = task.slots[token] % kv.block_size;
+        for (int head = 0; head < kv.kv_heads; ++head)
+            for (int unit = 0; unit < kv.key_units; ++unit)
+                ask_to_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
+                             (int64_t{unit} * kv.block_size + offset) * 4);
         const int half = task.rotary_dim / 2;
         const float *cos = task.cos + task.positions[token] * half, *sin = task.sin + task.positions[token] * half;
         for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
@@ -30,7 +35,6 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
                 rms_norm<S>(as_bytes(row), nullptr, task.query_norm, as_bytes(row), task.key_dim, task.norm_eps);
             rotate(row, cos, sin, task.rotary_dim);
         }
-        const int64_t block = task.slots[token] / kv.block_size, offset = task.slots[token] % kv.block_size;
         for (int head = 0; head < kv.kv_heads; ++head, row += task.key_dim) {
             if (task.key_norm)
                 rms_norm<S>(as_bytes(row), nullptr, task.key_norm, as_bytes(row), task.key_dim, task.norm_eps);
