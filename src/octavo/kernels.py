@@ -263,7 +263,8 @@ class PackedWeight:
     """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
 
     Quantised formats are GGUF's, byte for byte as large as in the file; activations are then quantised to int8 in
-    groups of 32, each of which has a power of two of its row's scale. A row's result has the same bits whatever the other rows and the threads.
+    groups of 32, each of which has a power of two of its row's scale. A row's result has the same bits whatever the
+    other rows and the threads.
 
     Attributes:
         packed: uint8; panels of 32 outputs (drawn in `csrc/gemm.h` and `csrc/coded.h`) or tiles of 16 (`csrc/quant.h`).
