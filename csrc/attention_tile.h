@@ -110,8 +110,7 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
         for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
-// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile. The product comes
-// last, so that nothing waits for the factor.
+// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile.
 template <Storage S, int R, int N, bool Ask>
 inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim, const uint32_t* weights,
                        const float* rescale, const Rows& rows, int first_row) {
