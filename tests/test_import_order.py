@@ -26,22 +26,21 @@ HOUSE = """
     llm server
     engine
     runner
-    models
+    models sampling
     planner observe attention
     kernels
     scheduler tiers storage
     kvcache
+    text
+    checkpoint
     request
     config sampling_params
-    model_source
-    gguf_config hf_config
-    gguf_file model_config
     errors
 """
 LINES = [line.split() for line in HOUSE.strip().splitlines()]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 
-WITHOUT_TORCH = ("errors", "config", "sampling_params", "model_config", "request", "kvcache", "scheduler", "planner")
+WITHOUT_TORCH = ("errors", "config", "sampling_params", "checkpoint", "request", "kvcache", "scheduler", "planner")
 HEAVY = {"torch", "transformers"}
 WEB = {"starlette", "uvicorn", "pydantic", "prometheus_client", "fastapi"}
 # The one module below the server that speaks Prometheus' format; who keeps the figures (observe.stats) does not.

@@ -18,9 +18,9 @@ from octavo.engine.core import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
-from octavo.models.tokenizer import Tokenizer
 from octavo.request import PinReceipt, PinRequest, Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import Tokenizer
 
 PromptLike = str | Mapping[str, Any]
 Message = Mapping[str, Any]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from octavo.model_source import load_model_config, resolve_model
+from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.loader import iter_weights
 from octavo.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.model_config import ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
-from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.decoder import Decoder
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
+from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.model_source import load_model_config, resolve_model
 from octavo.models.loader import expected_shapes, iter_weights, open_weights
 from octavo.models.weights import WeightSource
 from tests.models import tiny

@@ -280,7 +280,7 @@ def test_a_misshaped_tensor_is_named_with_both_shapes(monkeypatch):
 
 def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
     """The whole way from a file: names, row order of q and k, types."""
-    from octavo.model_source import load_model_config, resolve_model
+    from octavo.checkpoint.model_source import load_model_config, resolve_model
     from octavo.models.loader import open_weights
     from tests.models.tiny import make_model, write_gguf
 

@@ -11,7 +11,7 @@ import transformers
 
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.models.transformers import TransformersModel
+from octavo.models.transformers_bridge import TransformersModel
 from tests.attention.batches import PagedSequences
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
 

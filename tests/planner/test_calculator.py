@@ -6,13 +6,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import kernels
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.model_source import load_model_config, resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.linear import PackedLinear, PlainLinear
 from octavo.models.loader import open_weights
-from octavo.models.transformers import TransformersModel
+from octavo.models.transformers_bridge import TransformersModel
 from octavo.planner.calculator import (
     MemoryBudget,
     SequenceCost,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.hf_config import hf_model_config
+from octavo.checkpoint.hf_config import hf_model_config
 from octavo.planner.known_models import KNOWN_MODELS, known_config, nearest_names
 from octavo.planner.model_shape import ModelShape, model_shape
 from octavo.planner.sources import find_shape

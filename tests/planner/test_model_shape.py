@@ -6,11 +6,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.checkpoint.hf_config import hf_model_config
+from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.hf_config import hf_model_config
-from octavo.model_config import NATIVE_ARCHITECTURES, ModelConfig, RopeConfig
 from octavo.models.loader import expected_shapes
-from octavo.models.transformers import TransformersModel
+from octavo.models.transformers_bridge import TransformersModel
 from octavo.planner.known_models import KNOWN_MODELS
 from octavo.planner.model_shape import divide, model_shape, possible_groups
 from octavo.planner.sources import find_shape

@@ -23,10 +23,10 @@ from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
-from octavo.models.tokenizer import Tokenizer
 from octavo.observe.stats import EngineStats
 from octavo.request import PinRequest, Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
@@ -23,12 +24,10 @@ from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.models.base import CausalLM
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
-from octavo.models.tokenizer import Tokenizer
 from octavo.planner.startup import StartSizing
 from octavo.runner.runner import ModelRunner
 from octavo.runner.swapping import measure_restore_speed
@@ -36,6 +35,7 @@ from octavo.scheduler.preemption import CheaperWay, PreemptionMode, Recompute, S
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from octavo.storage.arena import KVArena
+from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _load(config: EngineConfig, device: torch.device) -> _Loaded:
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
-    from octavo.models.transformers import TransformersModel
+    from octavo.models.transformers_bridge import TransformersModel
 
     return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device)
 

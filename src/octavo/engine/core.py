@@ -15,12 +15,12 @@ from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
 from octavo.errors import ContextLengthError, LogitsError, RequestError
-from octavo.models.tokenizer import Tokenizer
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, Sequence
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
+from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

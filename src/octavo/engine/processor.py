@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from octavo.engine.detokenizer import IncrementalDetokenizer
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.models.tokenizer import Tokenizer
 from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate
+from octavo.text.detokenizer import IncrementalDetokenizer
+from octavo.text.tokenizer import Tokenizer
 
 FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 

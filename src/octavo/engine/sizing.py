@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.config import EngineConfig
 from octavo.errors import ModelError
-from octavo.model_config import ModelConfig
-from octavo.model_source import ModelFormat, ModelSource
 from octavo.models.base import CausalLM
 from octavo.models.linear import PackedLinear
 from octavo.models.native_decoder import NativeDecoder

@@ -16,10 +16,10 @@ import torch
 from torch.nn import functional
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.checkpoint.gguf_config import hf_name, rotary_row_order
+from octavo.checkpoint.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError
-from octavo.gguf_config import hf_name, rotary_row_order
-from octavo.gguf_file import GGUFFile, GGUFTensor, check_tensor_type
-from octavo.model_config import ModelConfig
 from octavo.models.weights import RawTensor
 
 

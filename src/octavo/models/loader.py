@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from octavo.checkpoint.hf_config import read_json
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.hf_config import read_json
-from octavo.model_config import ModelConfig
-from octavo.model_source import ModelFormat, ModelSource
 from octavo.models.weights import RawTensor, WeightSource
 
 
@@ -43,7 +43,7 @@ def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
     if source.format is ModelFormat.HUGGINGFACE:
         return SafetensorsWeights(source.path)
     # Imported here, because the gguf package costs folders a sixth of a second they have no use for.
-    from octavo.gguf_file import GGUFFile
+    from octavo.checkpoint.gguf_file import GGUFFile
     from octavo.models.gguf_weights import GGUFWeights
 
     return GGUFWeights(GGUFFile(source.path), config)

@@ -17,8 +17,8 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.kernels import PackedWeight, WeightFormat
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.decoder import Decoder, WeightReader, Weights
 from octavo.models.linear import Linear, LinearFactory, make_linear

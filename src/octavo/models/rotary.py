@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.checkpoint.model_config import RopeConfig
 from octavo.errors import UnsupportedModelError
-from octavo.model_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

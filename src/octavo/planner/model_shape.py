@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.model_config import NATIVE_ARCHITECTURES, ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import json
 from math import prod
 from pathlib import Path
 
+from octavo.checkpoint.hf_config import hf_model_config, read_json
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_source import PACKAGED_MODEL, ModelFormat, ModelSource, load_model_config, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.hf_config import hf_model_config, read_json
-from octavo.model_config import ModelConfig
-from octavo.model_source import PACKAGED_MODEL, ModelFormat, ModelSource, load_model_config, resolve_model
 from octavo.planner.known_models import KNOWN_MODELS, known_config, nearest_names
 from octavo.planner.model_shape import COUNTED_ARCHITECTURES, ModelShape, model_shape, shape_of_checkpoint
 

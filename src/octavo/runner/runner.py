@@ -8,9 +8,9 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.models.base import CausalLM
 from octavo.runner.batch import BatchBuilder
-from octavo.runner.largest import argmax
-from octavo.runner.sampler import Sampler
 from octavo.runner.swapping import BlockMover
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.top_k import argmax
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier

@@ -11,11 +11,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from octavo.checkpoint.hf_config import read_hf_config, read_json
+from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
-from octavo.hf_config import read_hf_config, read_json
-from octavo.model_source import ModelFormat, ModelSource
-from octavo.models.chat_template import render_chat
-from octavo.models.gguf_tokenizer import build_tokenizer, byte_alphabet, special_tokens, write_spaces_as_sentencepiece
+from octavo.text.chat_template import render_chat
+from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, special_tokens, write_spaces_as_sentencepiece
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
@@ -74,8 +74,8 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, path: Path) -> Tokenizer:
-        from octavo.gguf_config import gguf_eos_token_ids
-        from octavo.gguf_file import GGUFFile
+        from octavo.checkpoint.gguf_config import gguf_eos_token_ids
+        from octavo.checkpoint.gguf_file import GGUFFile
 
         file = GGUFFile(path)
         template = file.get("tokenizer.chat_template", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.workload_options import block_sizes, positive, positives
+from octavo.commands.bench.workload_options import block_sizes, positive, positives
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:

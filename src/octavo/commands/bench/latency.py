@@ -6,8 +6,8 @@ import argparse
 
 from octavo.bench import report, workload
 from octavo.commands.base import Command
+from octavo.commands.bench.workload_options import positive
 from octavo.commands.options import add_engine_options, engine_options
-from octavo.commands.workload_options import positive
 from octavo.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import time
 
 from octavo.bench import report, throughput
 from octavo.commands.base import Command
+from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
 from octavo.commands.options import add_engine_options, engine_options
-from octavo.commands.workload_options import add_workload_options, clip_to_model, load_requests
 from octavo.errors import ConfigError
 
 

@@ -15,10 +15,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.checkpoint.hf_config import read_hf_config
+from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
+from octavo.checkpoint.model_source import ModelFormat, load_model_config, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.hf_config import read_hf_config
-from octavo.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
-from octavo.model_source import ModelFormat, load_model_config, resolve_model
 from octavo.models.ops import ACTIVATIONS
 from tests.models import tiny
 
@@ -218,8 +218,11 @@ def test_what_is_no_decoder_is_refused(change: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [
-        ("octavo.model_source, octavo.models.tokenizer, octavo.gguf_config", {"torch", "transformers"}),
-        ("octavo.model_source, octavo.models.tokenizer, octavo.models.loader", {"gguf", "transformers"}),
+        (
+            "octavo.checkpoint.model_source, octavo.text.tokenizer, octavo.checkpoint.gguf_config",
+            {"torch", "transformers"},
+        ),
+        ("octavo.checkpoint.model_source, octavo.text.tokenizer, octavo.models.loader", {"gguf", "transformers"}),
     ],
 )
 def test_what_takes_long_to_import_is_imported_only_where_it_is_needed(modules: str, unwanted: set[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import Command
+from octavo.commands.bench.workload_options import add_workload_options
 from octavo.commands.options import add_engine_options
-from octavo.commands.workload_options import add_workload_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.commands.bench_serve_run import run
+    from octavo.commands.bench.serve_run import run
 
     return run(args)
 

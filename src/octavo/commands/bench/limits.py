@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.workload_options import positive
+from octavo.commands.bench.workload_options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

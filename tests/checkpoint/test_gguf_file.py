@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
+from octavo.checkpoint.gguf_config import gguf_model_config, hf_name
+from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.gguf_config import gguf_model_config, hf_name
-from octavo.gguf_file import GGUFFile
 from tests.models import tiny
 
 

@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from octavo.engine.detokenizer import IncrementalDetokenizer, TokenDecoder
-from octavo.engine.stop_strings import StopStringMatcher
-from octavo.model_source import resolve_model
-from octavo.models.tokenizer import Tokenizer as OctavoTokenizer
+from octavo.checkpoint.model_source import resolve_model
 from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import IncrementalDetokenizer, TokenDecoder
+from octavo.text.stop_strings import StopStringMatcher
+from octavo.text.tokenizer import Tokenizer as OctavoTokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and then the dog sleeps",

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from octavo.errors import RequestError
-from octavo.models.chat_template import render_chat
+from octavo.text.chat_template import render_chat
 from tests.models import tiny
 
 SMOLLM2 = (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
-from octavo.runner.largest import largest
+from octavo.sampling.top_k import largest
 
 _CHUNK = 256
 # How many of the largest are looked at: a peaked row is done with the first. Only top_k asks for the last: under top_p

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from octavo.checkpoint.hf_config import read_hf_config
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import ModelNotFoundError
-from octavo.hf_config import read_hf_config
-from octavo.model_config import ModelConfig
 
 PACKAGED_MODEL = "smollm2"
 
@@ -62,8 +62,8 @@ def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
     """
     source = model if isinstance(model, ModelSource) else resolve_model(str(model))
     if source.format is ModelFormat.GGUF:
-        from octavo.gguf_config import gguf_model_config
-        from octavo.gguf_file import GGUFFile
+        from octavo.checkpoint.gguf_config import gguf_model_config
+        from octavo.checkpoint.gguf_file import GGUFFile
 
         return gguf_model_config(GGUFFile(source.path))
     return read_hf_config(source.path)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from octavo.gguf_file import GGUFFile
+    from octavo.checkpoint.gguf_file import GGUFFile
 
 
 class TokenType(IntEnum):

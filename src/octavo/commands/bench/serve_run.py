@@ -16,8 +16,8 @@ from octavo.bench.http import Endpoint
 from octavo.bench.server_process import RunningServer, fetch_json, running_server
 from octavo.bench.serving import Target
 from octavo.bench.workload import BenchRequest, arrival_times
+from octavo.commands.bench.workload_options import Workload, clip_to_model, load_requests
 from octavo.commands.options import engine_argv, engine_options
-from octavo.commands.workload_options import Workload, clip_to_model, load_requests
 from octavo.errors import ConfigError
 
 EXIT_ERROR = 1

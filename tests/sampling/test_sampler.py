@@ -11,9 +11,9 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from octavo.errors import LogitsError
 from octavo.request import Request, RequestId, Sequence
-from octavo.runner.logits import adjust
-from octavo.runner.rng import uniforms
-from octavo.runner.sampler import Sampler
+from octavo.sampling.penalties import adjust
+from octavo.sampling.rng import uniforms
+from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 
 _ids = itertools.count()

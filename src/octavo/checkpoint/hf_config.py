@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.model_config import (
+from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
     NATIVE_ARCHITECTURES,
     NATIVE_ROPE_KINDS,
@@ -18,6 +17,7 @@ from octavo.model_config import (
     NativeArchitecture,
     RopeConfig,
 )
+from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 
 _NATIVE_BY_MODEL_TYPE = {native.model_type: name for name, native in NATIVE_ARCHITECTURES.items()}
 

@@ -19,10 +19,10 @@ import torch
 
 from octavo.errors import LogitsError
 from octavo.request import Sequence, TokenLogprobs
-from octavo.runner.draw import DrawParams, draw_from_all, draw_from_top
-from octavo.runner.largest import argmax, largest
-from octavo.runner.logits import adjust, adjusts_logits
-from octavo.runner.rng import uniforms
+from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
+from octavo.sampling.penalties import adjust, adjusts_logits
+from octavo.sampling.rng import uniforms
+from octavo.sampling.top_k import argmax, largest
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.scheduler.beam import num_candidates
 from octavo.scheduler.plan import Candidate, SampleResult

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from octavo.engine.stop_strings import StopStringMatcher
 from octavo.sampling_params import SamplingParams
+from octavo.text.stop_strings import StopStringMatcher
 
 # What tokenizers decode bytes to that are not (yet) UTF-8.
 REPLACEMENT = "\ufffd"

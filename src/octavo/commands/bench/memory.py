@@ -6,8 +6,8 @@ import argparse
 
 from octavo.bench.workload import NAMED_WORKLOADS
 from octavo.commands.base import Command
+from octavo.commands.bench.workload_options import block_sizes, positive, positives
 from octavo.commands.options import add_engine_options
-from octavo.commands.workload_options import block_sizes, positive, positives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.commands.bench_memory_run import run
+    from octavo.commands.bench.memory_run import run
 
     return run(args)
 

@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig, NativeArchitecture, RopeConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
-from octavo.gguf_file import GGUFFile
-from octavo.model_config import NATIVE_ARCHITECTURES, ModelConfig, NativeArchitecture, RopeConfig
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_A_LAYER = {

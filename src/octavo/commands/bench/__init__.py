@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands import bench_attention, bench_latency, bench_limits, bench_memory, bench_serve, bench_throughput
 from octavo.commands.base import Command, add_command
+from octavo.commands.bench import attention, latency, limits, memory, serve, throughput
 
 BENCHES: tuple[Command, ...] = (
-    bench_throughput.COMMAND,
-    bench_serve.COMMAND,
-    bench_latency.COMMAND,
-    bench_memory.COMMAND,
-    bench_attention.COMMAND,
-    bench_limits.COMMAND,
+    throughput.COMMAND,
+    serve.COMMAND,
+    latency.COMMAND,
+    memory.COMMAND,
+    attention.COMMAND,
+    limits.COMMAND,
 )
 
 

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
-from octavo.model_source import ModelFormat, ModelSource, resolve_model
-from octavo.models.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer
 from tests.models import tiny
 
 TEXTS = [
