@@ -1,8 +1,12 @@
-"""The house: what may import what, read off the syntax tree of every module, imports inside functions included."""
+"""Every import follows the rules of docs/architecture.md, section "Layers".
+
+The rules are read from that document; the imports, those inside functions too, from the syntax tree of every module.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,35 +20,49 @@ import octavo
 
 SOURCE = Path(octavo.__file__).parent
 
-# Rooms line by line: each may import only what stands below it, and itself; rooms side by side do not know each other.
-HOUSE = """
-    __main__
-    cli
-    commands
-    cluster
-    bench
-    llm server
-    engine
-    runner
-    models sampling
-    planner observe attention
-    kernels
-    scheduler tiers storage
-    kvcache
-    text
-    checkpoint
-    request
-    config sampling_params
-    errors
-"""
-LINES = [line.split() for line in HOUSE.strip().splitlines()]
-LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
-
-WITHOUT_TORCH = ("errors", "config", "sampling_params", "checkpoint", "request", "kvcache", "scheduler", "planner")
+DRAWING = Path(__file__).parents[1] / "docs" / "architecture.md"
 HEAVY = {"torch", "transformers"}
 WEB = {"starlette", "uvicorn", "pydantic", "prometheus_client", "fastapi"}
-# The one module below the server that speaks Prometheus' format; who keeps the figures (observe.stats) does not.
-EXPORTERS = {"octavo.observe.metrics"}
+
+
+class Rules(NamedTuple):
+    """A room is named as in an import: `kvcache` for `kvcache/`, `errors` for `errors.py`."""
+
+    lines: list[list[str]]  # rooms side by side, each line above those it may import
+    without_torch: set[str]
+    highest_without_web: str
+    web_exceptions: set[str]  # modules
+
+    @property
+    def line_of(self) -> dict[str, int]:
+        return {room: number for number, rooms in enumerate(self.lines) for room in rooms}
+
+
+def read_rules(document: str) -> Rules:
+    section = document.split("\n## Layers\n")[1].split("\n## ")[0]
+    drawing = [re.split(r" {2,}", line[4:])[0] for line in section.splitlines() if line.startswith("    ")]
+    bullets = [" ".join(bullet.split()) for bullet in section.split("\n- ")[1:]]
+    no_torch = next(bullet for bullet in bullets if bullet.startswith("No torch, directly or indirectly: "))
+    no_web = next(bullet for bullet in bullets if bullet.startswith("No web framework: "))
+    highest, *exceptions = _names(no_web)
+    return Rules(
+        lines=[[_name(path) for path in line.split(" | ")] for line in drawing],
+        without_torch=set(_names(no_torch)),
+        highest_without_web=highest,
+        web_exceptions={f"octavo.{name}" for name in exceptions},
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [_name(path) for path in re.findall(r"`([^`]+)`", text)]
+
+
+def _name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/").replace("/", ".")
+
+
+RULES = read_rules(DRAWING.read_text())
+LINE_OF = RULES.line_of
 
 
 class Import(NamedTuple):
@@ -108,8 +126,32 @@ def _module(name: str) -> str:
     return name
 
 
-def test_every_module_has_a_place_in_the_house() -> None:
-    assert {room(module) for module in modules()} - {""} <= set(LINE_OF)
+def test_the_drawing_has_every_room_and_no_other() -> None:
+    assert {room(module) for module in modules()} - {""} == set(LINE_OF)
+
+
+def test_the_rules_are_read_from_the_drawing() -> None:
+    document = """
+## Layers
+
+    cli.py          what follows two spaces | describes
+    models/ | sampling/
+    errors.py
+
+- No torch, directly or indirectly: `errors.py`,
+  `sampling/`. Why.
+- No web framework: `models/` and everything below it, except `models/page.py`.
+
+## Next
+
+    not drawn
+"""
+    assert read_rules(document) == Rules(
+        lines=[["cli"], ["models", "sampling"], ["errors"]],
+        without_torch={"errors", "sampling"},
+        highest_without_web="models",
+        web_exceptions={"octavo.models.page"},
+    )
 
 
 @pytest.mark.parametrize("name", sorted({room(module) for module in modules()} - {""}))
@@ -137,16 +179,18 @@ def reached(module: str, *, lazily_too: bool) -> dict[str, Import]:
     return found
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room(m) in WITHOUT_TORCH])
+@pytest.mark.parametrize("module", [m for m in modules() if room(m) in RULES.without_torch])
 def test_bookkeeping_reaches_no_torch(module: str) -> None:
     assert not HEAVY & set(found := reached(module, lazily_too=True)), found
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room(m) and LINE_OF[room(m)] >= LINE_OF["engine"]])
+@pytest.mark.parametrize(
+    "module", [m for m in modules() if room(m) and LINE_OF[room(m)] >= LINE_OF[RULES.highest_without_web]]
+)
 def test_the_engine_and_what_is_below_reach_no_web_framework(module: str) -> None:
-    if module not in EXPORTERS:
+    if module not in RULES.web_exceptions:
         found = reached(module, lazily_too=True)
-        assert not (WEB | EXPORTERS) & set(found), found
+        assert not (WEB | RULES.web_exceptions) & set(found), found
 
 
 def modules_loaded_by(statement: str) -> set[str]:
