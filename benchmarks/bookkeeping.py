@@ -16,15 +16,13 @@ import random
 import statistics
 import time
 
-from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix.base import NullPrefixCache
-from octavo.kvcache.prefix.hashed import HashedPrefixCache
+from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 4096
 
@@ -32,11 +30,14 @@ MAX_MODEL_LEN = 4096
 def make_scheduler(arguments: argparse.Namespace) -> Scheduler:
     layers = [LayerKVSpec(8, 128, 128, sliding_window=arguments.window if i % 2 else None) for i in range(32)]
     spec = KVCacheSpec.build(layers, arguments.block_size, "bfloat16")
-    prefix = HashedPrefixCache(("bench",), arguments.block_size) if arguments.prefix_caching else NullPrefixCache()
     blocks_per_seq = len(spec.groups) * spec.blocks_for_tokens(arguments.prompt_tokens + arguments.steps + 1)
     num_blocks = arguments.num_seqs * blocks_per_seq * 2
-    kv = KVCacheManager(spec, num_blocks, prefix, make_eviction_policy("lru"))
-    return Scheduler(SchedulerConfig(arguments.num_seqs, arguments.num_seqs * MAX_MODEL_LEN, MAX_MODEL_LEN), kv)
+    config = EngineConfig(
+        max_num_seqs=arguments.num_seqs,
+        max_num_batched_tokens=arguments.num_seqs * MAX_MODEL_LEN,
+        enable_prefix_caching=arguments.prefix_caching,
+    )
+    return assemble_scheduler(config, assemble_cache(config, spec, num_blocks), MAX_MODEL_LEN)
 
 
 def play_runner(plan: StepPlan) -> StepResult:

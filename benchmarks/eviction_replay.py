@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
+from octavo.config import EngineConfig
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, RecomputeCost, make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache
 
 POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
 CACHES = ["hashed", "radix"]
@@ -56,8 +57,11 @@ class Result:
 
 
 def make_manager(cache: str, policy: str, pool_blocks: int) -> KVCacheManager:
-    prefix_cache, eviction = make_prefix_cache(cache, policy, spec=SPEC, identity=("replay",), cost=COST)
-    return KVCacheManager(SPEC, pool_blocks + 1, prefix_cache, eviction)
+    return assemble_cache(options(cache, policy), SPEC, pool_blocks + 1, cost=COST)
+
+
+def options(cache: str, policy: str) -> EngineConfig:
+    return EngineConfig.from_options({"prefix_cache": cache, "eviction_policy": policy})
 
 
 def make_requests(prompts: Sequence[Prompt], mixed_priorities: bool) -> list[Request]:
@@ -155,11 +159,17 @@ class Recorder:
 
 def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> dict[str, float]:
     """µs per call of each method of a policy, on the calls of a whole replay."""
-    recorder = Recorder(make_eviction_policy(policy, COST))
-    prefix_cache, _ = make_prefix_cache("hashed", policy, spec=SPEC, identity=("replay",))
-    replay(KVCacheManager(SPEC, pool_blocks + 1, prefix_cache, recorder), make_requests(prompts, False))
+    recorders: list[Recorder] = []
+
+    def record(inner: EvictionPolicy) -> Recorder:
+        recorders.append(Recorder(inner))
+        return recorders[0]
+
+    config = options("hashed", policy)
+    manager = assemble_cache(config, SPEC, pool_blocks + 1, cost=COST, wrap_eviction=record)
+    replay(manager, make_requests(prompts, False))
     fresh = make_eviction_policy(policy, COST)
-    calls = [(getattr(fresh, name), arguments) for name, arguments in recorder.operations]
+    calls = [(getattr(fresh, name), arguments) for name, arguments in recorders[0].operations]
     # Collecting among a million recorded tuples is no work of the policy's.
     gc.disable()
     started = time.process_time()

@@ -13,24 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
+from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, SequenceId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.preemption import (
-    CheaperWay,
-    PreemptionMode,
-    Recompute,
-    RestoreSpeed,
-    Swap,
-    make_victim_policy,
-)
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
@@ -51,10 +44,10 @@ class Setup:
     """One row of the table; a watermark and a headroom of 0 hold nothing back."""
 
     name: str
-    victim: str = "lowest_priority"
-    mode: str = "recompute"
-    watermark: float = 0.01
-    headroom: int | None = None
+    victim: Literal["latest", "lowest_priority", "cheapest"] = "lowest_priority"
+    mode: Literal["auto", "recompute", "swap"] = "recompute"
+    watermark: float = DEFAULT_WATERMARK
+    headroom: int = DEFAULT_HEADROOM_TOKENS
     prefix_caching: bool = False
 
 
@@ -81,19 +74,22 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
     spec = KVCacheSpec.build([LayerKVSpec(3, 64, 64)] * 30, BLOCK_SIZE, "bfloat16")
     full = sum(spec.blocks_for_tokens(len(p) + n) for p, n in requests) / len(requests)
     num_blocks = 1 + int(arguments.num_seqs * full / arguments.oversubscription)
-    prefix, eviction = make_prefix_cache("hashed" if setup.prefix_caching else None, "lru", spec=spec)
-    kv = KVCacheManager(spec, num_blocks, prefix, eviction, arguments.host_blocks if setup.mode != "recompute" else 0)
-    speed = RestoreSpeed(cost.token, cost.block_moved)
-    modes: dict[str, Callable[[], PreemptionMode]] = {
-        "recompute": Recompute,
-        "swap": Swap,
-        "auto": lambda: CheaperWay(kv.restore_cost, speed),
-    }
-    limits = SchedulerConfig(arguments.num_seqs, 2048, MAX_MODEL_LEN, watermark=setup.watermark)
-    if setup.headroom is not None:
-        limits = SchedulerConfig(arguments.num_seqs, 2048, MAX_MODEL_LEN, setup.watermark, setup.headroom)
-    victims = make_victim_policy(setup.victim, kv.restore_cost)
-    scheduler = Scheduler(limits, kv, victims=victims, preemption=modes[setup.mode]())
+    config = EngineConfig(
+        max_num_seqs=arguments.num_seqs,
+        preemption_victim=setup.victim,
+        preemption_mode=setup.mode,
+        enable_prefix_caching=setup.prefix_caching,
+    )
+    num_host_blocks = 0 if setup.mode == "recompute" else arguments.host_blocks
+    kv = assemble_cache(config, spec, num_blocks, num_host_blocks=num_host_blocks)
+    scheduler = assemble_scheduler(
+        config,
+        kv,
+        MAX_MODEL_LEN,
+        restore_speed=RestoreSpeed(cost.token, cost.block_moved),
+        watermark=setup.watermark,
+        headroom_tokens=setup.headroom,
+    )
     for i, (prompt, output) in enumerate(requests):
         # Clients ask for more than they get: the scheduler knows the limit, not the length.
         params = SamplingParams(max_tokens=arguments.max_tokens or output, stop_token_ids=[8])

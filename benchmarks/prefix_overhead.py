@@ -15,14 +15,12 @@ import random
 import time
 from pathlib import Path
 
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
+from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import SampleResult, StepResult
-from octavo.scheduler.queue import LongestPrefixFirst
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 
 CACHES = {"none": None, "hashed": "hashed", "radix": "radix"}
 
@@ -35,11 +33,12 @@ MACHINES = {"8B on a GPU": (0.008, 25_000.0), "135M on two cores": (0.050, 3_000
 def run(cache: str | None, eviction: str, arguments: argparse.Namespace) -> dict[str, float]:
     layer = LayerKVSpec(8, 128, 128)
     spec = KVCacheSpec.build([layer] * 32, 16, "bfloat16")
-    prefix_cache, policy = make_prefix_cache(cache, eviction, spec=spec, identity=("bench",))
     most = spec.blocks_for_tokens(arguments.prompt_tokens + arguments.output_tokens)
-    kv = KVCacheManager(spec, 2 * arguments.num_seqs * most, prefix_cache, policy)
-    waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if cache == "radix" else None
-    scheduler = Scheduler(SchedulerConfig(arguments.num_seqs, 2048, 8192), kv, waiting=waiting)
+    options = {"max_num_seqs": arguments.num_seqs, "eviction_policy": eviction}
+    caching = {"enable_prefix_caching": False} if cache is None else {"prefix_cache": cache}
+    config = EngineConfig.from_options({**options, **caching})
+    kv = assemble_cache(config, spec, 2 * arguments.num_seqs * most)
+    scheduler = assemble_scheduler(config, kv, max_model_len=8192)
     rng = random.Random(0)
     params = SamplingParams(max_tokens=arguments.output_tokens, ignore_eos=True)
     requests = [

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
 from octavo.kvcache.block import NULL_BLOCK
-from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix.base import NullPrefixCache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, SequenceStatus
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
 
 WIDTHS = (2, 4, 6, 8)
 BLOCK_SIZE = 16
@@ -93,8 +92,8 @@ def lengths(dataset: Lengths, count: int) -> Iterator[tuple[int, int]]:
 
 def samples(dataset: Lengths, n: int, count: int = 200) -> Held:
     spec = KVCacheSpec.build([LayerKVSpec(1, 1, 1)], BLOCK_SIZE, "float32")
-    kv = KVCacheManager(spec, 200_000, NullPrefixCache(), make_eviction_policy("lru"))
-    scheduler = Scheduler(SchedulerConfig(64, 4096, 4096), kv)
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    scheduler = assemble_scheduler(config, assemble_cache(config, spec, 200_000), max_model_len=4096)
     requests = [
         Request(RequestId(f"r{i}"), list(range(tokens)), SamplingParams(n=n, max_tokens=output, ignore_eos=True))
         for i, (tokens, output) in enumerate(lengths(dataset, count))

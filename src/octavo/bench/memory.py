@@ -23,15 +23,22 @@ from octavo.bench.memory_usage import MemoryObserver, MemoryUsage
 from octavo.bench.workload import FIRST_TOKEN_ID, BenchRequest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
-from octavo.planner.calculator import PoolSize, block_tokens, pool_for_memory, weight_bytes
+from octavo.planner.calculator import (
+    DEFAULT_SWAP_SPACE,
+    PoolSize,
+    block_tokens,
+    pool_for_memory,
+    swap_bytes,
+    weight_bytes,
+)
 from octavo.planner.model_shape import ModelShape
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.preemption import RestoreSpeed
+from octavo.scheduler.scheduler import Scheduler
 
 BlockSize = int | Literal["max"]
 
@@ -43,7 +50,8 @@ class StepCost:
     """The assumed time of a step: step_s + token_s * new tokens + context_byte_s * bytes of keys and values read.
 
     A sum, where hardware overlaps some of it: pessimistic by less than a factor of two. Each sequence's context is read
-    once a step, windows not taken off; the arithmetic of attention counts for nothing.
+    once a step, windows not taken off; the arithmetic of attention counts for nothing. A block that is swapped out or
+    in costs what reading its bytes does.
 
     Attributes:
         step_s: seconds of a step with nothing in it: all weights read once.
@@ -72,7 +80,9 @@ class StepCost:
 
     def seconds(self, plan: StepPlan, spec: KVCacheSpec) -> float:
         context = sum(item.start + item.num_tokens for item in plan.scheduled)
-        return self.step_s + self.token_s * plan.num_tokens + self.context_byte_s * context * spec.bytes_per_token
+        moved = (len(plan.swap_out) + len(plan.swap_in)) * spec.block_bytes
+        num_bytes = context * spec.bytes_per_token + moved
+        return self.step_s + self.token_s * plan.num_tokens + self.context_byte_s * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +215,20 @@ def simulated_engine(
     budget: MemoryBudget, block_size: BlockSize, config: EngineConfig, cost: StepCost
 ) -> SimulatedEngine:
     spec = budget.spec(block_size)
-    cache = make_prefix_cache(
-        config.prefix_cache if config.enable_prefix_caching else None, config.eviction_policy, spec=spec
-    )
-    kv = KVCacheManager(spec, budget.pool(block_size, config).num_blocks, *cache)
-    limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, budget.max_model_len)
-    return SimulatedEngine(Scheduler(limits, kv), cost)
+    pool = budget.pool(block_size, config)
+    num_host_blocks = _num_host_blocks(config, spec)
+    kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
+    speed = RestoreSpeed(cost.token_s, cost.context_byte_s * spec.block_bytes)
+    return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, restore_speed=speed), cost)
+
+
+def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
+    """Blocks of host memory beside the budget, as an engine with enough of it would take."""
+    if config.preemption_mode == "recompute":
+        return 0
+    space = config.swap_space
+    assert not isinstance(space, str), "the configuration has parsed it"
+    return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
 
 
 @contextmanager

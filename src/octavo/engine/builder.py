@@ -21,9 +21,6 @@ from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.kvcache.eviction import RecomputeCost
-from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.prefix import make_prefix_cache
-from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
@@ -31,9 +28,8 @@ from octavo.models.ops import LayerOps
 from octavo.planner.startup import StartSizing
 from octavo.runner.runner import ModelRunner
 from octavo.runner.swapping import measure_restore_speed
-from octavo.scheduler.preemption import CheaperWay, PreemptionMode, Recompute, Swap, make_victim_policy
-from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
@@ -79,17 +75,19 @@ def build_engine(config: EngineConfig) -> EngineCore:
     attention = make_backend(config.attention_backend, device)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
-    kv = _kv_manager(config, spec, pool.num_blocks, host.num_blocks, loaded)
+    kv = assemble_cache(
+        config,
+        spec,
+        pool.num_blocks,
+        num_host_blocks=host.num_blocks,
+        # Quantised products round activations: their keys and values are not those of the dequantised weights.
+        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype, config.quantization),
+        cost=RecomputeCost(spec.block_size, loaded.hidden_size),
+    )
     runner = ModelRunner(
         model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, host=host
     )
-    scheduler = Scheduler(
-        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, max_model_len),
-        kv,
-        victims=make_victim_policy(config.preemption_victim, kv.restore_cost),
-        waiting=_waiting_queue(config, kv),
-        preemption=_preemption_mode(config, kv, runner, host),
-    )
+    scheduler = assemble_scheduler(config, kv, max_model_len, restore_speed=_restore_speed(config, runner, host))
     logger.info(
         "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), swap space: %s, attention: %s, ready in %.1f s",
         config.model,
@@ -183,11 +181,10 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
     raise ConfigError(f"deterministic cannot be promised: {reason}")
 
 
-def _preemption_mode(config: EngineConfig, kv: KVCacheManager, runner: ModelRunner, host: HostTier) -> PreemptionMode:
-    if not host.num_blocks:
-        return Recompute()
-    if config.preemption_mode == "swap":
-        return Swap()
+def _restore_speed(config: EngineConfig, runner: ModelRunner, host: HostTier) -> RestoreSpeed | None:
+    """Measured where the choice between swapping and computing again depends on it."""
+    if not needs_restore_speed(config, host.num_blocks):
+        return None
     max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
     speed = measure_restore_speed(runner, host, max_tokens=max_tokens)
     logger.info(
@@ -195,33 +192,4 @@ def _preemption_mode(config: EngineConfig, kv: KVCacheManager, runner: ModelRunn
         format_bytes(runner.arena.spec.block_bytes / speed.seconds_per_block),
         1 / speed.seconds_per_token,
     )
-    return CheaperWay(kv.restore_cost, speed)
-
-
-def _kv_manager(
-    config: EngineConfig, spec: KVCacheSpec, num_blocks: int, num_host_blocks: int, loaded: _Loaded
-) -> KVCacheManager:
-    prefix_cache, eviction = make_prefix_cache(
-        config.prefix_cache if config.enable_prefix_caching else None,
-        config.eviction_policy,
-        spec=spec,
-        # Quantised products round activations: their keys and values are not those of the dequantised weights.
-        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype, config.quantization),
-        cost=RecomputeCost(spec.block_size, loaded.hidden_size),
-    )
-    return KVCacheManager(
-        spec,
-        num_blocks,
-        prefix_cache,
-        eviction,
-        num_host_blocks,
-        pin_budget=config.pin_budget,
-        pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
-    )
-
-
-def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:
-    """The tree finds a prefix without hashing, so it can afford to look before it admits."""
-    if config.enable_prefix_caching and config.prefix_cache == "radix":
-        return LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens)
-    return ArrivalOrder()
+    return speed

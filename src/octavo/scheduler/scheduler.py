@@ -21,6 +21,9 @@ from octavo.scheduler.plan import ScheduledSequence, SequenceUpdate, StepPlan, S
 from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 
+DEFAULT_WATERMARK = 0.01
+DEFAULT_HEADROOM_TOKENS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -36,8 +39,8 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    watermark: float = 0.01
-    headroom_tokens: int = 32
+    watermark: float = DEFAULT_WATERMARK
+    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
 
 
 @dataclass(slots=True)

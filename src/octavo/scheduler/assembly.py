@@ -1,0 +1,130 @@
+"""From options to a cache and a scheduler: the only place that joins them.
+
+    EngineConfig + KVCacheSpec ──assemble_cache──> KVCacheManager      prefix cache, eviction, pins, swap space
+                                     │
+                   + max_model_len ──assemble_scheduler──> Scheduler   queue, victims, preemption
+
+The engine, `octavo bench memory`, the benchmarks and the simulator all build through it, so that an option means the
+same in each of them. No torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.preemption import (
+    CheaperWay,
+    PreemptionMode,
+    Recompute,
+    RestoreSpeed,
+    Swap,
+    make_victim_policy,
+)
+from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK, Scheduler, SchedulerConfig
+
+
+def assemble_cache(
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    num_blocks: int,
+    *,
+    num_host_blocks: int = 0,
+    identity: tuple[str, ...] = (),
+    cost: RecomputeCost | None = None,
+    wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> KVCacheManager:
+    """The KV cache manager that the options describe.
+
+    Args:
+        num_blocks: size of the pool, the null block included.
+        num_host_blocks: blocks of host memory for swapped sequences.
+        identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
+        cost: of computing a block again, for the eviction policy "cost"; by default that of an 8B model.
+        wrap_eviction: puts an observer around the eviction policy.
+        clock: seconds, never going back.
+    """
+    prefix_cache, eviction = make_prefix_cache(
+        config.prefix_cache if config.enable_prefix_caching else None,
+        config.eviction_policy,
+        spec=spec,
+        identity=identity,
+        cost=cost or RecomputeCost(spec.block_size),
+    )
+    return KVCacheManager(
+        spec,
+        num_blocks,
+        prefix_cache,
+        eviction if wrap_eviction is None else wrap_eviction(eviction),
+        num_host_blocks,
+        pin_budget=config.pin_budget,
+        pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
+        clock=clock,
+    )
+
+
+def assemble_scheduler(
+    config: EngineConfig,
+    kv: KVCacheManager,
+    max_model_len: int,
+    *,
+    restore_speed: RestoreSpeed | None = None,
+    watermark: float = DEFAULT_WATERMARK,
+    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
+) -> Scheduler:
+    """The scheduler that the options describe, over a cache that `assemble_cache` made of the same options.
+
+    Args:
+        restore_speed: as measured or assumed; needed where `needs_restore_speed` says so.
+        watermark, headroom_tokens: see `SchedulerConfig`.
+
+    Raises:
+        ConfigError: the speed is missing.
+    """
+    return Scheduler(
+        SchedulerConfig(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_model_len,
+            watermark=watermark,
+            headroom_tokens=headroom_tokens,
+        ),
+        kv,
+        victims=make_victim_policy(config.preemption_victim, kv.restore_cost),
+        waiting=_waiting_queue(config, kv),
+        preemption=_preemption_mode(config, kv, restore_speed),
+    )
+
+
+def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
+    """Whether victims are swapped or recomputed by what is cheaper, so that both speeds must be known."""
+    return bool(num_host_blocks) and config.preemption_mode == "auto"
+
+
+def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:
+    """The tree finds a prefix without hashing, so it can afford to look before it admits."""
+    if config.enable_prefix_caching and config.prefix_cache == "radix":
+        return LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens)
+    return ArrivalOrder()
+
+
+def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: RestoreSpeed | None) -> PreemptionMode:
+    num_host_blocks = kv.swap.host.num_blocks
+    if not num_host_blocks or config.preemption_mode == "recompute":
+        return Recompute()
+    if not needs_restore_speed(config, num_host_blocks):
+        return Swap()
+    if restore_speed is None:
+        raise ConfigError(
+            "preemption_mode is 'auto' and there is host memory to swap to, but nobody measured what swapping and "
+            "recomputing cost: use preemption_mode 'recompute' or 'swap'"
+        )
+    return CheaperWay(kv.restore_cost, restore_speed)

@@ -1,0 +1,135 @@
+"""Every option that concerns the cache or the scheduler reaches its object, and only `assembly.py` joins them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octavo
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.eviction import EvictionPolicy, FifoEviction, RecomputeCost
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.preemption import (
+    CheaperWay,
+    Cheapest,
+    LatestArrival,
+    LowestPriority,
+    Recompute,
+    RestoreSpeed,
+    Swap,
+)
+from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst
+from octavo.scheduler.scheduler import Scheduler
+from tests.kvcache.caches import FULL, Clock
+
+SPEC = KVCacheSpec.build([FULL], 4, "float32")
+SPEED = RestoreSpeed(1.0, 2.0)
+
+
+def cache(num_host_blocks: int = 0, **options: Any) -> KVCacheManager:
+    return assemble_cache(EngineConfig(**options), SPEC, 101, num_host_blocks=num_host_blocks)
+
+
+def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **options: Any) -> Scheduler:
+    return assemble_scheduler(EngineConfig(**options), cache(num_host_blocks, **options), 64, restore_speed=speed)
+
+
+# Option, value -> what shows that it has arrived.
+REACHED: dict[tuple[str, Any], Any] = {
+    ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixCache),
+    ("prefix_cache", "hashed"): lambda s: (
+        isinstance(s.kv.prefix_cache, HashedPrefixCache) and isinstance(s._waiting, ArrivalOrder)
+    ),
+    ("prefix_cache", "radix"): lambda s: (
+        isinstance(s.kv.prefix_cache, RadixPrefixCache) and isinstance(s._waiting, LongestPrefixFirst)
+    ),
+    ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
+    ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
+    ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
+    ("preemption_victim", "latest"): lambda s: isinstance(s._victims, LatestArrival),
+    ("preemption_victim", "lowest_priority"): lambda s: isinstance(s._victims, LowestPriority),
+    ("preemption_victim", "cheapest"): lambda s: isinstance(s._victims, Cheapest),
+    ("preemption_mode", "recompute"): lambda s: isinstance(s._preemption, Recompute),
+    ("preemption_mode", "swap"): lambda s: isinstance(s._preemption, Swap),
+    ("preemption_mode", "auto"): lambda s: isinstance(s._preemption, CheaperWay) and s._preemption.speed is SPEED,
+    ("max_num_seqs", 7): lambda s: s.config.max_num_seqs == 7,
+    ("max_num_batched_tokens", 99): lambda s: s.config.max_num_batched_tokens == 99,
+}
+
+# Options of the model, the machine and the sizes, which the caller of the assembly works out.
+ELSEWHERE = {
+    "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
+    "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
+    "seed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), REACHED, ids=str)
+def test_each_option_reaches_its_object(name: str, value: Any) -> None:
+    assert REACHED[name, value](scheduler(num_host_blocks=5, **{name: value}))
+
+
+def test_every_option_is_either_shown_to_arrive_or_not_the_schedulers() -> None:
+    from dataclasses import fields
+
+    shown = {name for name, _ in REACHED}
+    assert not shown & ELSEWHERE
+    assert shown | ELSEWHERE == {field.name for field in fields(EngineConfig)}
+
+
+def test_sizes_identity_cost_and_clock_arrive() -> None:
+    clock, wrapped = Clock(), []
+
+    def wrap(policy: EvictionPolicy) -> EvictionPolicy:
+        wrapped.append(policy)
+        return policy
+
+    config = EngineConfig(eviction_policy="cost")
+    cost = RecomputeCost(4, 64)
+    kv = assemble_cache(
+        config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), cost=cost, wrap_eviction=wrap, clock=clock
+    )
+    assert (kv.pool.num_blocks, kv.swap.host.num_blocks, kv.pins.clock) == (33, 9, clock)
+    assert kv.prefix_cache._identity == ("m", "bf16", "4")
+    assert wrapped == [kv.pool._eviction]
+    assert wrapped[0]._cost is cost  # type: ignore[attr-defined]
+
+
+def test_without_host_memory_everything_is_recomputed() -> None:
+    for mode in ("auto", "swap", "recompute"):
+        assert isinstance(scheduler(0, speed=None, preemption_mode=mode)._preemption, Recompute)
+
+
+def test_auto_asks_for_a_measurement_where_it_has_a_choice() -> None:
+    assert needs_restore_speed(EngineConfig(), 5)
+    assert not needs_restore_speed(EngineConfig(), 0)
+    with pytest.raises(ConfigError, match="use preemption_mode 'recompute' or 'swap'"):
+        scheduler(5, speed=None)
+
+
+def test_limits_beyond_the_options_can_be_given() -> None:
+    kv = cache()
+    limits = assemble_scheduler(EngineConfig(), kv, 64, watermark=0.5, headroom_tokens=3).config
+    assert (limits.max_model_len, limits.watermark, limits.headroom_tokens) == (64, 0.5, 3)
+
+
+def test_nobody_else_joins_a_cache_and_a_scheduler() -> None:
+    """Neither in the package nor in benchmarks: whoever did would drop options silently."""
+    package = Path(octavo.__file__).parent
+    files = [*package.rglob("*.py"), *(package.parents[1] / "benchmarks").glob("*.py")]
+    joining = {
+        file.name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("Scheduler", "KVCacheManager", "make_prefix_cache", "make_victim_policy")
+    }
+    assert joining == {"assembly.py"}
