@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
@@ -124,14 +125,21 @@ class Sequence:
 
     The one scheduling rule: `num_computed` (tokens whose keys and values lie in blocks) chases `num_tokens`.
 
+    Its tokens are the request's prompt, which all sequences of the request share, and an output of its own:
+
+        prompt (request.prompt_token_ids)   output_token_ids
+        0 ……………………………… num_prompt_tokens   …… num_tokens
+
     Attributes:
+        output_token_ids: grows by `append_token`.
         cumulative_logprob: sum over the output's tokens, as far as their logprobs are known; a beam's running score.
     """
 
     request: Request
     index: int
     seed: int
-    token_ids: list[int]
+    num_prompt_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)
     seq_id: SequenceId = field(default_factory=lambda: SequenceId(next(_sequence_ids)))
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
@@ -141,29 +149,38 @@ class Sequence:
     stop_reason: int | str | None = None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.output_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.request.prompt_token_ids) :]
+    def token_ids(self) -> Seq[int]:
+        """A copy of all tokens, O(n): the step loop asks for `tokens(start, end)` instead."""
+        return [*self.request.prompt_token_ids, *self.output_token_ids]
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens `start .. end`; costs no more than there are of them."""
+        split = self.num_prompt_tokens
+        if start >= split:
+            return self.output_token_ids[start - split : end - split]
+        head = self.request.prompt_token_ids[start:end]
+        return head if end <= split else head + self.output_token_ids[: end - split]
+
+    def append_token(self, token_id: int) -> None:
+        """One more token of output."""
+        self.output_token_ids.append(token_id)
 
     @property
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
     def become_child_of(self, parent: Sequence) -> None:
-        """Take over the parent's tokens, and a new id: what anyone remembers of the old one is void."""
+        """Take over the parent's output, and a new id: what anyone remembers of the old one is void."""
         self.seq_id = SequenceId(next(_sequence_ids))
-        self.token_ids = parent.token_ids.copy()
+        self.output_token_ids = parent.output_token_ids.copy()
         self.cumulative_logprob = parent.cumulative_logprob
         self.num_computed = parent.num_computed
         # Whoever waits once its parent was preempted is no newcomer.
@@ -180,6 +197,7 @@ class Request:
     """One prompt and what is asked of it; `params.max_tokens` is definite by the time it gets here.
 
     Attributes:
+        prompt_token_ids: shared by all sequences, and never changed.
         priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: requests share cached blocks only with requests of the same salt.
         seed: of the first sequence; sequence i uses seed + i.
@@ -211,7 +229,7 @@ class Request:
                 request=self,
                 index=i,
                 seed=(self.seed + i) & (2**64 - 1),
-                token_ids=list(self.prompt_token_ids),
+                num_prompt_tokens=len(self.prompt_token_ids),
                 status=SequenceStatus.WAITING if i == 0 else SequenceStatus.FORK_PENDING,
             )
             for i in range(self.params.num_sequences)

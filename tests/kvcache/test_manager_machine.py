@@ -156,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def compute(self, seq: Sequence, token: int, chunk: int) -> None:
         if seq.num_computed == seq.num_tokens:
-            seq.token_ids.append(token)
+            seq.append_token(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
         copies = self.manager.extend(seq, chunk)
         if copies is not None:
@@ -222,7 +222,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.start_over(seq)
             return
         if seq.num_computed == seq.num_tokens:
-            seq.token_ids.append(token)
+            seq.append_token(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
         space = self.manager.swap
         half = 0 < space.num_host_blocks(seq.seq_id) < self.manager.spec.blocks_for_tokens(seq.num_computed)

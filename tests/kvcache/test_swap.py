@@ -17,7 +17,7 @@ def running(manager: KVCacheManager, num_tokens: int, first: int = 0) -> Sequenc
     """A sequence of that many tokens, all computed, and one more to go."""
     seq = make_sequence([*range(first, first + num_tokens)])
     admit_and_compute(manager, seq)
-    seq.token_ids.append(99)
+    seq.append_token(99)
     return seq
 
 
@@ -105,7 +105,7 @@ def test_a_block_shared_with_a_sibling_is_kept_not_moved() -> None:
     manager.fork(parent, child)
     child.num_computed = 6
     shared = list(manager.tables(parent)[0])
-    child.token_ids.append(99)
+    child.append_token(99)
     manager.swap_out(child)
     assert out(manager) == []
     assert manager.swap.keeps_blocks(child.seq_id)
@@ -156,7 +156,7 @@ def test_shared_blocks_at_the_beginning_cost_nothing_to_restore() -> None:
     assert manager.restore_cost(parent) == RestoreCost(tokens=8, blocks=2)
     manager.fork(parent, child)
     child.num_computed = 8
-    child.token_ids += [1, 2, 3]
+    child.output_token_ids += [1, 2, 3]
     manager.extend(child, 3)
     child.num_computed = 11
     assert manager.restore_cost(parent) == RestoreCost(tokens=0, blocks=0)

@@ -24,7 +24,7 @@ def make_sequence(prompt=(0,), output=(), *, seed=0, eos=(), request_id=None, **
         RequestId(request_id or f"r{next(_ids)}"), list(prompt), SamplingParams(**params), frozenset(eos), seed=seed
     )
     [seq] = request.sequences
-    seq.token_ids += output
+    seq.output_token_ids += output
     return seq
 
 

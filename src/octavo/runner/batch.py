@@ -85,10 +85,7 @@ class BatchBuilder:
         rows = self._assign_rows(items)
         token_ids: list[int] = []
         for item in items:
-            if item.num_tokens == 1:
-                token_ids.append(item.seq.token_ids[item.start])
-            else:
-                token_ids.extend(item.seq.token_ids[item.start : item.start + item.num_tokens])
+            token_ids.extend(item.seq.tokens(item.start, item.start + item.num_tokens))
         starts = np.array([item.start for item in items], dtype=np.int64)
         lengths = np.array([item.num_tokens for item in items], dtype=np.int64)
         attention = self._attention_batch(rows, starts, lengths)
@@ -173,7 +170,7 @@ class BatchBuilder:
             if item.prompt_logprobs is not None:
                 first, last = item.prompt_logprobs
                 offset = ends[index] - item.num_tokens - item.start
-                scored.append((index, len(indices), item.seq.token_ids[first + 1 : last + 1]))
+                scored.append((index, len(indices), item.seq.tokens(first + 1, last + 1)))
                 indices.extend(range(first + offset, last + offset))
         return StepBatch(
             token_ids=self._tensor(np.array(token_ids, dtype=np.int64)),

@@ -56,7 +56,7 @@ class Sampling:
         for sibling in seqs[1:]:
             moves.fork(seqs[0], sibling)
         for seq, sample in zip(seqs, samples, strict=True):
-            seq.token_ids.append(sample.token_id)
+            seq.append_token(sample.token_id)
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sample.logprobs is not None:
                 logprobs = (sample.logprobs,)
@@ -130,7 +130,7 @@ class BeamDecoding:
         for seq in vacant:
             moves.finish(seq, FinishReason.STOP)
         for seq, extension in grown:
-            seq.token_ids.append(extension.candidate.token_id)
+            seq.append_token(extension.candidate.token_id)
             seq.cumulative_logprob = extension.score
             self._logprobs[seq.index] = beams[extension.parent].logprobs_with(extension.candidate)
             moves.resume(seq)
@@ -144,7 +144,7 @@ class BeamDecoding:
         for seq in request.sequences:
             found = next(best, nothing)
             moves.finish(seq, found.finish_reason, found.stop_reason)
-            seq.token_ids = [*request.prompt_token_ids, *found.token_ids]
+            seq.output_token_ids = list(found.token_ids)
             seq.cumulative_logprob = found.cumulative_logprob
             if seq.index < request.params.n:
                 updates.append(SequenceUpdate(seq, found.token_ids, found.logprobs))

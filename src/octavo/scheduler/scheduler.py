@@ -251,7 +251,7 @@ class Scheduler:
         position = 0
         while position < len(self._running) and plan.num_tokens < budget:
             seq = self._running[position]
-            num_new = min(len(seq.token_ids) - seq.num_computed, budget - plan.num_tokens)
+            num_new = min(seq.num_tokens - seq.num_computed, budget - plan.num_tokens)
             if num_new == 0:
                 position += 1
                 continue
@@ -312,7 +312,7 @@ class Scheduler:
         for seq in (*self._running, newcomer):
             # The last token's key and value are never needed.
             may_grow = (seq.request.params.max_tokens or 1) - seq.num_output_tokens - 1
-            blocks += blocks_for(len(seq.token_ids) + min(headroom, may_grow))
+            blocks += blocks_for(seq.num_tokens + min(headroom, may_grow))
         blocks -= sum(len(kv.tables(seq)[0]) for seq in self._running)
         return max(self._watermark_blocks, blocks * self._num_growing_groups)
 
@@ -342,7 +342,7 @@ class Scheduler:
 
     def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int, *, fresh: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
-        samples = self._decoding(seq).drawing(seq) if end == len(seq.token_ids) else ()
+        samples = self._decoding(seq).drawing(seq) if end == seq.num_tokens else ()
         item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), fresh, samples)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
