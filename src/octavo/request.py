@@ -33,7 +33,7 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # in the queue, holds no block
     RUNNING = "running"  # holds blocks; its num_computed chases its num_tokens
     FORK_PENDING = "fork_pending"  # a parallel sample or beam whose prompt its first sibling still computes
-    PARKED = "parked"  # a beam that has its candidates and gave up its blocks before its siblings had theirs
+    PARKED = "parked"  # a beam without blocks and with nothing to compute: it waits for its siblings, or is vacant
     FINISHED = "finished"
 
 

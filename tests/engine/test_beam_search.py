@@ -11,7 +11,7 @@ import pytest
 from octavo.errors import CapacityError, RequestError
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
-from tests.conftest import MakeLLM
+from tests.conftest import MakeLLM, assert_idle
 from tests.engine.beams import LOGPROB_ERROR, Beams, assert_same_beams, expected_beams, scored
 from tests.models.tiny import make_model
 
@@ -98,6 +98,28 @@ def test_penalties_and_minimum_lengths_are_those_of_transformers(
         # Alone: in a batch transformers would penalise the padding token too.
         (expected,) = expected_beams(model, [output.prompt_token_ids], 4, 16, eos_token_id=MANY_ENDS, **options)
         assert_same_beams(scored(output.outputs), expected)
+
+
+@pytest.mark.parametrize("num_going_on", [1, 2, 3])
+def test_fewer_continuations_than_beams_are_those_of_transformers(
+    make_llm: MakeLLM, tiny_llama: Path, model: Any, num_going_on: int
+) -> None:
+    """Until 6 tokens are there all others end an output and are masked: a search of 4 begins narrower than that."""
+    llm = make_llm(tiny_llama, block_size=4)
+    enders = [token for token in range(VOCAB) if not 3 <= token < 3 + num_going_on]
+    params = SamplingParams(
+        use_beam_search=True, n=4, max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=enders
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    for output in outputs:
+        (expected,) = expected_beams(model, [output.prompt_token_ids], 4, 12, eos_token_id=enders, min_new_tokens=6)
+        assert_same_beams(scored(output.outputs), expected)
+        for completion in output.outputs:
+            last = completion.token_ids[-1]
+            ended = last in enders
+            assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+            assert completion.stop_reason == (last if ended else None)
+    assert_idle(llm.core)
 
 
 WAYS: dict[str, dict[str, Any]] = {

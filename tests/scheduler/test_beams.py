@@ -156,7 +156,32 @@ def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
         engine.scheduler.update(plan, StepResult([[only] * len(item.samples) for item in plan.scheduled]))
         engine.kv.audit()
     assert outputs(request) == [[4, 4], [], []]
+    assert [s.finish_reason for s in request.sequences] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]
     assert engine.scheduler._reserved_slots == engine.kv.pool.num_active == 0
+
+
+@pytest.mark.parametrize("num_blocks", [200, 12])
+@pytest.mark.parametrize("continuations", [(1, 12), (2, 3, 12), (12, 1, 12), (3, 12, 2, 1, 12)])
+def test_a_step_with_fewer_continuations_than_beams_narrows_the_search_only_for_a_while(
+    continuations: tuple[int, ...], num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the rest of the vocabulary is masked down to, by the number of tokens so far; the last stays."""
+    unmasked = beams.candidates
+
+    def masked(request: Request, token_ids: list[int]) -> tuple[Candidate, ...]:
+        place = len(token_ids) - len(request.prompt_token_ids)
+        return unmasked(request, token_ids)[: continuations[min(place, len(continuations) - 1)]]
+
+    monkeypatch.setattr(beams, "candidates", masked)
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=6)
+    searches = [engine.add([1, 2, 3], width=5, max_tokens=8), engine.add([4, 5], width=4, ignore_eos=True)]
+    engine.run()
+    for request in searches:
+        assert outputs(request) == beams.search_alone(request)
+        ended = [seq.output_token_ids[-1] == beams.EOS and not request.params.ignore_eos for seq in request.sequences]
+        expected = [FinishReason.STOP if end else FinishReason.LENGTH for end in ended]
+        assert [seq.finish_reason for seq in request.sequences] == expected
+    assert engine.scheduler._reserved_slots == 0
 
 
 def test_the_end_is_kept_only_among_the_best() -> None:

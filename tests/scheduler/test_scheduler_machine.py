@@ -154,11 +154,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         length_penalty=st.sampled_from([0.0, 1.0]),
         early_stopping=st.sampled_from([False, True, "never"]),
+        seed=st.sampled_from([None, 1]),
     )
     def search(
-        self, tokens: list[int], max_tokens: int, width: int, priority: int, length_penalty: float, early_stopping: Any
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        width: int,
+        priority: int,
+        length_penalty: float,
+        early_stopping: Any,
+        seed: int | None,
     ) -> None:
-        how: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        how: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping, "seed": seed}
         n = (width + 1) // 2
         request = make_request(tokens, "", n, max_tokens=max_tokens, best_of=width, use_beam_search=True, **how)
         request.priority, request.eos_token_ids = priority, frozenset({beams.EOS})
@@ -227,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, "", PinRequest(30, steps), TENANTS[i % 2]
                 )
             else:
-                self.search(tokens[i % len(tokens) :] or [1], 12, 1 + n, i % 2, 1.0, False)
+                self.search(tokens[i % len(tokens) :] or [1], 12, 1 + n, i % 2, 1.0, False, None)
         for _ in range(steps):
             self.step()
 
@@ -314,7 +322,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.requests:
             kept = (FinishReason.LENGTH, FinishReason.STOP)
             if request.params.use_beam_search and all(s.finish_reason in kept for s in request.sequences):
-                assert [s.output_token_ids for s in request.sequences] == beams.search_alone(request)
+                found = beams.search_alone(request)
+                nothing: list[list[int]] = [[]] * (request.params.n - len(found))
+                assert [s.output_token_ids for s in request.sequences] == found + nothing
             if request.num_cached_tokens is not None and request.sequences[0].num_output_tokens:
                 assert len(request.pin_receipts) == len(request.pins), "whoever was computed has its answer"
             if all(s.finish_reason is FinishReason.LENGTH for s in request.sequences):

@@ -19,6 +19,12 @@ class SequenceMoves(Protocol):
     def resume(self, seq: Sequence) -> None:
         """A sequence has a next token to compute: queue it where it holds no blocks."""
 
+    def vacate(self, seq: Sequence) -> None:
+        """Nothing continues a sequence for now: give its blocks and its place among the running back.
+
+        Unlike one that is finished it can be forked into again.
+        """
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence and free its blocks."""
 
@@ -83,6 +89,9 @@ class BeamDecoding:
                        └─ dog    takes the place of beam 1: forks the blocks of beam 0
         beam 1   …a              has no child: gives its blocks back
 
+    A step may find fewer continuations than there are beams, where most tokens are masked or end an output. The places
+    left over are vacant until a later step finds more again.
+
     A waiting beam has computed all its tokens, so nothing of it is scheduled. It may lose its blocks meanwhile and
     still take part: its candidates are here, and its children are computed anew.
     """
@@ -90,6 +99,7 @@ class BeamDecoding:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._search = BeamSearch.of(request)
+        self._live = [request.sequences[0]]  # the others begin as copies of it, once the prompt is computed
         self._candidates: dict[int, Seq[Candidate]] = {}  # by the index of the sequence
         self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {0: ()}
 
@@ -100,26 +110,25 @@ class BeamDecoding:
         self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
     ) -> None:
         self._candidates[seqs[0].index] = samples[0].candidates
-        absent = (SequenceStatus.FORK_PENDING, SequenceStatus.FINISHED)
-        live = [seq for seq in self._request.sequences if seq.status not in absent]
-        if len(self._candidates) < len(live):
+        if len(self._candidates) < len(self._live):
             return
         beams = [
             Beam(s.output_token_ids, s.cumulative_logprob, self._logprobs[s.index], self._candidates[s.index])
-            for s in live
+            for s in self._live
         ]
         self._candidates = {}
         if going := self._search.advance(beams):
-            self._go_on(live, beams, going, moves)
+            self._go_on(beams, going, moves)
         else:
             self._end(moves, updates)
 
-    def _go_on(self, live: list[Sequence], beams: list[Beam], going: list[Extension], moves: SequenceMoves) -> None:
+    def _go_on(self, beams: list[Beam], going: list[Extension], moves: SequenceMoves) -> None:
+        live = self._live
         stays: dict[int, Extension] = {}
         # The first child of each parent keeps its parent's place.
         leaves = [extension for extension in going if stays.setdefault(extension.parent, extension) is not extension]
         parents = [live[place] for place in stays]
-        vacant = [seq for seq in self._request.sequences if not seq.finished and seq not in parents]
+        vacant = [seq for seq in self._request.sequences if seq not in parents]
         self._logprobs = {}
         grown = [(live[extension.parent], extension) for extension in stays.values()]
         for extension in leaves:
@@ -128,7 +137,9 @@ class BeamDecoding:
             moves.fork(live[extension.parent], child)
             grown.append((child, extension))
         for seq in vacant:
-            moves.finish(seq, FinishReason.STOP)
+            moves.vacate(seq)
+        # In the order of the sequences: it decides between equals.
+        self._live = sorted((seq for seq, _ in grown), key=lambda seq: seq.index)
         for seq, extension in grown:
             seq.append_token(extension.candidate.token_id)
             seq.cumulative_logprob = extension.score
@@ -138,8 +149,9 @@ class BeamDecoding:
     def _end(self, moves: SequenceMoves, updates: list[SequenceUpdate]) -> None:
         """The best hypotheses take the places of the beams, and are the request's sequences from now on."""
         request = self._request
-        nothing = Hypothesis([], 0.0, 0.0, (), FinishReason.LENGTH, None)
-        # Fewer hypotheses than asked for are found only where nearly every token is masked.
+        # Fewer hypotheses than asked for are found only where nearly every token is masked: there is nothing more to
+        # say, and no limit was reached.
+        nothing = Hypothesis([], 0.0, 0.0, (), FinishReason.STOP, None)
         best = iter(self._search.hypotheses[: request.params.n])
         for seq in request.sequences:
             found = next(best, nothing)

@@ -187,6 +187,16 @@ class Scheduler:
         if seq.status is SequenceStatus.PARKED:
             self._waiting.push(seq)
 
+    def vacate(self, seq: Sequence) -> None:
+        """Nothing continues a sequence for now: give its blocks and its place among the running back."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._leave_running(seq)
+        elif seq.status is SequenceStatus.FORK_PENDING:
+            self._reserved_slots -= 1
+        self.kv.forget(seq)
+        seq.num_computed = 0
+        seq.status = SequenceStatus.PARKED
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence and free its blocks; nothing happens if it has ended."""
         if seq.finished:
