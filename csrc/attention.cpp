@@ -48,8 +48,8 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
         throw std::invalid_argument("attention: sequence " + std::to_string(seq) + " " + what);
     };
     if (query_len < 0 || call.query_start[seq] < 0 || call.query_start[seq + 1] > call.num_tokens)
-        fail("has tokens " + std::to_string(call.query_start[seq]) + " to " + std::to_string(call.query_start[seq + 1]) +
-             " of " + std::to_string(call.num_tokens));
+        fail("has tokens " + std::to_string(call.query_start[seq]) + " to " +
+             std::to_string(call.query_start[seq + 1]) + " of " + std::to_string(call.num_tokens));
     if (context_len < query_len)
         fail("has " + std::to_string(query_len) + " new tokens but a context of " + std::to_string(context_len));
     if (query_len == 0) return;

@@ -43,8 +43,10 @@ void encode_panel(const Panel& panel, int base, char* to, Escape* escape) {
         char* pair = to + unit / 2 * kCodedPairBytes;
         const int at = coded_position(element), code = code_of(bits, base);
         pair[unit % 2 * 64 + at] = static_cast<char>((bits >> 8 & 128) | (bits & 127));
-        if (code < 0) *escape++ = {unit, static_cast<uint16_t>(element), bits};
-        else pair[128 + at] = static_cast<char>(pair[128 + at] | code << (unit % 2 * 4));
+        if (code < 0)
+            *escape++ = {unit, static_cast<uint16_t>(element), bits};
+        else
+            pair[128 + at] = static_cast<char>(pair[128 + at] | code << (unit % 2 * 4));
     });
     *escape = {kNoUnit, 0, 0};
 }
@@ -126,8 +128,8 @@ void decode_row(const Weight& weight, int64_t output, char* to) {
         const char* pair = from + unit / 2 * kCodedPairBytes;
         const auto rest = static_cast<uint8_t>(pair[unit % 2 * 64 + at]), codes = static_cast<uint8_t>(pair[128 + at]);
         const int code = codes >> (unit % 2 * 4) & 15;
-        auto bits = static_cast<uint16_t>(((rest & 128) | view.tables[code]) << 8 | (rest & 127) |
-                                          view.tables[kCodes + code]);
+        auto bits =
+            static_cast<uint16_t>(((rest & 128) | view.tables[code]) << 8 | (rest & 127) | view.tables[kCodes + code]);
         while (escape->unit < unit || (escape->unit == unit && escape->element < element)) ++escape;
         if (escape->unit == unit && escape->element == element) bits = escape->bits;
         std::memcpy(to + input * 2, &bits, 2);

@@ -58,8 +58,10 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) {
         const int64_t end = std::min(step.num_tokens, (task + 1) * kTokensPerTask);
         for (int64_t i = task * kTokensPerTask; i < end; ++i) {
             const int64_t id = step.token_ids[i];
-            if (embedding_rows) std::memcpy(residual.row(i), embedding_rows + id * residual.stride, residual.stride);
-            else unpack_row(embedding, id, shape.storage, residual.row(i));
+            if (embedding_rows)
+                std::memcpy(residual.row(i), embedding_rows + id * residual.stride, residual.stride);
+            else
+                unpack_row(embedding, id, shape.storage, residual.row(i));
         }
     });
 }

@@ -23,8 +23,8 @@ struct LayerKV {
 
 // Attention is cut at these absolute positions, so that the order in which a token's scores are reduced never depends
 // on the batch, the chunk or the threads.
-constexpr int kTile = 64;    // tokens between two updates of the running maximum
-constexpr int kSplit = 512;  // tokens whose partial results are merged, in order, at the end
+constexpr int kTile = 64;         // tokens between two updates of the running maximum
+constexpr int kSplit = 512;       // tokens whose partial results are merged, in order, at the end
 constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads) that share one pass over the KV
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowState = 32;  // floats beside a row's weighted values: their sum in 16 lanes, and their max
@@ -37,9 +37,9 @@ struct AttendTask {
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;
     const int32_t* block_table;
-    const float* sinks;  // of these query heads; or null
-    float* partial;      // null: merge and write `out`; else the state of [split][row], value_dim + kRowState each
-    float scale, softcap;  // softcap 0: none
+    const float* sinks;     // of these query heads; or null
+    float* partial;         // null: merge and write `out`; else the state of [split][row], value_dim + kRowState each
+    float scale, softcap;   // softcap 0: none
     int kv_head, kv_heads;  // first and count
     int group_size;         // query heads of each KV head
     int num_tokens, first_position;
@@ -50,7 +50,7 @@ struct AttendTask {
 
 // Working memory of one thread.
 struct alignas(64) AttendScratch {
-    uint32_t query[kMaxTaskRows * kMaxHeadDim];         // [row / R][unit][R]
+    uint32_t query[kMaxTaskRows * kMaxHeadDim];                 // [row / R][unit][R]
     float split_sum[kMaxTaskRows * (kMaxHeadDim + kRowState)];  // this split's state
     float total[kMaxTaskRows * (kMaxHeadDim + kRowState)];      // all splits so far
     float scores[8 * kTile];
@@ -104,7 +104,7 @@ constexpr int kCodedPairBytes = 192;  // of two units
 // Which byte of a coded unit holds an element.
 constexpr int coded_position(int element) { return element % 32 / 8 * 16 + element / 32 * 8 + element % 8; }
 struct CodedPanels {
-    const uint8_t* tables;  // of 16 codes each: the high bytes' exponent bits, then the low bytes'
+    const uint8_t* tables;        // of 16 codes each: the high bytes' exponent bits, then the low bytes'
     const int32_t* first_escape;  // [panels]
     const Escape* escapes;
 };
@@ -163,8 +163,8 @@ extern const Kernels kKernelsPortable, kKernelsAvx2, kKernelsAvx512, kKernelsAvx
 bool isa_is_supported(Isa isa);  // compiled in, and the CPU has it
 const char* isa_name(Isa isa);
 Isa current_isa();
-void force_isa(Isa isa);       // must be supported
+void force_isa(Isa isa);              // must be supported
 Isa isa_from_name(const char* name);  // kNumIsas: unknown
-const Kernels& kernels();      // of the current level
+const Kernels& kernels();             // of the current level
 
 }  // namespace octavo

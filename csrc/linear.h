@@ -34,7 +34,8 @@ struct CodedWeight {
     static constexpr int64_t header_bytes = 64;
     int64_t escapes_at() const { return header_bytes + panels * panel_bytes() + (panels * 4 + 63) / 64 * 64; }
     int64_t bytes(int64_t num_escapes) const {
-        return escapes_at() + (num_escapes + panels) * static_cast<int64_t>(sizeof(Escape));  // and an end for each panel
+        return escapes_at() +
+               (num_escapes + panels) * static_cast<int64_t>(sizeof(Escape));  // and an end for each panel
     }
     explicit CodedWeight(const Weight& weight)
         : panels((weight.outputs + kPanelOutputs - 1) / kPanelOutputs), pairs((weight.inputs + 3) / 4) {}

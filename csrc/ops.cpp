@@ -12,8 +12,7 @@ namespace {
 constexpr int64_t kElementsWorthAThread = 16384;  // about two microseconds, what waking a team costs
 
 // Calls body(begin, end) over [0, rows), cut so that each piece is worth its thread.
-template <class Body>
-void parallel_rows(int64_t rows, int64_t elements_per_row, const Body& body) {
+template <class Body> void parallel_rows(int64_t rows, int64_t elements_per_row, const Body& body) {
     const int64_t worth = rows * elements_per_row / kElementsWorthAThread;
     const int64_t pieces = std::clamp<int64_t>(worth, 1, std::min<int64_t>(rows, int64_t{num_threads()} * 4));
     if (rows == 0) return;
@@ -82,14 +81,11 @@ void copy_blocks(char* arena, int64_t block_bytes, const int64_t* pairs, int64_t
     for (int64_t i = 0; i < count; ++i) sources[i] = pairs[2 * i];
     std::sort(sources.begin(), sources.end());
     bool overlap = false;
-    for (int64_t i = 0; i < count; ++i)
-        overlap |= std::binary_search(sources.begin(), sources.end(), pairs[2 * i + 1]);
+    for (int64_t i = 0; i < count; ++i) overlap |= std::binary_search(sources.begin(), sources.end(), pairs[2 * i + 1]);
     if (overlap) {
         std::vector<char> staged(count * block_bytes);
-        for (int64_t i = 0; i < count; ++i)
-            std::memcpy(&staged[i * block_bytes], block(pairs[2 * i]), block_bytes);
-        for (int64_t i = 0; i < count; ++i)
-            std::memcpy(block(pairs[2 * i + 1]), &staged[i * block_bytes], block_bytes);
+        for (int64_t i = 0; i < count; ++i) std::memcpy(&staged[i * block_bytes], block(pairs[2 * i]), block_bytes);
+        for (int64_t i = 0; i < count; ++i) std::memcpy(block(pairs[2 * i + 1]), &staged[i * block_bytes], block_bytes);
         return;
     }
     parallel_rows(count, block_bytes / 4, [&](int64_t begin, int64_t end) {

@@ -9,8 +9,8 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kGroupsPerTask = 8;        // their activations stay in L2 while the weights pass
-constexpr int64_t kTasksPerThread = 8;       // enough to even out
+constexpr int64_t kGroupsPerTask = 8;   // their activations stay in L2 while the weights pass
+constexpr int64_t kTasksPerThread = 8;  // enough to even out
 constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kBytesWorthAThread = 32 << 10;
 constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
@@ -43,7 +43,8 @@ void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, in
     PackedRows& shared = own;
     if (!alone) {
         shared.make_room(groups.rows, units_per_row);
-        const int64_t pieces = std::clamp<int64_t>(groups.rows * units_per_row * 4 / kBytesWorthAThread, 1, groups.count);
+        const int64_t pieces =
+            std::clamp<int64_t>(groups.rows * units_per_row * 4 / kBytesWorthAThread, 1, groups.count);
         parallel_for(static_cast<int>(pieces), [&](int i) {
             for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g)
                 pack(g, shared, groups.begin(g));
@@ -69,7 +70,7 @@ void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, in
     });
 }
 
-#include "interleave.h"
+#include "level/interleave.h"
 constexpr int kMostGroupRows = 12;
 
 // The rows of a group; their number.
@@ -152,8 +153,10 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
 }  // namespace
 
 void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
-    if (is_quantised(weight.format)) quant_linear(weight, x_storage, x, out);
-    else gemm(weight, x, out);
+    if (is_quantised(weight.format))
+        quant_linear(weight, x_storage, x, out);
+    else
+        gemm(weight, x, out);
 }
 
 }  // namespace octavo

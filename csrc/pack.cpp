@@ -22,7 +22,8 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
             for (int64_t r = 0; r < count; ++r) {
                 const int64_t output = place.output(first + r), panel = output / kPanelOutputs;
                 uint32_t block[16] = {};
-                std::memcpy(block, rows + (first + r) * row_stride + unit * 4, std::min<int64_t>(64, row_bytes - unit * 4));
+                std::memcpy(block, rows + (first + r) * row_stride + unit * 4,
+                            std::min<int64_t>(64, row_bytes - unit * 4));
                 uint32_t* to = reinterpret_cast<uint32_t*>(weight.packed) + (panel * units + unit) * kPanelOutputs +
                                output % kPanelOutputs;
                 const int64_t end = std::min<int64_t>(16, units - unit);
@@ -75,8 +76,10 @@ uint16_t float_to_bf16(float value) {
 
 void store(float value, Storage storage, int64_t index, char* to) {
     const uint16_t half = float_to_bf16(value);
-    if (storage == kBf16) std::memcpy(to + index * 2, &half, 2);
-    else std::memcpy(to + index * 4, &value, 4);
+    if (storage == kBf16)
+        std::memcpy(to + index * 2, &half, 2);
+    else
+        std::memcpy(to + index * 4, &value, 4);
 }
 
 void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* to) {
@@ -93,7 +96,8 @@ void unpack_quants(const Weight& weight, int64_t output, Storage storage, char* 
         for (int i = 0; i < 32; ++i) {
             const int byte = format == kQ8_0 ? i : i % 16;
             const int bits = vectors[byte / 4 * 64 + byte % 4];
-            const int quant = format == kQ8_0 ? bits - 128 : (i < 16 ? bits & 15 : bits >> 4) - (format == kQ4_0 ? 8 : 0);
+            const int quant =
+                format == kQ8_0 ? bits - 128 : (i < 16 ? bits & 15 : bits >> 4) - (format == kQ4_0 ? 8 : 0);
             const float product = static_cast<float>(quant) * scale;
             store(format == kQ4_1 ? product + minimum : product, storage, block * 32 + i, to);
         }
@@ -114,8 +118,10 @@ int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
 }
 
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
-    if (is_quantised(weight.format)) pack_quants(weight, rows, row_stride, num_rows, place);
-    else pack_floats(weight, rows, row_stride, num_rows, place);
+    if (is_quantised(weight.format))
+        pack_quants(weight, rows, row_stride, num_rows, place);
+    else
+        pack_floats(weight, rows, row_stride, num_rows, place);
 }
 
 void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {

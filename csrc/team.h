@@ -35,8 +35,10 @@ class Team {
     void work() {
         Patience patience;
         while (!closed_.load(std::memory_order_acquire))
-            if (take_tasks()) patience = {};
-            else patience.wait();
+            if (take_tasks())
+                patience = {};
+            else
+                patience.wait();
     }
 
   private:

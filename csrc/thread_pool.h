@@ -21,8 +21,7 @@ void with_team(void (*body)(void* context), void* context);
 }  // namespace detail
 
 // Calls body(index) for index in [0, num_tasks), each exactly once, in no particular order or thread.
-template <class Body>
-void parallel_for(int num_tasks, Body&& body) {
+template <class Body> void parallel_for(int num_tasks, Body&& body) {
     using Plain = std::remove_reference_t<Body>;
     detail::run_tasks(
         num_tasks, [](void* context, int index) { (*static_cast<Plain*>(context))(index); },
@@ -32,8 +31,7 @@ void parallel_for(int num_tasks, Body&& body) {
 // Calls body() once, and keeps the other threads awake for every parallel_for inside it: handing them a task then takes
 // a fraction of a microsecond instead of the several that OpenMP takes to open and close a region. What body() throws
 // comes out.
-template <class Body>
-void with_team(Body&& body) {
+template <class Body> void with_team(Body&& body) {
     using Plain = std::remove_reference_t<Body>;
     detail::with_team([](void* context) { (*static_cast<Plain*>(context))(); },
                       const_cast<void*>(static_cast<const void*>(std::addressof(body))));

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from octavo import kernels
 from octavo.kernels import PackedWeight
+from octavo.kernels.library import native
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -103,7 +104,7 @@ def test_what_is_not_bf16_or_not_coded_is_refused():
     with pytest.raises(ValueError, match=f"coded weight of 40 x 8 does not have {coded.nbytes - 8} bytes"):
         PackedWeight(coded.format, 40, 8, coded.packed[:-8]).rows(torch.tensor([0]), torch.bfloat16)
     plain = PackedWeight.pack(trained(40, 8, 0))
-    base, num_escapes, nbytes = kernels._native.plan_coding(plain.packed, 40, 8)
+    base, num_escapes, nbytes = native.plan_coding(plain.packed, 40, 8)
     assert num_escapes > 0
     with pytest.raises(ValueError, match=f"the weight has [0-9]+ escapes, not {num_escapes}"):
         plain._encode(base - 9, num_escapes, nbytes)

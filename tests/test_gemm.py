@@ -44,7 +44,7 @@ def stored_blocks(name: str, outputs: int, inputs: int, seed: int) -> tuple[torc
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """As csrc/quant.h says: a block's step is the row's, 1 / 127 of its largest value, halved as often as it can be."""
+    """See csrc/level/quant.h: a block's step is its row's (1 / 127 of the largest value), halved as often as can be."""
     groups = x.float().unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True)
     whole = largest.amax(-2, keepdim=True) if x.numel() else largest

@@ -8,16 +8,18 @@
 namespace octavo {
 namespace OCTAVO_LEVEL {
 
-#include "simd/common.h"
+// clang-format off: each may use what stands before it
+#include "level/simd/common.h"
 #include OCTAVO_SIMD
-#include "attention_tile.h"
-#include "rowwise.h"
-#include "rope.h"
-#include "linear_output.h"
-#include "gemm.h"
-#include "coded.h"
-#include "interleave.h"
-#include "quant.h"
+#include "level/attention_tile.h"
+#include "level/rowwise.h"
+#include "level/rope.h"
+#include "level/linear_output.h"
+#include "level/gemm.h"
+#include "level/coded.h"
+#include "level/interleave.h"
+#include "level/quant.h"
+// clang-format on
 
 }  // namespace OCTAVO_LEVEL
 

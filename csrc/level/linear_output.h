@@ -44,14 +44,16 @@ template <int R> inline void ask_to_write_rows(const LinearOutput& out, int64_t 
 }
 
 // 32 outputs of R rows. With a gate the first 16 are gates and the others what they open.
-template <int R>
-inline void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
-    if (out.storage == kBf16) store_rows<bf16>(out, row, pair, sums);
-    else store_rows<float>(out, row, pair, sums);
+template <int R> inline void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
+    if (out.storage == kBf16)
+        store_rows<bf16>(out, row, pair, sums);
+    else
+        store_rows<float>(out, row, pair, sums);
 }
 // The same for sums that lie in registers. Only their copy has an address, or they would lie in memory all the time.
 template <int R>
-[[gnu::always_inline]] inline void store_sums(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
+[[gnu::always_inline]] inline void store_sums(const LinearOutput& out, int64_t row, int64_t pair,
+                                              const F16 (&sums)[R][2]) {
     F16 copy[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) copy[r][0] = sums[r][0], copy[r][1] = sums[r][1];

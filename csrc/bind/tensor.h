@@ -15,9 +15,14 @@ namespace octavo {
 // As in dlpack.h, version 1.x.
 struct DLTensor {
     void* data;
-    struct { int32_t type, id; } device;
+    struct {
+        int32_t type, id;
+    } device;
     int32_t ndim;
-    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
     int64_t* shape;
     int64_t* strides;  // in elements
     uint64_t byte_offset;

@@ -1,4 +1,4 @@
-#include "tensor.h"
+#include "bind/tensor.h"
 
 #include <mutex>
 
@@ -9,7 +9,9 @@ namespace {
 
 // The head of DLPackExchangeAPI: what comes before the one function that is used.
 struct ExchangeApi {
-    struct { uint32_t major, minor; } version;
+    struct {
+        uint32_t major, minor;
+    } version;
     void* previous;
     void* managed_tensor_allocator;
     void* managed_tensor_from_py_object;

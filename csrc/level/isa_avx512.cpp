@@ -1,8 +1,8 @@
 #define OCTAVO_LEVEL avx512
 #define OCTAVO_NAME "avx512"
-#define OCTAVO_SIMD "simd/avx512.h"
+#define OCTAVO_SIMD "level/simd/avx512.h"
 #define OCTAVO_TABLE kKernelsAvx512
 // The intrinsics' headers belong outside the level's namespace.
 #include <immintrin.h>
 
-#include "level.inl"
+#include "level/level.inl"

@@ -1,7 +1,8 @@
 // Matrix products of any number of rows with packed weights. Included inside an instruction set's namespace.
 //
 // A unit is four bytes: a pair of bf16 of neighbouring inputs, or one float. Weights lie in panels of 32 outputs, the
-// last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read in one straight line:
+// last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read in one straight
+// line:
 //
 //     panel p   | unit 0: outputs 0 .. 31 | unit 1: outputs 0 .. 31 | ..      [outputs / 32][units][32]
 //     group g   | unit 0: rows 0 .. R-1 | unit 1: rows 0 .. R-1 | ..          [rows / R][units][R]
@@ -12,8 +13,8 @@
 //
 // Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
 
-// What the groups that read a panel ask for of the next one, an equal part at each of their steps: in one rush by the last
-// group, more would be on its way than a core has buffers for.
+// What the groups that read a panel ask for of the next one, an equal part at each of their steps: in one rush by the
+// last group, more would be on its way than a core has buffers for.
 class Ahead {
   public:
     Ahead(int64_t bytes, int64_t steps, int64_t groups)
@@ -81,8 +82,8 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
         const char* weight = task.weight + panel * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + (row - task.first_row) * task.units, row, panel,
-                          ahead.of(weight + panel_bytes, group - group_begin));
+            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + (row - task.first_row) * task.units, row,
+                          panel, ahead.of(weight + panel_bytes, group - group_begin));
         }
     }
 }

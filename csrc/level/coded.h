@@ -21,8 +21,8 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
         const int at = coded_position(element);
         const auto rest = static_cast<uint8_t>(from[K * 64 + at]), codes = static_cast<uint8_t>(from[128 + at]);
         const int code = K == 0 ? codes & 15 : codes >> 4;
-        elements[element] = static_cast<uint16_t>(((rest & 128) | tables.bytes[code]) << 8 | (rest & 127) |
-                                                  tables.bytes[16 + code]);
+        elements[element] =
+            static_cast<uint16_t>(((rest & 128) | tables.bytes[code]) << 8 | (rest & 127) | tables.bytes[16 + code]);
     }
     low = U16::load(elements);
     high = U16::load(elements + 32);
@@ -44,7 +44,8 @@ template <int R, int K>
                                               const Escape*& escape, const uint32_t* x, F16 (&acc)[R][2]) {
     U16 low, high;
     decode_unit<K>(panel, tables, low, high);
-    if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]] put_escapes(escape, unit, low, high);
+    if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]]
+        put_escapes(escape, unit, low, high);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
         const U16 broadcast = U16::set1(x[r]);
@@ -65,7 +66,8 @@ void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, c
     for (; unit + 1 < task.units; unit += 2, panel += kCodedPairBytes, x += 2 * R) {
         if constexpr (R <= kGemmRowsThatWait) {
 #pragma GCC unroll 3
-            for (int line = 0; line < kCodedPairBytes; line += 64) __builtin_prefetch(panel + kGemmPrefetch + line, 0, 3);
+            for (int line = 0; line < kCodedPairBytes; line += 64)
+                __builtin_prefetch(panel + kGemmPrefetch + line, 0, 3);
         } else {
             ahead.ask_l2<3>();
         }

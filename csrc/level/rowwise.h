@@ -26,13 +26,15 @@ template <class T> inline F16 round_through(F16 x) {
     return F16::load(rounded);
 }
 
-// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded where transformers' LlamaRMSNorm rounds. x += residual first.
+// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded where transformers' LlamaRMSNorm rounds. x += residual
+// first.
 template <Storage S>
 void rms_norm(char* x_bytes, const char* residual_bytes, const char* weight_bytes, char* out_bytes, int width,
               float eps) {
     using T = Element<S>;
     auto* x = reinterpret_cast<T*>(x_bytes);
-    const auto *residual = reinterpret_cast<const T*>(residual_bytes), *weight = reinterpret_cast<const T*>(weight_bytes);
+    const auto *residual = reinterpret_cast<const T*>(residual_bytes),
+               *weight = reinterpret_cast<const T*>(weight_bytes);
     auto* out = reinterpret_cast<T*>(out_bytes);
     F16 squares[2] = {F16::zero(), F16::zero()};
     for (int i = 0; i < width; i += 16) {
@@ -77,8 +79,10 @@ template <Storage S> int64_t argmax(const char* bytes, int64_t count, float* val
     // Whether to go on after this one.
     const auto consider = [&](int64_t index) {
         float candidate;
-        if constexpr (S == kBf16) candidate = bf16_to_float(x[index]);
-        else candidate = x[index];
+        if constexpr (S == kBf16)
+            candidate = bf16_to_float(x[index]);
+        else
+            candidate = x[index];
         if (candidate <= best) return true;
         best = candidate;
         best_index = index;

@@ -3,7 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bindings.h"
+#include "bind/arguments.h"
 #include "decoder.h"
 
 namespace nb = nanobind;
@@ -24,13 +24,22 @@ class BoundDecoder {
         require(dtype == "bfloat16" || dtype == "float32", "dtype '" + dtype + "' is not one of bfloat16, float32");
         require(hidden > 0 && inner > 0 && inner % 16 == 0 && vocab > 0,
                 "a decoder's inner width must be a multiple of 16, got " + std::to_string(inner));
-        require(kv_heads > 0 && num_heads > 0 && num_heads % kv_heads == 0, "query heads must be a multiple of KV heads");
+        require(kv_heads > 0 && num_heads > 0 && num_heads % kv_heads == 0,
+                "query heads must be a multiple of KV heads");
         require(key_dim > 0 && key_dim <= kMaxHeadDim && value_dim > 0 && value_dim <= kMaxHeadDim,
                 "heads must have 1 to 256 dimensions");
         const Epilogue gate = epilogue_of(activation);
         require(gate != kPlain, "a decoder needs an activation");
-        decoder_.shape = {dtype == "bfloat16" ? kBf16 : kF32, hidden, inner, vocab, num_heads, kv_heads, key_dim,
-                          value_dim, eps, gate};
+        decoder_.shape = {dtype == "bfloat16" ? kBf16 : kF32,
+                          hidden,
+                          inner,
+                          vocab,
+                          num_heads,
+                          kv_heads,
+                          key_dim,
+                          value_dim,
+                          eps,
+                          gate};
     }
 
     void add_layer(nb::object input_norm, nb::object post_attention_norm, nb::object query_norm, nb::object key_norm,
@@ -72,7 +81,8 @@ class BoundDecoder {
     void set_caches(const std::vector<std::tuple<Tensor, Tensor, int, int>>& caches) {
         const DecoderShape& s = decoder_.shape;
         require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
-                                                             " layers, got " + std::to_string(caches.size()) + " caches");
+                                                             " layers, got " + std::to_string(caches.size()) +
+                                                             " caches");
         std::vector<LayerCache> bound;
         num_groups_ = 0;
         for (const auto& [key, value, group, window] : caches) {
@@ -89,9 +99,9 @@ class BoundDecoder {
         decoder_.caches = std::move(bound);
     }
 
-    void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start, const Tensor& context_lens,
-                 const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos, const Tensor& sin,
-                 const Tensor& logits_indices, const Tensor& logits) {
+    void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start,
+                 const Tensor& context_lens, const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos,
+                 const Tensor& sin, const Tensor& logits_indices, const Tensor& logits) {
         const DecoderShape& s = decoder_.shape;
         require(!decoder_.layers.empty() && decoder_.final_norm, "the decoder is not complete");
         require(decoder_.caches.size() == decoder_.layers.size(), "the decoder has no caches: call set_caches first");
@@ -114,8 +124,8 @@ class BoundDecoder {
         check_dense(query_start, "query_start", DType::i32, {step.num_seqs + 1});
         step.context_lens = context_lens.data<int32_t>();
         step.query_start = query_start.data<int32_t>();
-        require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) + " groups, got tables of " +
-                                                  std::to_string(groups.size()));
+        require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) +
+                                                  " groups, got tables of " + std::to_string(groups.size()));
         std::vector<GroupTables> tables;
         for (const auto& [table, slots] : groups) {
             check_rows(table, "block_tables", 2);
@@ -157,8 +167,8 @@ class BoundDecoder {
         Linear linear;
         for (const auto& [format, packed, part_outputs, part_inputs, bias] : parts) {
             const Weight weight = weight_of(format, tensor(packed, name), part_outputs, part_inputs);
-            require(part_inputs == inputs, std::string(name) + " must have " + std::to_string(inputs) + " inputs, got " +
-                                               std::to_string(part_inputs));
+            require(part_inputs == inputs, std::string(name) + " must have " + std::to_string(inputs) +
+                                               " inputs, got " + std::to_string(part_inputs));
             require(is_quantised(weight.format) || (float_storage(weight.format) == kBf16) == (dtype() == DType::bf16),
                     std::string(name) + " must have the decoder's dtype, got " + format);
             linear.parts.push_back({weight, bias.is_none() ? nullptr : vector(bias, name, part_outputs)});

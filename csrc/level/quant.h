@@ -66,7 +66,9 @@ void quantise_group(QuantFormat format, const char* const* bytes, int width, con
         whole[r] = bits_to_float(static_cast<uint32_t>(largest[r]));
         const bool usual = whole[r] >= kSmallest && largest[r] < kInfinite;
         inverse[r] = usual ? 127.0f / whole[r] : 0.0f;
-        to.scales[r] = largest[r] >= kInfinite ? __builtin_nanf("") : usual ? whole[r] / (127.0f * (1 << kQuantFinest)) : 0;
+        to.scales[r] = largest[r] >= kInfinite ? __builtin_nanf("")
+                       : usual                 ? whole[r] / (127.0f * (1 << kQuantFinest))
+                                               : 0;
     }
     for (int block = 0; block < width / 32; ++block) {
         int8_t quants[R][32];
@@ -123,8 +125,7 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-            for (int t = 0; t < T; ++t)
-                dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
+            for (int t = 0; t < T; ++t) dots[r][t] = F == kQ4_1 ? U16::zero() : U16::set1(sums[r]);
         const uint8_t* vector = tile + (F == kQ4_1 ? 64 : 32);
         if constexpr (R > kQuantRowsThatWait) ahead.ask_l1();
 #pragma GCC unroll 8
@@ -143,8 +144,10 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
                 const U16 broadcast = U16::set1(x[j * R + r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; ++t)
-                    if constexpr (F == kQ8_0) dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
-                    else dots[r][t] = dot_nibbles(dots[r][t], weights[t], broadcast);
+                    if constexpr (F == kQ8_0)
+                        dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
+                    else
+                        dots[r][t] = dot_nibbles(dots[r][t], weights[t], broadcast);
             }
         }
         F16 scale[T], minimum[T];

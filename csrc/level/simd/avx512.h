@@ -68,8 +68,8 @@ inline bool all_at_most(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP
 // Lane i of `a` where low <= i < high, `other` elsewhere.
 inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 keep = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) &
-                           _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(high));
+    const __mmask16 keep =
+        _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(low)) & _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(high));
     return {_mm512_mask_blend_ps(keep, other.v, a.v)};
 }
 
@@ -93,8 +93,10 @@ inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
 #else
     const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    const F16 a_lo{_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}, b_lo{_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16))};
-    const F16 a_hi{_mm512_castsi512_ps(_mm512_and_si512(a.v, high))}, b_hi{_mm512_castsi512_ps(_mm512_and_si512(b.v, high))};
+    const F16 a_lo{_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))},
+        b_lo{_mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16))};
+    const F16 a_hi{_mm512_castsi512_ps(_mm512_and_si512(a.v, high))},
+        b_hi{_mm512_castsi512_ps(_mm512_and_si512(b.v, high))};
     return fma(a_hi, b_hi, fma(a_lo, b_lo, acc));
 #endif
 }
@@ -144,15 +146,15 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
     if constexpr (K == 1) codes = _mm512_srli_epi16(codes, 4);
     codes = _mm512_and_si512(codes, _mm512_set1_epi8(0x0f));
     const __m512i rest = _mm512_loadu_si512(from + K * 64);
-    const __m512i highs = _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(-128),
-                                                    _mm512_shuffle_epi8(tables.high, codes), kAndOr);
-    const __m512i lows = _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(127),
-                                                   _mm512_shuffle_epi8(tables.low, codes), kAndOr);
+    const __m512i highs =
+        _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(-128), _mm512_shuffle_epi8(tables.high, codes), kAndOr);
+    const __m512i lows =
+        _mm512_ternarylogic_epi32(rest, _mm512_set1_epi8(127), _mm512_shuffle_epi8(tables.low, codes), kAndOr);
     low.v = _mm512_unpacklo_epi8(lows, highs);
     high.v = _mm512_unpackhi_epi8(lows, highs);
 }
 
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
-constexpr int kGemmRows = 12;  // times two vectors of outputs
+constexpr int kGemmRows = 12;                   // times two vectors of outputs
 constexpr int kQuantRows = 8, kQuantTiles = 2;  // sums stay in registers, what they add up to does not

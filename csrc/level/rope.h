@@ -39,7 +39,8 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
             if (task.key_norm)
                 rms_norm<S>(as_bytes(row), nullptr, task.key_norm, as_bytes(row), task.key_dim, task.norm_eps);
             rotate(row, cos, sin, task.rotary_dim);
-            char* key = const_cast<char*>(kv.key) + block * kv.key_block_stride + head * kv.key_head_stride + offset * 4;
+            char* key =
+                const_cast<char*>(kv.key) + block * kv.key_block_stride + head * kv.key_head_stride + offset * 4;
             for (int unit = 0; unit < kv.key_units; ++unit)
                 __builtin_memcpy(key + int64_t{unit} * kv.block_size * 4, as_bytes(row) + unit * 4, 4);
         }

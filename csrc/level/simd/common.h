@@ -24,8 +24,8 @@ inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN sta
     return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Have a line come for writing. What one core is to write, others have mostly read since, and their copies must go first;
-// stores, which wait for that one after the other, then find it done.
+// Have a line come for writing. What one core is to write, others have mostly read since, and their copies must go
+// first; stores, which wait for that one after the other, then find it done.
 inline void ask_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 constexpr float kLog2E = 1.44269504088896341f;

@@ -1,8 +1,8 @@
 #define OCTAVO_LEVEL avx2
 #define OCTAVO_NAME "avx2"
-#define OCTAVO_SIMD "simd/avx2.h"
+#define OCTAVO_SIMD "level/simd/avx2.h"
 #define OCTAVO_TABLE kKernelsAvx2
 // The intrinsics' headers belong outside the level's namespace.
 #include <immintrin.h>
 
-#include "level.inl"
+#include "level/level.inl"

@@ -1,4 +1,4 @@
-// octavo._native: checks what Python passes, releases the GIL, calls the kernels. Documented in src/octavo/kernels.py.
+// octavo._native: checks what Python passes, releases the GIL, calls the kernels. Documented in src/octavo/kernels/.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -6,9 +6,9 @@
 #include <stdexcept>
 
 #include "attention.h"
-#include "bindings.h"
+#include "bind/arguments.h"
+#include "bind/tensor.h"
 #include "ops.h"
-#include "tensor.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -31,7 +31,8 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
     check_shape(query, "query", {-1, -1, int64_t{call.kv.key_units} * pair});
     check_shape(out, "out", {tokens, heads, call.kv.value_dim});
     require(heads > 0 && heads % call.kv.kv_heads == 0, "query heads (" + std::to_string(heads) +
-            ") must be a multiple of KV heads (" + std::to_string(call.kv.kv_heads) + ")");
+                                                            ") must be a multiple of KV heads (" +
+                                                            std::to_string(call.kv.kv_heads) + ")");
     check_rows(block_tables, "block_tables", 2);
     check_dtype(block_tables, "block_tables", DType::i32);
     const int64_t seqs = block_tables.shape[0];

@@ -19,8 +19,10 @@ constexpr int kVectors = kTile / 16;
 constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
 
 template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
-    if constexpr (S == kBf16) return mac_bf16(acc, a, b);
-    else return mac_f32(acc, a, b);
+    if constexpr (S == kBf16)
+        return mac_bf16(acc, a, b);
+    else
+        return mac_f32(acc, a, b);
 }
 template <Storage S> constexpr int kPair = S == kBf16 ? 2 : 1;
 template <Storage S> struct ElementOf { using Type = float; };
@@ -29,8 +31,10 @@ template <Storage S> using Element = typename ElementOf<S>::Type;
 
 // A weight is multiplied in its storage type, which says how exact it need be.
 template <Storage S> inline F16 exp2_weight(F16 x) {
-    if constexpr (S == kBf16) return exp2_coarse(x);
-    else return exp2_nonpositive(x);
+    if constexpr (S == kBf16)
+        return exp2_coarse(x);
+    else
+        return exp2_nonpositive(x);
 }
 
 inline F16 tanh16(F16 x) {
@@ -74,8 +78,8 @@ struct Tile {
 //     reads         K K K K  softmax  V V V V
 //     asks for      k k k k    v v    v v v v      of the next tile
 //
-// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike. Rows of a prompt, more than one
-// pass takes, multiply a tile for longer than it takes to come, and ask for nothing.
+// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike. Rows of a prompt, more than
+// one pass takes, multiply a tile for longer than it takes to come, and ask for nothing.
 struct TilePair {
     Tile now, next;
 };
@@ -227,7 +231,8 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
             store_both(w[0], w[1], weights + v * 16);
         }
         const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
-        for (int u = 0; u < kTile / kPair<S>; u += 16) sum = mac<S>(sum, U16::load(scratch.weights + r * kTile + u), ones);
+        for (int u = 0; u < kTile / kPair<S>; u += 16)
+            sum = mac<S>(sum, U16::load(scratch.weights + r * kTile + u), ones);
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
@@ -235,21 +240,22 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     int dim = 0;
     if constexpr (kVectorsPerPass > 1)
         for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
+            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows,
+                                                   first_row);
     for (; dim < kv.value_dim; dim += 16)
         value_pass<S, R, 1, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
 }
 
 template <Storage S, bool Ask>
-inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query,
-                          const Rows& rows, AttendScratch& scratch) {
+inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row,
+                          const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     switch (count) {
         case 1: return tile_rows<S, 1, Ask>(task, tiles, first_row, query, rows, scratch);
         case 2: return tile_rows<S, 2, Ask>(task, tiles, first_row, query, rows, scratch);
         case 3: return tile_rows<S, 3, Ask>(task, tiles, first_row, query, rows, scratch);
         case 4: return tile_rows<S, 4, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 5: return tile_rows<S, kMaxRows < 5 ? 1 : 5, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 6: return tile_rows<S, kMaxRows < 6 ? 1 : 6, Ask>(task, tiles, first_row, query, rows, scratch);
+        case 5: return tile_rows < S, kMaxRows < 5 ? 1 : 5, Ask > (task, tiles, first_row, query, rows, scratch);
+        case 6: return tile_rows < S, kMaxRows < 6 ? 1 : 6, Ask > (task, tiles, first_row, query, rows, scratch);
     }
 }
 
@@ -308,7 +314,8 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total) 
             sum = sum * keep + exp2_scalar(sink - new_max);
         }
         const F16 factor = F16::set1(keep / sum);
-        auto* out = reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
+        auto* out =
+            reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
         for (int d = 0; d < task.kv->value_dim; d += 16) (F16::load(total.values(r) + d) * factor).store(out + d);
     }
 }
@@ -329,7 +336,8 @@ template <Storage S> void attend_split(const AttendTask& task, int split, const 
             const bool last_head = head + 1 == task.kv_heads, last_tile = begin + kTile >= end_position;
             tiles.now = tiles.next;
             if (!last_head || !last_tile)
-                tiles.next = locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
+                tiles.next =
+                    locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
             const Rows head_rows{rows.values(head * rows_per_head), rows.value_dim};
             const uint32_t* query = scratch.query + head * rows_per_head * units;
             if (rows_per_head <= kMaxRows) {

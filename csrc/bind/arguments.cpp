@@ -1,4 +1,4 @@
-#include "bindings.h"
+#include "bind/arguments.h"
 
 namespace octavo {
 

@@ -1,5 +1,5 @@
 #define OCTAVO_LEVEL portable
 #define OCTAVO_NAME "portable"
-#define OCTAVO_SIMD "simd/portable.h"
+#define OCTAVO_SIMD "level/simd/portable.h"
 #define OCTAVO_TABLE kKernelsPortable
-#include "level.inl"
+#include "level/level.inl"

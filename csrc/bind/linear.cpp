@@ -1,7 +1,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "bindings.h"
+#include "bind/arguments.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,12 +18,12 @@ WeightFormat weight_format(const std::string& name) {
 }
 
 void check_size(const std::string& name, WeightFormat format, int64_t outputs, int64_t inputs) {
-    require(outputs > 0 && inputs > 0, "a weight must have outputs and inputs, got " + std::to_string(outputs) + " x " +
-                                           std::to_string(inputs));
+    require(outputs > 0 && inputs > 0,
+            "a weight must have outputs and inputs, got " + std::to_string(outputs) + " x " + std::to_string(inputs));
     require(!is_quantised(format) || inputs % 32 == 0,
             "inputs of a " + name + " weight must be a multiple of 32, got " + std::to_string(inputs));
-    require(inputs <= 1 << 24 && outputs <= int64_t{1} << 32, "a weight of " + std::to_string(outputs) + " x " +
-                                                                  std::to_string(inputs) + " is too large");
+    require(inputs <= 1 << 24 && outputs <= int64_t{1} << 32,
+            "a weight of " + std::to_string(outputs) + " x " + std::to_string(inputs) + " is too large");
 }
 
 int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t inputs) {
@@ -42,8 +42,9 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
                                                                 : DType::f32;
     const Matrix stored = matrix(rows, "rows", dtype);
     check_shape(rows, "rows", {-1, stored_row_bytes(weight.format, inputs) / dtype_bytes(dtype)});
-    require(step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
-            "rows cannot be placed from output " + std::to_string(first_output) + " in steps of " + std::to_string(step));
+    require(
+        step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
+        "rows cannot be placed from output " + std::to_string(first_output) + " in steps of " + std::to_string(step));
     const Placement place{first_output, step};
     require(stored.rows == 0 || place.output(stored.rows - 1) < outputs,
             "rows end at output " + std::to_string(place.output(stored.rows - 1)) + " of " + std::to_string(outputs));
@@ -59,7 +60,8 @@ std::tuple<int, int64_t, int64_t> py_plan_coding(const Tensor& packed, int64_t o
     return {plan.base, plan.num_escapes, CodedWeight(weight).bytes(plan.num_escapes)};
 }
 
-void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes, const Tensor& out) {
+void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes,
+               const Tensor& out) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
     require(num_escapes >= 0, "a weight cannot have " + std::to_string(num_escapes) + " escapes");
     check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(num_escapes)});

@@ -5,10 +5,10 @@
 
 #include <string>
 
+#include "bind/tensor.h"
 #include "kernels.h"
 #include "linear.h"
 #include "ops.h"
-#include "tensor.h"
 
 namespace octavo {
 

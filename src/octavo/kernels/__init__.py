@@ -1,0 +1,47 @@
+"""The C++ kernels of `csrc/`, typed and documented.
+
+Every function works on CPU tensors in bfloat16 or float32 (arithmetic is float32), releases the GIL, and checks shapes,
+dtypes and indices on every call: a bad argument raises ValueError with the numbers, never touches foreign memory.
+Rows may be strided, elements of a row may not. What writes into its arguments says so.
+
+The instruction set is chosen when the library is loaded: "avx512_bf16", "avx512", "avx2" or "portable".
+`OCTAVO_ISA` in the environment forces a level; one that the CPU lacks is an error.
+"""
+
+from __future__ import annotations
+
+from octavo.kernels.functions import (
+    add_rms_norm,
+    argmax,
+    attend,
+    copy_blocks,
+    gelu_tanh_mul,
+    make_decoder,
+    rms_norm,
+    rope_write,
+    silu_mul,
+)
+from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
+from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, PackedWeight, WeightFormat
+
+__all__ = [
+    "FLOAT_FORMATS",
+    "QUANTISED_FORMATS",
+    "PackedWeight",
+    "WeightFormat",
+    "add_rms_norm",
+    "argmax",
+    "attend",
+    "available",
+    "copy_blocks",
+    "force_isa",
+    "gelu_tanh_mul",
+    "isa",
+    "make_decoder",
+    "num_threads",
+    "rms_norm",
+    "rope_write",
+    "set_num_threads",
+    "silu_mul",
+    "supported_isas",
+]

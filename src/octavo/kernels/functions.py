@@ -1,0 +1,156 @@
+"""Attention and row-wise steps on tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.library import native
+
+if TYPE_CHECKING:
+    from octavo import _native
+
+
+def make_decoder(
+    dtype: torch.dtype,
+    *,
+    hidden: int,
+    inner: int,
+    vocab: int,
+    num_heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    eps: float,
+    activation: str,
+) -> _native.Decoder:
+    """A decoder without layers, to be filled by `models/native_decoder.py`; whole steps in one call."""
+    name = str(dtype).removeprefix("torch.")
+    return native.Decoder(name, hidden, inner, vocab, num_heads, kv_heads, key_dim, value_dim, eps, activation)
+
+
+def attend(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
+
+    Args:
+        key: [num_blocks, kv_heads, key_dim // pair, block_size, pair], value: [num_blocks, kv_heads,
+            block_size // pair, value_dim, pair]; pair is 2 in bfloat16, 1 in float32 (`storage/arena.py`).
+        query: [num_tokens, num_heads, key_dim] in the cache's dtype; `num_heads` a multiple of `kv_heads`.
+        block_tables: int32 [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
+        sinks: float32 [num_heads].
+        out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
+
+    The result of a token has the same bits whatever batch, chunk and number of threads it is computed with.
+
+    Raises:
+        ValueError: block_size or value_dim is no multiple of 16, a head over 256 dimensions, mismatched shapes or
+            dtypes, a scale that is not positive, or a table that names blocks which do not exist.
+    """
+    if out is None:
+        tokens, heads, key_dim = query.shape
+        value_dim = value.shape[3]
+        # empty_like is the cheaper by a microsecond
+        out = torch.empty_like(query) if key_dim == value_dim else query.new_empty(tokens, heads, value_dim)
+    native.attend(
+        key, value, query, out, block_tables, query_start, context_lens, scale, window or 0, softcap or 0.0, sinks
+    )
+    return out
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate a step's queries in place; rotate its keys and store them, and the values, in their slots.
+
+    With `query_norm` and `key_norm` (QK-norm, Qwen 3), each head is RMS-normalised before it is rotated.
+
+    Args:
+        qkv: [num_tokens, num_heads * key_dim + kv_heads * (key_dim + value_dim)], the fused product; its queries are
+            overwritten, its keys and values may be.
+        key, value: one layer's cache, as in `attend`.
+        cos, sin: float32 [max_position, rotary_dim / 2]; dimension i is paired with i + rotary_dim / 2.
+        positions, slots: int64 [num_tokens]; a slot is block * block_size + offset.
+        query_norm, key_norm: [key_dim] in qkv's dtype.
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a position outside the table, a slot outside the cache.
+    """
+    native.rope_write(qkv, key, value, cos, sin, positions, slots, query_norm, key_norm, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over rows [rows, width] (Zhang & Sennrich 2019); `out` may be x.
+
+    Float32 inside; rounded to x's dtype before the weight multiplies, as transformers does.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    native.rms_norm(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x += residual, in place; returns `rms_norm` of the sum. All [rows, width]; `out` may be residual."""
+    if out is None:
+        out = torch.empty_like(x)
+    native.rms_norm(x, residual, weight, out, eps)
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) * up [rows, width] of gate_up [rows, 2 * width] = | gate | up |."""
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    native.gated(gate_up, out, False)
+    return out
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """gelu(gate) * up, in the tanh form (Hendrycks & Gimpel 2016), shapes as `silu_mul`."""
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    native.gated(gate_up, out, True)
+    return out
+
+
+def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 [rows]: each row's first largest of logits [rows, vocab]; the first NaN where there is one."""
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+    native.argmax(logits, out)
+    return out
+
+
+def copy_blocks(arena: torch.Tensor, copies: torch.Tensor) -> None:
+    """Copy rows of arena uint8 [num_blocks, block_bytes] in place.
+
+    Args:
+        copies: int64 [n, 2] of (source, destination); every source is read before any destination is written.
+    """
+    native.copy_blocks(arena, copies)

@@ -1,0 +1,81 @@
+"""The compiled library: whether it is there, its instruction-set level and its threads."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch  # noqa: F401 -- before the library: both then use torch's OpenMP runtime, hence one set of threads
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo import _native as native
+
+__all__ = ["available", "force_isa", "isa", "native", "num_threads", "set_num_threads", "supported_isas"]
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _load() -> ModuleType | None:
+    try:
+        library = importlib.import_module("octavo._native")
+    except ImportError as error:
+        logger.warning(
+            "the C++ kernels are not compiled (%s): using the reference path, which is many times slower; "
+            "install a C++20 compiler and reinstall octavo",
+            error,
+        )
+        return None
+    if level := os.environ.get("OCTAVO_ISA"):
+        try:
+            library.force_isa(level)
+        except ValueError as error:
+            raise ConfigError(f"OCTAVO_ISA: {error}") from None
+    return library
+
+
+class _Missing:
+    """Stands in for the library where it is not compiled."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"{name}: the C++ kernels are not compiled; ask kernels.available() first")
+
+
+if not TYPE_CHECKING:
+    native = _load() or _Missing()
+
+
+def available() -> bool:
+    """Whether the library is compiled. Where it is not, a warning was logged once, when this module was imported."""
+    return _load() is not None
+
+
+def isa() -> str:
+    """The instruction-set level in use: "avx512_bf16", "avx512", "avx2" or "portable"."""
+    return native.isa()
+
+
+def supported_isas() -> list[str]:
+    """The levels that this CPU has, slowest first."""
+    return native.supported_isas()
+
+
+def force_isa(name: str) -> None:
+    """Use another level from now on, in every thread. ValueError where it is unknown or the CPU lacks it."""
+    native.force_isa(name)
+
+
+def num_threads() -> int:
+    """Threads that a kernel is spread over, the calling one included; at first the cores this process may use."""
+    return native.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Spread kernels over `count` threads (1 to 1024). Set torch's to the same: the two share one OpenMP team."""
+    native.set_num_threads(count)

@@ -1,0 +1,127 @@
+"""Weights in the kernels' order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from octavo.kernels.library import isa, native
+
+WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"]
+QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(("Q4_0", "Q4_1", "Q8_0"))
+FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_DECODING_ISAS = ("avx512_bf16", "avx512")
+_MOST_ESCAPES = 1 / 256  # SmolLM2 has 1 in 8,500, its worst matrix 1 in 1,100
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
+
+    Quantised formats are GGUF's, byte for byte as large as in the file; activations are then quantised to int8 in
+    groups of 32, each of which has a power of two of its row's scale. A row's result has the same bits whatever the
+    other rows and the threads.
+
+    Attributes:
+        packed: uint8; panels of 32 outputs or tiles of 16, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
+    """
+
+    format: WeightFormat
+    outputs: int
+    inputs: int
+    packed: torch.Tensor
+
+    @classmethod
+    def empty(cls, format: WeightFormat, outputs: int, inputs: int) -> PackedWeight:
+        """A matrix of zeros, to `put` rows into.
+
+        Raises:
+            ValueError: another format, or inputs of a quantised one that are no multiple of 32.
+        """
+        packed = torch.zeros(native.packed_bytes(format, outputs, inputs), dtype=torch.uint8)
+        return cls(format, outputs, inputs, packed)
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> PackedWeight:
+        """weight: bfloat16 or float32 [outputs, inputs]."""
+        if weight.dtype not in FLOAT_FORMATS:
+            raise ValueError(f"a weight must be bfloat16 or float32, got {weight.dtype}")
+        packed = cls.empty(FLOAT_FORMATS[weight.dtype], *weight.shape)
+        packed.put(weight)
+        return packed
+
+    @classmethod
+    def pack_quantised(cls, format: WeightFormat, blocks: torch.Tensor, inputs: int) -> PackedWeight:
+        """blocks: uint8 [outputs, bytes per output], as a GGUF file holds them."""
+        packed = cls.empty(format, blocks.shape[0], inputs)
+        packed.put(blocks)
+        return packed
+
+    def put(self, rows: torch.Tensor, first_output: int = 0, step: int = 1) -> None:
+        """Write rows [n, …] as the outputs from `first_output` on: all in a row, or 16 of every `step` * 16.
+
+        A gated product (`linear`) takes its gates at first_output 0 and what they open at 16, both with step 2.
+
+        Raises:
+            ValueError: rows of another dtype or width, or more than there are outputs.
+        """
+        native.pack_rows(self.format, self.packed, self.outputs, self.inputs, rows, first_output, step)
+
+    def coded(self) -> PackedWeight:
+        """The same matrix in twelve bits a weight (`csrc/level/coded.h`): exact, and its products have the same bits.
+
+        Raises:
+            ValueError: the format is not bfloat16.
+        """
+        if self.format != "bfloat16":
+            raise ValueError(f"only a bfloat16 weight is coded, this one is {self.format}")
+        return self._encode(*native.plan_coding(self.packed, self.outputs, self.inputs))
+
+    def compact(self) -> PackedWeight:
+        """The matrix `coded` where that pays: few rows wait a quarter less for memory, many lose some 2 % to decoding.
+
+        Not for exponents that are spread too wide, nor where the instruction set decodes slower than memory delivers.
+        """
+        if self.format != "bfloat16" or isa() not in _DECODING_ISAS:
+            return self
+        base, num_escapes, nbytes = native.plan_coding(self.packed, self.outputs, self.inputs)
+        pays = num_escapes <= _MOST_ESCAPES * self.outputs * self.inputs
+        return self._encode(base, num_escapes, nbytes) if pays else self
+
+    def _encode(self, base: int, num_escapes: int, nbytes: int) -> PackedWeight:
+        packed = torch.empty(nbytes, dtype=torch.uint8)
+        native.encode(self.packed, self.outputs, self.inputs, base, num_escapes, packed)
+        return PackedWeight("coded bfloat16", self.outputs, self.inputs, packed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        activation: Literal["silu", "gelu_pytorch_tanh"] | None = None,
+    ) -> torch.Tensor:
+        """x @ weight.T + bias [rows, outputs], or activation(gate) * up [rows, outputs / 2] of | gate | up |.
+
+        Args:
+            x: [rows, inputs] in the weight's dtype; bfloat16 or float32 where the weight is quantised.
+            bias: [outputs] in out's dtype; out: bfloat16 or float32, made in x's dtype when absent.
+            activation: sums are | 16 gates | 16 ups | 16 gates | … (see `put`); rounded to out's dtype before the
+                activation, after it and after the product, as separate steps would.
+        """
+        if out is None:
+            out = x.new_empty(x.shape[0], self.outputs // 2 if activation else self.outputs)
+        native.linear(self.format, self.packed, self.outputs, x, bias, out, activation or "")
+        return out
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Outputs `ids` int64 [n] as they were put, dequantised: [n, inputs] in `dtype` (the weight's own if float)."""
+        out = torch.empty(len(ids), self.inputs, dtype=dtype)
+        native.unpack_rows(self.format, self.packed, self.outputs, self.inputs, ids, out)
+        return out
