@@ -18,7 +18,7 @@ from octavo.engine.core import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
-from octavo.request import PinReceipt, PinRequest, Request, RequestId
+from octavo.request import PinReceipt, PinRequest, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
@@ -174,7 +174,8 @@ class LLM:
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             with _naming(index, len(prompts)):
                 content, options = _read_prompt(prompt)
-                request = self.core.make_request(content, each, add_special_tokens=add_special_tokens, **options)
+                context = RequestContext(**options)
+                request = self.core.make_request(content, each, context, add_special_tokens=add_special_tokens)
             requests.append((request, content if isinstance(content, str) else None))
         return requests
 

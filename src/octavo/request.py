@@ -60,6 +60,28 @@ class PinRequest:
     ttl_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """What accompanies a prompt on its way to the engine, besides how its tokens are chosen.
+
+    Attributes:
+        request_id: None: the engine gives one.
+        priority: lower is served first, as in vLLM.
+        cache_salt: requests share cached blocks only with requests of the same salt.
+        tenant: whom the request is accounted to; empty where no API key is asked for.
+        pins: prefixes of the prompt to pin once they are computed.
+    """
+
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    pins: tuple[PinRequest, ...] = ()
+
+
+DEFAULT_CONTEXT = RequestContext()
+
+
 @dataclass(frozen=True, slots=True)
 class PinReceipt:
     """What became of a `PinRequest`. Only full blocks can be pinned, and only within the budget.

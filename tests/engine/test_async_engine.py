@@ -15,7 +15,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import CacheError, ContextLengthError, EngineDeadError, RequestError
-from octavo.request import FinishReason
+from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext
 from octavo.sampling_params import SamplingParams
 from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
 
@@ -51,10 +51,12 @@ def tokens(count: int, **params: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **params})
 
 
-async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:
+async def collect(
+    engine: AsyncEngine, prompt: list[int], params: SamplingParams, context: RequestContext = DEFAULT_CONTEXT
+) -> list[int]:
     """The token ids of the first completion."""
     ids: list[int] = []
-    async for output in engine.generate(prompt, params, **options):
+    async for output in engine.generate(prompt, params, context):
         ids += output.outputs[0].token_ids
     return ids
 
@@ -123,38 +125,38 @@ async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineC
     slow_down(core, 0.005)
     async with started(core) as engine:
         outputs: list[RequestOutput] = []
-        async for output in engine.generate(PROMPT, tokens(900), request_id="mine"):
+        async for output in engine.generate(PROMPT, tokens(900), RequestContext(request_id="mine")):
             outputs.append(output)
             engine.abort("mine")
         assert outputs[-1].finished
         assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
         engine.abort("mine")  # it is over: nothing happens
         engine.abort("nobody's")
-        assert len(await collect(engine, PROMPT, tokens(2), request_id="mine")) == 2
+        assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
         assert_drained(core)
 
 
 async def test_a_request_id_in_use_is_refused_and_its_holder_goes_on(core: EngineCore) -> None:
     slow_down(core, 0.005)
     async with started(core) as engine:
-        first = asyncio.ensure_future(collect(engine, PROMPT, tokens(10), request_id="mine"))
+        first = asyncio.ensure_future(collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine")))
         await until(lambda: core.stats.num_running == 1)
         with pytest.raises(RequestError, match="'mine' is in use"):
-            await collect(engine, PROMPT, tokens(10), request_id="mine")
+            await collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine"))
         assert len(await first) == 10
-        assert len(await collect(engine, PROMPT, tokens(10), request_id="mine")) == 10
+        assert len(await collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine"))) == 10
 
 
 async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_requests(core: EngineCore) -> None:
     slow_down(core, 0.01)
     async with started(core) as engine:
-        async with aclosing(engine.generate([9] * 50, tokens(900), request_id="mine")) as outputs:
+        async with aclosing(engine.generate([9] * 50, tokens(900), RequestContext(request_id="mine"))) as outputs:
             await anext(outputs)
         with pytest.raises(RequestError, match="'mine' is in use"):
-            await collect(engine, PROMPT, tokens(4), request_id="mine")
+            await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
         await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
         await asyncio.sleep(0.005)
-        again = await collect(engine, PROMPT, tokens(4), request_id="mine")
+        again = await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
         assert again == await collect(engine, PROMPT, tokens(4))
         assert_drained(core)
 
@@ -162,8 +164,8 @@ async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_reque
 async def test_a_refused_request_leaves_nothing_behind(core: EngineCore) -> None:
     async with started(core) as engine:
         with pytest.raises(ContextLengthError, match="1024"):
-            await collect(engine, PROMPT, tokens(1022), request_id="mine")
-        assert len(await collect(engine, PROMPT, tokens(2), request_id="mine")) == 2
+            await collect(engine, PROMPT, tokens(1022), RequestContext(request_id="mine"))
+        assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
         assert_drained(core)
 
 

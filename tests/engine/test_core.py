@@ -11,7 +11,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
-from octavo.request import FinishReason, Request
+from octavo.request import FinishReason, Request, RequestContext
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM, assert_idle
 from tests.engine.tiny_engine import POISON, poison
@@ -177,7 +177,9 @@ def test_deltas_of_parallel_samples_carry_their_index_and_only_what_is_new(make_
 
 def test_an_id_in_use_is_refused_before_anything_changes(make_llm: MakeLLM, tiny_llama: Path) -> None:
     core = make_llm(tiny_llama).core
-    first, twin = (core.make_request([5], SamplingParams(max_tokens=3), request_id="x") for _ in range(2))
+    first, twin = (
+        core.make_request([5], SamplingParams(max_tokens=3), RequestContext(request_id="x")) for _ in range(2)
+    )
     core.add(first)
     with pytest.raises(RequestError, match="request id 'x' is in use"):
         core.add(twin)

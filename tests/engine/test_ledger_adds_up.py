@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.engine.core import EngineCore
-from octavo.request import FinishReason, Request, SequenceStatus
+from octavo.request import FinishReason, Request, RequestContext, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from tests.engine.test_same_tokens import thrash
 from tests.engine.tiny_engine import POISON, assert_drained, poison, tiny_core
@@ -78,7 +78,7 @@ def test_all_sums_are_exact_after_every_step_under_preemption_cancellation_retri
 
         def ask(tokens: list[int], tenant: str, request_id: str | None = None) -> None:
             params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
-            requests.append(core.make_request(tokens, params, tenant=tenant, request_id=request_id))
+            requests.append(core.make_request(tokens, params, RequestContext(tenant=tenant, request_id=request_id)))
             core.add(requests[-1])
 
         for round_ in range(400):

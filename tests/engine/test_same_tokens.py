@@ -11,6 +11,7 @@ import pytest
 
 from octavo import kernels
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
@@ -137,7 +138,9 @@ def test_one_request_preempted_again_and_again_gives_the_same_tokens(make_llm: M
     for arrival in range(4):
         while not victim.finished and victim.sequences[0].num_output_tokens < 2 + 5 * arrival:
             outputs += core.step()
-        urgent = core.make_request([5 + arrival] * 30, SamplingParams(max_tokens=4, ignore_eos=True), priority=-1)
+        urgent = core.make_request(
+            [5 + arrival] * 30, SamplingParams(max_tokens=4, ignore_eos=True), RequestContext(priority=-1)
+        )
         core.add(urgent)
     while core.has_work:
         outputs += core.step()

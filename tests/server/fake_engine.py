@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.observe.stats import EngineStats
-from octavo.request import FinishReason, PinRequest, RequestId, TokenLogprobs
+from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
 EOS = 256
@@ -102,19 +102,13 @@ class FakeEngine:
         self,
         prompt: str | list[int],
         params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
-        request_id = request_id or f"fake-{next(self._ids)}"
+        request_id = context.request_id or f"fake-{next(self._ids)}"
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        self.received.append(
-            {"prompt": token_ids, "params": params, "priority": priority, "cache_salt": cache_salt, "tenant": tenant}
-        )
+        self.received.append({"prompt": token_ids, "params": params, "context": context})
         self._check(token_ids, params)
         self.running.add(request_id)
         finished = False

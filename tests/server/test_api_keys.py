@@ -62,7 +62,7 @@ def test_probes_need_no_key(guarded: Running) -> None:
 def test_each_key_is_a_tenant_of_its_own(guarded: Running) -> None:
     for key in ("first-key", "second-key", "first-key"):
         assert guarded.client.post("/v1/completions", json=BODY, headers=bearer(key)).status_code == 200
-    tenants = [call["tenant"] for call in guarded.engine.received]
+    tenants = [call["context"].tenant for call in guarded.engine.received]
     assert tenants == [tenant_of("first-key"), tenant_of("second-key"), tenant_of("first-key")]
     assert len(set(tenants)) == 2
 
@@ -73,7 +73,7 @@ def test_a_tenants_name_is_stable_and_does_not_hold_the_key() -> None:
 
 def test_without_keys_everybody_is_the_same_tenant(server: Running) -> None:
     assert server.post("/v1/completions", BODY, headers=bearer("whatever")).status_code == 200
-    assert server.engine.received[-1]["tenant"] == ""
+    assert server.engine.received[-1]["context"].tenant == ""
 
 
 def test_keys_come_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     params = received["params"]
     assert {name: getattr(params, name) for name in asked} == {**asked, "stop_token_ids": (3,)}
     assert (params.logit_bias, params.stop, params.max_tokens) == ({5: -100}, ("zz",), 4)
-    assert (received["priority"], received["cache_salt"]) == (3, "salt")
+    assert (received["context"].priority, received["context"].cache_salt) == (3, "salt")
 
 
 def test_openais_defaults_are_used(server: Running) -> None:

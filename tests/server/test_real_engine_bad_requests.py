@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_engine import MAX_MODEL_LEN, VOCAB_SIZE
-from tests.server.real_engine import RealServer, error_of, real_server
+from tests.server.real_engine import RealServer, error_of, real_server, sse_objects
 
 MIB = 2**20
 
@@ -94,6 +94,37 @@ def test_what_the_machine_can_never_hold_is_refused_with_the_numbers(
     error = cramped.error("/v1/completions", {"prompt": [5], **fields}, 400)
     assert (error["code"], error["param"]) == ("capacity_exceeded", param)
     assert says in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_max_tokens_an_answer_may_fill_a_pool_that_is_smaller_than_the_model(
+    cramped: RealServer, stream: bool
+) -> None:
+    """8 blocks of 16 tokens; the last token needs no place."""
+    body = {"prompt": [5] * 9, "max_tokens": None, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    if stream:
+        events = sse_objects(cramped.events("/v1/completions", body))
+        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 120
+    else:
+        assert cramped.complete([5] * 9, max_tokens=None)["usage"]["completion_tokens"] == 120
+    cramped.assert_nothing_runs()
+
+
+def test_a_chat_without_max_tokens_is_answered_from_a_small_pool(cramped: RealServer) -> None:
+    response = cramped.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert response.status_code == 200, response.text
+    usage = response.json()["usage"]
+    assert usage["prompt_tokens"] + usage["completion_tokens"] <= 129
+    cramped.assert_nothing_runs()
+
+
+def test_without_max_tokens_a_prompt_that_fills_the_pool_is_refused_with_the_numbers(cramped: RealServer) -> None:
+    error = cramped.error("/v1/completions", {"prompt": [5] * 129, "max_tokens": None}, 400)
+    assert error["code"] == "capacity_exceeded"
+    assert (
+        "129 prompt tokens and 1 output tokens need 9 KV blocks of 16 tokens, but the cache has 8" in error["message"]
+    )
+    assert cramped.complete([5] * 128, max_tokens=None)["usage"]["completion_tokens"] == 1
 
 
 def test_what_just_fits_is_served(server: RealServer, cramped: RealServer) -> None:

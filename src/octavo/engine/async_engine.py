@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -24,7 +24,7 @@ from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.observe.stats import EngineStats
-from octavo.request import PinRequest, Request, RequestId
+from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
@@ -122,12 +122,8 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request, as they come. Closing the iterator aborts the request within one step.
@@ -137,10 +133,7 @@ class AsyncEngine:
             EngineDeadError: the step loop died, or the engine is shut down.
         """
         self._require_alive()
-        request = self.core.make_request(
-            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, tenant=tenant
-        )
-        request.pins = tuple(sorted(pins, key=lambda pin: pin.num_tokens))
+        request = self.core.make_request(prompt, params, context)
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         stream: _Stream = asyncio.Queue()

@@ -16,7 +16,7 @@ from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
 from octavo.errors import ContextLengthError, LogitsError, RequestError
 from octavo.observe.stats import EngineStats
-from octavo.request import FinishReason, Request, RequestId, Sequence
+from octavo.request import DEFAULT_CONTEXT, FinishReason, Request, RequestContext, RequestId, Sequence
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
@@ -66,11 +66,8 @@ class EngineCore:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise and validate; touches no engine state but the seed, so any thread may call it.
@@ -79,10 +76,10 @@ class EngineCore:
             RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
             ContextLengthError, CapacityError: it could never be served; the message has the numbers.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
-        if not isinstance(cache_salt, str):
-            raise RequestError(f"cache_salt must be a string, got {cache_salt!r}", param="cache_salt")
+        if isinstance(context.priority, bool) or not isinstance(context.priority, int):
+            raise RequestError(f"priority must be an integer, got {context.priority!r}", param="priority")
+        if not isinstance(context.cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {context.cache_salt!r}", param="cache_salt")
         token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_vocabulary(token_ids, params)
         if params.use_beam_search and params.num_sequences > self.vocab_size:
@@ -92,24 +89,19 @@ class EngineCore:
             )
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = self.max_model_len - len(token_ids)
-            if max_tokens < 1:
-                raise ContextLengthError(
-                    f"this model's maximum context length is {self.max_model_len} tokens, "
-                    f"but the prompt alone has {len(token_ids)}",
-                    param="prompt",
-                )
+            max_tokens = self._longest_output(len(token_ids))
             params = params.with_max_tokens(max_tokens)
         self.scheduler.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
         return Request(
-            request_id=RequestId(request_id or f"req-{next(self._ids)}"),
+            request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self._eos_token_ids,
             arrival_time=time.monotonic(),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
+            priority=context.priority,
+            tenant=context.tenant,
+            cache_salt=context.cache_salt,
+            pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
         )
 
@@ -187,6 +179,17 @@ class EngineCore:
             return None
         self._recorder.on_ended(request, reason)
         return self._processor.end(request)
+
+    def _longest_output(self, num_prompt_tokens: int) -> int:
+        """Output tokens that fit beside a prompt: as many as both the model's length and the KV cache allow."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_model_len} tokens, "
+                f"but the prompt alone has {num_prompt_tokens}",
+                param="prompt",
+            )
+        # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
+        return max(1, self.scheduler.max_sequence_tokens - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, str):

@@ -57,7 +57,11 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """Decides the next step; told its result, moves the sequences on."""
+    """Decides the next step; told its result, moves the sequences on.
+
+    Attributes:
+        max_sequence_tokens: prompt and output of the longest sequence that the model and the pool have room for.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class Scheduler:
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
         self._reserved_slots = 0  # of parallel samples and beams whose prompt is still being computed
         self._num_growing_groups = sum(group.sliding_window is None for group in kv.spec.groups)
+        self.max_sequence_tokens = self._longest_sequence()
         self._watermark_blocks = int(config.watermark * kv.pool.num_blocks)
 
     @property
@@ -140,6 +145,16 @@ class Scheduler:
                 f"{self.kv.spec.block_size} tokens, but the cache has {available} in all",
                 param="max_tokens",
             )
+
+    def _longest_sequence(self) -> int:
+        """Prompt and output tokens of the longest sequence that `check` lets through; 0 where the pool holds none."""
+        available = self.kv.pool.num_blocks - 1
+
+        def too_long(total: int) -> bool:
+            return self.kv.spec.peak_blocks(total - 1, self.config.max_num_batched_tokens) > available
+
+        # The last token's key and value are never needed, and blocks only grow with tokens.
+        return bisect.bisect_left(range(1, self.config.max_model_len + 1), True, key=too_long)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises as `check` does, and where its id is in use, before anything changes."""

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.request import RequestContext
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import Extension
@@ -39,16 +40,14 @@ class ChatCompletions:
             template_variables=variables,
             marks=cache_marks(body.messages),
         )
-        job = Job(
-            response_id=new_id("chatcmpl"),
-            model=model,
-            prompts=[prompt],
-            params=params,
+        context = RequestContext(
+            request_id=new_id("chatcmpl"),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             tenant=tenant,
             pins=prompt.pins,
         )
+        job = Job(model, [prompt], params, context)
         return ChatAnswer(self._engine, self._texts, body, job, _echoed(body, messages))
 
 
@@ -68,7 +67,7 @@ class ChatAnswer:
         self._job = job
         self._echoed = echoed
         self._usage = Usage(job.prompts)
-        self._extension = Extension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.pins))
+        self._extension = Extension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
 
     async def whole(self) -> bytes:
         """The response body."""

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.request import TokenLogprobs
+from octavo.request import RequestContext, TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import Extension
@@ -28,15 +28,13 @@ class Completions:
         """Checks the body and encodes its prompts; raises `RequestError`."""
         params = body.sampling_params(self._engine.vocab_size)
         prompts = await encode_prompts(self._engine, body.prompt, body.add_special_tokens is not False)
-        job = Job(
-            response_id=new_id("cmpl"),
-            model=model,
-            prompts=prompts,
-            params=params,
+        context = RequestContext(
+            request_id=new_id("cmpl"),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             tenant=tenant,
         )
+        job = Job(model, prompts, params, context)
         return CompletionAnswer(self._engine, self._texts, body, job)
 
 

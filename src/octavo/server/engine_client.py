@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.observe.stats import EngineStats
-from octavo.request import PinRequest
+from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 
 
@@ -64,12 +64,8 @@ class EngineClient(Protocol):
         self,
         prompt: str | list[int],
         params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        pins: Sequence[PinRequest] = (),
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request; closing the iterator aborts it.

@@ -8,11 +8,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.request import FinishReason, PinRequest
+from octavo.request import FinishReason, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError
@@ -25,37 +25,30 @@ class Job:
 
     Attributes:
         model: the name the client used, which the response repeats.
-        tenant: whom the work is accounted to; empty where no API key is asked for.
-        pins: prefixes of every prompt to keep cached.
+        context: of every prompt's request; the engine's ids are made from its `request_id`, the response's.
     """
 
-    response_id: str
     model: str
     prompts: list[Prompt]
     params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""
-    pins: tuple[PinRequest, ...] = ()
+    context: RequestContext
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def response_id(self) -> str:
+        return self.context.request_id or ""
 
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt index, output) as they come; closing it aborts what still runs.
 
         Raises what the engine raises, and `GenerationFailedError` where it ended a request as faulty.
         """
+        contexts = [self.context]
+        if len(self.prompts) > 1:
+            contexts = [replace(self.context, request_id=f"{self.response_id}-{i}") for i in range(len(self.prompts))]
         streams = [
-            engine.generate(
-                prompt.token_ids,
-                self.params,
-                request_id=self.response_id if len(self.prompts) == 1 else f"{self.response_id}-{index}",
-                priority=self.priority,
-                cache_salt=self.cache_salt,
-                tenant=self.tenant,
-                pins=self.pins,
-                output_kind=kind,
-            )
-            for index, prompt in enumerate(self.prompts)
+            engine.generate(prompt.token_ids, self.params, context, output_kind=kind)
+            for prompt, context in zip(self.prompts, contexts, strict=True)
         ]
         return _numbered(streams[0]) if len(streams) == 1 else _merged(streams)
 
