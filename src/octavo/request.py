@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from hashlib import blake2b
 from typing import NewType
 
 from octavo.sampling_params import SamplingParams
@@ -106,8 +107,25 @@ class CacheOutcome(StrEnum):
     COLD = "cold"  # nobody has computed these tokens before, as far as is remembered
     DIVERGED = "diverged"  # another sequence begins alike, and goes on otherwise
     EVICTED = "evicted"  # they were cached, and gave way to others
-    SALT = "salt"  # they are cached, under another salt
+    SALT = "salt"  # they are cached, for another tenant or under another salt
     BYPASSED = "bypassed"  # caching is off, or the request needs every prompt token's logits
+
+
+def cache_scope(tenant: str, cache_group: str | None, cache_salt: str) -> str:
+    """Name of the part of the prefix cache that a request may see: requests share blocks only within one scope.
+
+    Each tenant has a scope of its own, and the tenants of one `cache_group` share theirs. A salt only narrows: the
+    parts are length-prefixed and hashed, so no salt that a client chooses names a scope of another tenant or group.
+    Without tenant, group and salt (offline, or a server without keys) the scope is empty.
+    """
+    kind, name = ("tenant", tenant) if cache_group is None else ("group", cache_group)
+    if not name and not cache_salt:
+        return ""
+    digest = blake2b(digest_size=16, person=b"octavo-scope")
+    for part in (kind if name else "", name, cache_salt):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +239,9 @@ class Request:
     Attributes:
         prompt_token_ids: shared by all sequences, and never changed.
         priority: lower is served first, as in vLLM; ties by arrival.
-        cache_salt: requests share cached blocks only with requests of the same salt.
+        cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
+        cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
+        cache_scope: made from these; requests share cached blocks only within one scope.
         seed: of the first sequence; sequence i uses seed + i.
         pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
@@ -237,15 +257,18 @@ class Request:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    cache_group: str | None = None
     seed: int = 0
     pins: tuple[PinRequest, ...] = ()
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cache_scope: str = field(init=False)
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
         self.sequences = [
             Sequence(
                 request=self,

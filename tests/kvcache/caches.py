@@ -47,8 +47,10 @@ def make_manager(
     return KVCacheManager(spec, num_blocks, prefix, policy, num_host_blocks, clock=clock or Clock(), **pins)
 
 
-def make_sequence(token_ids: list[int], salt: str = "", n: int = 1, priority: int = 0) -> Sequence:
-    request = make_request(token_ids, salt, n)
+def make_sequence(
+    token_ids: list[int], salt: str = "", n: int = 1, priority: int = 0, tenant: str = "", group: str | None = None
+) -> Sequence:
+    request = make_request(token_ids, salt, n, tenant=tenant, group=group)
     request.priority = priority
     return request.sequences[0]
 
@@ -56,11 +58,15 @@ def make_sequence(token_ids: list[int], salt: str = "", n: int = 1, priority: in
 _counter = iter(range(10**9))
 
 
-def make_request(token_ids: list[int], salt: str = "", n: int = 1, **params: object) -> Request:
+def make_request(
+    token_ids: list[int], salt: str = "", n: int = 1, *, tenant: str = "", group: str | None = None, **params: object
+) -> Request:
     return Request(
         request_id=RequestId(f"r{next(_counter)}"),
         prompt_token_ids=token_ids,
         params=SamplingParams(n=n, **params),  # type: ignore[arg-type]
+        tenant=tenant,
+        cache_group=group,
         cache_salt=salt,
     )
 

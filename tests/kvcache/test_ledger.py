@@ -23,9 +23,8 @@ def manager(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
 
 
 def start(manager: KVCacheManager, tokens: list[int], salt: str = "", tenant: str = "") -> Sequence:
-    """Compute a request's prompt; its report is what the cache did for it."""
-    seq = make_sequence(tokens, salt)
-    seq.request.tenant = tenant
+    """Compute a request's prompt; its report is what the cache did for it. All tenants share their blocks."""
+    seq = make_sequence(tokens, salt, tenant=tenant, group="")
     report = manager.explain(seq, manager.match(seq))
     admit_and_compute(manager, seq)
     manager.ledger.admitted(seq.request, report)
@@ -109,7 +108,7 @@ def test_a_window_that_lost_a_block_is_called_evicted(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("tell", ["diverged", "evicted"])
-def test_one_tenant_learns_nothing_of_anothers_cache(manager: KVCacheManager, tell: str) -> None:
+def test_within_a_group_a_tenant_is_not_told_what_became_of_anothers_prompt(manager: KVCacheManager, tell: str) -> None:
     report(manager, TOKENS, tenant="a")
     if tell == "evicted":
         manager.reset_prefix_cache()

@@ -2,8 +2,8 @@
 agree.
 
 The model keeps for every block, of the device and of the host, what was written into it, and follows copies and swaps:
-a block that is shared by mistake, handed out while in use, found for the wrong prefix or overwritten before it was
-moved shows as a sequence reading another's tokens.
+a block that is shared by mistake, handed out while in use, found for the wrong prefix or tenant, or overwritten before
+it was moved shows as a sequence reading another's tokens.
 
 Transfers are carried out as a step does: out, copies, in, before anything is computed.
 """
@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.host_pool import HostBlockId
-from octavo.request import PinRequest, Sequence
+from octavo.request import PinRequest, Request, Sequence
 from tests.kvcache.caches import FULL, Clock, make_manager, make_sequence, sliding
 
 SOAK_STEPS = 100_000
@@ -44,6 +44,16 @@ LIMITS: dict[str, Any] = {
     "num_host_blocks": st.sampled_from([0, 1, 4, 30]),
     "pin_tenant_share": st.sampled_from([0.5, 1.0]),
 }
+
+
+def alike(tokens: list[int], request: Request) -> Sequence:
+    """A sequence of another request that may see what `request` may see."""
+    return make_sequence(tokens, request.cache_salt, tenant=request.tenant, group=request.cache_group)
+
+
+def written_by(seq: Sequence, group: int, position: int) -> tuple[int, str, tuple[int, ...]]:
+    """What a sequence writes at a position: every token before it, for whoever may see the same part of the cache."""
+    return group, seq.request.cache_scope, tuple(seq.token_ids[: position + 1])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -73,9 +83,9 @@ class CacheMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             pin_tenant_share=pin_tenant_share,
         )
-        self.pinned: dict[str, tuple[list[int], str]] = {}
+        self.pinned: dict[str, tuple[list[int], Request]] = {}
         self.block_size = block_size
-        self.written: dict[tuple[BlockId, int], tuple[int, tuple[int, ...]]] = {}
+        self.written: dict[tuple[BlockId, int], tuple[int, str, tuple[int, ...]]] = {}
         self.host: dict[tuple[HostBlockId, int], tuple[int, tuple[int, ...]]] = {}
         self.live: list[Sequence] = []
         self.swapped: list[Sequence] = []
@@ -113,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
         for position in range(seq.num_computed, seq.num_computed + count):
             for group, table in enumerate(self.manager.tables(seq)):
                 block = table[position // self.block_size]
-                self.written[block, position % self.block_size] = (group, tuple(seq.token_ids[: position + 1]))
+                self.written[block, position % self.block_size] = written_by(seq, group, position)
         seq.num_computed += count
         self.manager.commit(seq)
 
@@ -122,10 +132,10 @@ class CacheMachine(RuleBasedStateMachine):
         salt=st.sampled_from("aab"),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("xy"),
+        cache_group=st.sampled_from(["g", "g", "g", None]),
     )
-    def arrive(self, tokens: list[int], salt: str, priority: int, tenant: str) -> None:
-        self.waiting.append(make_sequence(tokens, salt, priority=priority))
-        self.waiting[-1].request.tenant = tenant
+    def arrive(self, tokens: list[int], salt: str, priority: int, tenant: str, cache_group: str | None) -> None:
+        self.waiting.append(make_sequence(tokens, salt, priority=priority, tenant=tenant, group=cache_group))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), chunk=st.integers(1, 20))
@@ -167,8 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.live))
-        child = make_sequence(list(parent.token_ids), parent.request.cache_salt)
-        child.request.tenant = parent.request.tenant
+        child = alike(list(parent.token_ids), parent.request)
         self.manager.fork(parent, child)
         child.num_computed = parent.num_computed
         self.live.append(child)
@@ -297,7 +306,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert receipt.num_pinned_tokens <= min(num_tokens, len(request.prompt_token_ids))
         if receipt.pin_id is not None:
             tokens = request.prompt_token_ids[: receipt.num_pinned_tokens]
-            self.pinned[receipt.pin_id] = (tokens, request.cache_salt)
+            self.pinned[receipt.pin_id] = (tokens, request)
 
     @precondition(lambda self: getattr(self, "pinned", None))
     @rule(data=st.data())
@@ -319,9 +328,9 @@ class CacheMachine(RuleBasedStateMachine):
             pins = {pin.pin_id: pin for pin in self.manager.pins}
             assert pins.keys() <= self.pinned.keys()
             self.pinned = {pin_id: self.pinned[pin_id] for pin_id in pins}
-            for pin_id, (tokens, salt) in self.pinned.items():
+            for pin_id, (tokens, request) in self.pinned.items():
                 assert pins[pin_id].expires_at > self.clock.now
-                seeker = make_sequence([*tokens, 9], salt)
+                seeker = alike([*tokens, 9], request)
                 assert self.manager.match(seeker).num_tokens == len(tokens)
                 self.manager.forget(seeker)
 
@@ -343,7 +352,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for position in range(first, seq.num_computed):
                     block = table[position // self.block_size]
                     found = self.written[block, position % self.block_size]
-                    expected = (group, tuple(seq.token_ids[: position + 1]))
+                    expected = written_by(seq, group, position)
                     if block == NULL_BLOCK or found != expected:
                         raise AssertionError(f"position {position} of {seq.token_ids}: block {block} holds {found}")
 

@@ -28,9 +28,8 @@ def manager(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
 
 
 def computed(manager: KVCacheManager, tokens: list[int], salt: str = "", tenant: str = "") -> Request:
-    """A request whose prompt has been computed, and which has ended."""
-    seq = make_sequence(tokens, salt)
-    seq.request.tenant = tenant
+    """A request whose prompt has been computed, and which has ended; all tenants share their blocks."""
+    seq = make_sequence(tokens, salt, tenant=tenant, group="")
     admit_and_compute(manager, seq)
     manager.forget(seq)
     return seq.request

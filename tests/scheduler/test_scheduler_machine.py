@@ -135,8 +135,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
     ) -> None:
         n = min(n, self.samples)
-        request = make_request(tokens, salt, n, max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=prompt_logprobs)
-        request.priority, request.tenant = priority, tenant
+        options = {"max_tokens": max_tokens, "ignore_eos": True, "prompt_logprobs": prompt_logprobs}
+        request = make_request(tokens, salt, n, tenant=tenant, **options)
+        request.priority = priority
         request.pins = (
             () if pin is None or not self.pins else (PinRequest(min(pin.num_tokens, len(tokens)), pin.ttl_seconds),)
         )

@@ -1,6 +1,6 @@
 """The hash chain: a full block's key says everything its keys and values depend on.
 
-    root(model, dtype, codec, block size, salt) -> key 0 = H(root, tokens 0..15) -> key 1 = H(key 0, tokens 16..31) -> …
+    root(model, dtype, codec, block size, scope) -> key 0 = H(root, tokens 0..15) -> key 1 = H(key 0, tokens 16..31) …
 
 H is blake2b with a digest of 128 bits. Nothing of a process or machine goes in, so memory, disk, remote store and
 router agree on the keys, across restarts.

@@ -32,7 +32,7 @@ class _Origin(NamedTuple):
     tokens: bytes
     first: bool
     tenant: str
-    salt: str
+    scope: str
     request_id: RequestId
 
 
@@ -115,7 +115,7 @@ class CacheLedger:
         self._clock = clock
         self._origins: dict[BlockId, _Origin] = {}
         self._continued: dict[Hashable, _Origin] = {}  # by what they continue, the latest
-        self._firsts: dict[bytes, _Origin] = {}  # by tokens, whatever the salt, the latest
+        self._firsts: dict[bytes, _Origin] = {}  # by tokens, whatever the scope, the latest
         self._evictions: OrderedDict[Hashable, _Eviction] = OrderedDict()
         self._max_evictions = min(EVICTIONS_PER_BLOCK * num_blocks, MAX_EVICTIONS)
 
@@ -123,7 +123,7 @@ class CacheLedger:
         """A request has computed full block `index` of the chain, and it is in the prefix cache now."""
         parent, tokens = chain.key(index), chain.tokens[index]
         key = chain.key(index + 1)
-        origin = _Origin(key, parent, tokens, not index, request.tenant, request.cache_salt, request.request_id)
+        origin = _Origin(key, parent, tokens, not index, request.tenant, request.cache_scope, request.request_id)
         self._origins[block_id] = self._continued[parent] = origin
         if index == 0:
             self._firsts[tokens] = origin
@@ -157,17 +157,17 @@ class CacheLedger:
         if (eviction := self._evictions.get(chain.key(cached_blocks + 1))) is not None:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
-        if cached_blocks == 0 and (twin := self._firsts.get(tokens)) and twin.salt != request.cache_salt:
-            return report(CacheOutcome.SALT, twin.tenant)
         rival = self._continued.get(chain.key(cached_blocks))
-        if rival is None:
+        common = 0 if rival is None else _common_tokens(rival.tokens, tokens)
+        if rival is None or common + cached_blocks == 0:
+            # Last, so that other scopes never change what is told of this one: it is cold there.
+            twin = self._firsts.get(tokens) if cached_blocks == 0 else None
+            if twin is not None and twin.scope != request.cache_scope:
+                return report(CacheOutcome.SALT, twin.tenant)
             return report(CacheOutcome.COLD)
-        common = _common_tokens(rival.tokens, tokens)
         if common == size:
             # One group still has it: another group's was evicted, longer ago than is remembered.
             return report(CacheOutcome.EVICTED, rival.tenant)
-        if common + cached_blocks == 0:
-            return report(CacheOutcome.COLD)
         at = cached_blocks * size + common
         diverged = report(CacheOutcome.DIVERGED, rival.tenant)
         return replace(diverged, diverged_at=at, diverged_from=rival.request_id)

@@ -168,9 +168,9 @@ class KVCacheManager:
 
     def pin(self, request: Request, wanted: PinRequest) -> PinReceipt:
         """Pin what is cached of the beginning of a request's prompt, as far as the tenant's share and the budget go."""
-        chain = self.prefix_cache.chain(request.cache_salt)
+        chain = self.prefix_cache.chain(request.cache_scope)
         chain.extend(request.prompt_token_ids[: wanted.num_tokens])
-        pin = self.pins.pin(chain, request.cache_salt, request.tenant, wanted.ttl_seconds)
+        pin = self.pins.pin(chain, request.cache_scope, request.tenant, wanted.ttl_seconds)
         pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
 
@@ -371,7 +371,7 @@ class KVCacheManager:
         holding = self._holdings.get(seq.seq_id)
         if holding is None:
             empty: list[list[BlockId]] = [[] for _ in self._windows]
-            chain = self.prefix_cache.chain(seq.request.cache_salt)
+            chain = self.prefix_cache.chain(seq.request.cache_scope)
             holding = self._holdings[seq.seq_id] = _Holding(empty, chain, [0] * len(empty))
         return holding
 
