@@ -14,7 +14,7 @@ import pytest
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.errors import CacheError, ContextLengthError, EngineDeadError, RequestError
+from octavo.errors import ContextLengthError, EngineDeadError, RequestError
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext
 from octavo.sampling_params import SamplingParams
 from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
@@ -197,30 +197,53 @@ async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, cap
     assert "RuntimeError: secret insides" in caplog.text
 
 
-async def test_an_idle_engine_proves_its_accounting(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    audits: list[object] = []
-    kv = core.scheduler.kv
-    audit = kv.audit
-    monkeypatch.setattr(kv, "audit", lambda: audits.append(audit()))
+async def test_an_idle_engine_proves_its_accounting(core: EngineCore) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:
         await collect(engine, PROMPT, tokens(3))
-        await until(lambda: len(audits) == 1)
+        await until(lambda: core.stats.num_audits == 1)
         await asyncio.sleep(0.1)
-        assert len(audits) == 1  # once is enough as long as nothing happens
+        assert core.stats.num_audits == 1  # once is enough as long as nothing happens
         await collect(engine, PROMPT, tokens(3))
-        await until(lambda: len(audits) == 2)
+        await until(lambda: core.stats.num_audits == 2)
+    assert (core.stats.num_failed_audits, core.stats.audit_problem) == (0, None)
 
 
-async def test_a_failed_audit_stops_the_engine_loudly(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_idle_audit_stands_aside_for_whoever_comes_and_begins_again(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it would take: these slices never end by themselves."""
+    slices: list[int] = []  # of each audit begun
+
+    def endless() -> Iterator[None]:
+        slices.append(0)
+        while True:
+            slices[-1] += 1
+            yield
+
+    monkeypatch.setattr(core.scheduler.kv, "auditor", endless)
+    async with started(core, idle_audit_seconds=0.01) as engine:
+        for audits in range(1, 4):
+            assert len(await collect(engine, PROMPT, tokens(3))) == 3
+            await until(lambda audits=audits: len(slices) == audits and slices[-1] > 0)  # type: ignore[misc]
+    assert core.stats.num_audits == 0
+
+
+async def test_a_failed_audit_is_told_loudly_and_the_engine_goes_on(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:
         await collect(engine, PROMPT, tokens(3))
-        core.scheduler.kv.pool.allocate(1)  # a block that no table holds
+        (lost,) = core.scheduler.kv.pool.allocate(1)  # a block that no table holds
+        for failures in (1, 2):
+            assert len(await collect(engine, PROMPT, tokens(3))) == 3
+            await until(lambda failures=failures: core.stats.num_failed_audits == failures)  # type: ignore[misc]
+        assert f"block {lost} counts 1 references" in (core.stats.audit_problem or "")
+        assert engine.is_alive
+        core.scheduler.kv.pool.release([lost])
         await collect(engine, PROMPT, tokens(3))
-        await until(lambda: not engine.is_alive)
-        with pytest.raises(EngineDeadError, match="audit failed: block") as caught:
-            await collect(engine, PROMPT, tokens(3))
-        assert isinstance(caught.value.__cause__, CacheError)
-    assert any(record.levelno >= logging.ERROR for record in caplog.records)
+        await until(lambda: core.stats.audit_problem is None)
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == 1, "the same problem is logged once"
 
 
 async def test_shutdown_lets_what_runs_finish(core: EngineCore) -> None:

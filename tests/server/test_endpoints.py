@@ -18,6 +18,21 @@ def test_health_and_version(server: Running) -> None:
     assert server.client.get("/version").json() == {"version": octavo.__version__}
 
 
+def test_health_and_metrics_tell_of_a_failed_audit(start_server: Callable[..., Running]) -> None:
+    server = start_server()
+    stats = server.engine.stats
+    stats.on_audit("audit failed: " + "block 7 counts 1 references, tables hold 0; " * 100)
+    answer = server.client.get("/health")
+    assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+    assert answer.json()["detail"].startswith("audit failed: block 7 counts 1 references")
+    assert len(answer.json()["detail"]) <= 1000
+    metrics = server.client.get("/metrics").text
+    assert 'octavo:failed_audits_total{model_name="fake"} 1.0' in metrics
+    assert 'octavo:audits_total{model_name="fake"} 1.0' in metrics
+    stats.on_audit(None)
+    assert server.client.get("/health").json() == {"status": "ok"}
+
+
 def test_models_tell_their_context_length(server: Running) -> None:
     (model,) = server.client.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 4096)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, NewType
 
 from octavo.errors import CacheError
+from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockId
 from octavo.request import SequenceId
 
@@ -114,16 +115,20 @@ class HostPool:
             self._draining -= ended
             self._in_flight.clear()
 
-    def problems(self) -> list[str]:
-        """Every host block that is not in exactly one state, in words; empty when all is well. O(blocks)."""
-        found = []
-        if len(set(self._free)) != len(self._free):
-            found.append("a host block stands twice in the free stack")
-        free = set(self._free)
-        for i in map(HostBlockId, range(self.num_blocks)):
-            states = [i in free, i in self.holders, i in self._draining]
-            if sum(states) != 1:
-                found.append(f"host block {i} is free: {states[0]}, held: {states[1]}, draining: {states[2]}")
+    def check(self) -> Findings:
+        """Every host block is in exactly one state. O(blocks)."""
+        free = bytearray(self.num_blocks)
+        for batch in in_slices(self._free):
+            for host in batch:
+                if free[host]:
+                    yield f"host block {host} stands twice in the free stack"
+                free[host] = 1
+            yield None
+        for numbers in in_slices(range(self.num_blocks)):
+            for i in map(HostBlockId, numbers):
+                states = [bool(free[i]), i in self.holders, i in self._draining]
+                if sum(states) != 1:
+                    yield f"host block {i} is free: {states[0]}, held: {states[1]}, draining: {states[2]}"
+            yield None
         if stray := (set(self._out) - set(self.holders) - self._draining) | (set(self._in) - self._draining):
-            found.append(f"transfers are planned for host blocks {sorted(stray)}, which are not theirs")
-        return found
+            yield f"transfers are planned for host blocks {sorted(stray)}, which are not theirs"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.pool import BlockPool
@@ -212,20 +213,29 @@ class CacheLedger:
         holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)
 
-    def problems(self, pool: BlockPool) -> list[str]:
-        """Every violation of the ledger's own invariants, in words; empty when all is well. O(blocks)."""
-        published = {i for i in range(pool.num_blocks) if pool.is_published(BlockId(i))}
-        found = []
-        if published != set(self._origins):
-            found.append(f"blocks {sorted(published ^ set(self._origins))} are either published or noted, not both")
-        origins = set(map(id, self._origins.values()))
-        for name, index in (("continued", self._continued), ("first", self._firsts)):
-            if not all(id(origin) in origins for origin in index.values()):
-                found.append(f"a {name} block is remembered that is not published")
+    def check(self, pool: BlockPool) -> Findings:
+        """The ledger's own invariants. O(blocks)."""
+        for batch in in_slices(range(pool.num_blocks)):
+            for i in batch:
+                if pool.is_published(BlockId(i)) != (i in self._origins):
+                    yield f"block {i} is either published or noted, not both"
+            yield None
+        # Each remembered block must be one that is noted: then as many notes are remembered as there are entries.
+        num_continued = num_firsts = 0
+        for origins in in_slices(self._origins.values()):
+            for origin in origins:
+                num_continued += self._continued.get(origin.parent) is origin
+                num_firsts += origin.first and self._firsts.get(origin.tokens) is origin
+            yield None
+        for name, number, index in (
+            ("continued", num_continued, self._continued),
+            ("first", num_firsts, self._firsts),
+        ):
+            if number != len(index):
+                yield f"a {name} block is remembered that is not published"
         for tenant, totals in self.totals.items():
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
-                found.append(f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried")
-        return found
+                yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
 
 
 def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> Holding:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import CacheError
+from octavo.kvcache.audit import Audit, Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import TokenChain
@@ -47,16 +48,6 @@ class _Holding:
     chain: TokenChain
     num_slid: list[int]
     num_published: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """Blocks by state, as found; `num_host` are those of host memory that swapped sequences hold."""
-
-    counts: dict[BlockState, int] = field(default_factory=dict)
-    num_sequences: int = 0
-    num_swapped: int = 0
-    num_host: int = 0
 
 
 DEFAULT_PIN_BUDGET = 0.25
@@ -335,32 +326,65 @@ class KVCacheManager:
         Raises:
             CacheError: listing every violation.
         """
+        auditor = self.auditor()
+        while True:
+            try:
+                next(auditor)
+            except StopIteration as end:
+                audit: Audit = end.value
+                return audit
+
+    def auditor(self) -> Generator[None, None, Audit]:
+        """`audit` in slices of some tenths of a millisecond, for whoever must look up between two.
+
+        Any change to the cache voids what is left of it: start anew.
+        """
+        found: list[str] = []
+        for finding in self._check():
+            if finding is None:
+                yield
+            else:
+                found.append(finding)
+        if found:
+            raise CacheError("audit failed: " + "; ".join(found))
         pool = self.pool
-        problems = pool.problems()
-        references = Counter(
-            block for h in self._holdings.values() for table in h.tables for block in table if block != NULL_BLOCK
-        )
-        for i in range(1, pool.num_blocks):
-            if pool.ref_counts[i] != references[BlockId(i)]:
-                problems.append(
-                    f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[BlockId(i)]}"
-                )
-        problems += self.pins.problems()
-        problems += self.ledger.problems(pool)
-        published = set(self.prefix_cache)
-        for i in range(pool.num_blocks):
-            if pool.is_published(BlockId(i)) != (i in published):
-                problems.append(f"block {i}: the pool and the prefix cache disagree whether it is published")
-        problems += self.swap.problems()
-        if problems:
-            raise CacheError("audit failed: " + "; ".join(problems))
-        states = Counter(pool.state(BlockId(i)) for i in range(pool.num_blocks))
+        states: Counter[BlockState] = Counter()
+        for batch in in_slices(range(pool.num_blocks)):
+            states.update(pool.state(BlockId(i)) for i in batch)
+            yield
         return Audit(
             dict(states),
             sum(any(h.tables) for h in self._holdings.values()),
             self.swap.num_sequences,
             self.swap.host.num_held,
         )
+
+    def _check(self) -> Findings:
+        pool = self.pool
+        yield from pool.check()
+        references = [0] * pool.num_blocks
+        for holding in self._holdings.values():
+            for table in holding.tables:
+                for blocks in in_slices(table):
+                    for block in blocks:
+                        references[block] += 1
+                    yield None
+        published = bytearray(pool.num_blocks)
+        for blocks in in_slices(self.prefix_cache):
+            for block in blocks:
+                published[block] = 1
+            yield None
+        references[NULL_BLOCK] = 0
+        for batch in in_slices(range(pool.num_blocks)):
+            for i in batch:
+                if pool.ref_counts[i] != references[i]:
+                    yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
+                if pool.is_published(BlockId(i)) != published[i]:
+                    yield f"block {i}: the pool and the prefix cache disagree whether it is published"
+            yield None
+        yield from self.pins.check()
+        yield from self.ledger.check(pool)
+        yield from self.swap.check()
 
     def _on_evict(self, block_id: BlockId) -> None:
         self.prefix_cache.drop(block_id)

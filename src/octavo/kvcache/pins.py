@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import inf
 
 from octavo.errors import CacheError
+from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
@@ -161,25 +162,25 @@ class PinTable:
         """Blocks that the pins of a tenant hold."""
         return len(self._held.get(tenant, ()))
 
-    def problems(self) -> list[str]:
-        """Every violation of the pins' own invariants, in words; empty when all is well. O(pinned blocks)."""
+    def check(self) -> Findings:
+        """The pins' own invariants. O(pinned blocks)."""
         held: dict[str, Counter[BlockId]] = {}
+        pinned: Counter[BlockId] = Counter()
         for pin in self._pins.values():
-            held.setdefault(pin.tenant, Counter()).update(pin.blocks)
-        pinned = sum(held.values(), Counter[BlockId]())
-        found = []
-        if pinned != self._pool.pin_counts:
-            found.append(f"the pool counts pins as {self._pool.pin_counts}, pins hold {dict(pinned)}")
+            of_tenant = held.setdefault(pin.tenant, Counter())
+            for batch in in_slices(pin.blocks):
+                of_tenant.update(batch)
+                pinned.update(batch)
+                yield None
+        yield from _compare("the pool", self._pool.pin_counts, pinned)
         if len(pinned) > self.budget_blocks:
-            found.append(f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}")
-        if held != self._held:
-            found.append(f"tenants are said to pin {self._held}, their pins hold {held}")
-        found += [
-            f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
-            for tenant, blocks in held.items()
-            if len(blocks) > self.tenant_blocks
-        ]
-        return found
+            yield f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}"
+        if held.keys() != self._held.keys():
+            yield f"tenants {sorted(self._held)} are said to pin, but pins are those of {sorted(held)}"
+        for tenant, blocks in held.items():
+            yield from _compare(f"tenant {tenant!r}", self._held.get(tenant, {}), blocks)
+            if len(blocks) > self.tenant_blocks:
+                yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
     def _affordable(self, chain: TokenChain, tenant: str) -> tuple[int, tuple[BlockId, ...]]:
         """The longest prefix of the chain that is cached and can be paid for: its full blocks, and what holds them.
@@ -214,6 +215,16 @@ class PinTable:
                 del own[block]
         if not own:
             del self._held[pin.tenant]
+
+
+def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Findings:
+    for batch in in_slices(held.items()):
+        for block_id, pins in batch:
+            if counted.get(block_id) != pins:
+                yield f"{name} counts {counted.get(block_id, 0)} pins of block {block_id}, there are {pins}"
+        yield None
+    if len(counted) != len(held):
+        yield f"{name} counts pins of {len(counted)} blocks, pins hold {len(held)}"
 
 
 def _expiry(pin: Pin) -> float:

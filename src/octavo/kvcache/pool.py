@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from octavo.errors import CacheError
+from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
 from octavo.kvcache.eviction.base import EvictionPolicy
 
@@ -180,26 +181,37 @@ class BlockPool:
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
 
-    def problems(self) -> list[str]:
-        """Every violation of the pool's own invariants, in words; empty when all is well. O(blocks)."""
-        found = []
-        free, cached = set(self._free), set(self._eviction)
-        if len(free) != len(self._free):
-            found.append("a block stands twice in the free stack")
-        if self.ref_counts[NULL_BLOCK] or NULL_BLOCK in free or NULL_BLOCK in cached:
-            found.append("the null block is referenced, free or cached")
-        found += [f"block {i} is pinned but not published" for i in self.pin_counts if not self._published[i]]
-        num_pinned = sum(self.ref_counts[i] == 0 for i in self.pin_counts)
+    def check(self) -> Findings:
+        """The pool's own invariants. O(blocks)."""
+        free, cached = bytearray(self.num_blocks), bytearray(self.num_blocks)
+        for marks, held in ((free, self._free), (cached, self._eviction)):
+            for batch in in_slices(held):
+                for block_id in batch:
+                    if marks[block_id]:
+                        name = "free stack" if marks is free else "eviction policy"
+                        yield f"block {block_id} stands twice in the {name}"
+                    marks[block_id] = 1
+                yield None
+        if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
+            yield "the null block is referenced, free or cached"
+        num_pinned = 0
+        for batch in in_slices(self.pin_counts):
+            for block_id in batch:
+                num_pinned += self.ref_counts[block_id] == 0
+                if not self._published[block_id]:
+                    yield f"block {block_id} is pinned but not published"
+            yield None
         if num_pinned != self._num_pinned:
-            found.append(f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted")
-        for i in range(1, self.num_blocks):
-            state = self.state(BlockId(i))
-            if (i in free) != (state is BlockState.FREE) or (i in cached) != (state is BlockState.CACHED):
-                found.append(
-                    f"block {i} is {state.value} by its counts (references {self.ref_counts[i]}), "
-                    f"but free stack: {i in free}, eviction policy: {i in cached}"
-                )
-        return found
+            yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
+        for numbers in in_slices(range(1, self.num_blocks)):
+            for i in numbers:
+                state = self.state(BlockId(i))
+                if free[i] != (state is BlockState.FREE) or cached[i] != (state is BlockState.CACHED):
+                    yield (
+                        f"block {i} is {state.value} by its counts (references {self.ref_counts[i]}), "
+                        f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
+                    )
+            yield None
 
     def _evict(self) -> BlockId:
         block_id = self._eviction.evict()

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
 from octavo.kvcache.host_pool import BlockSwap, HostBlockId, HostPool
 from octavo.kvcache.pool import BlockPool
@@ -174,28 +175,41 @@ class SwapSpace:
                 self.counters.sequences_lost += 1
                 self.give_up(seq_id)
 
-    def problems(self) -> list[str]:
-        """Every violation of the host pool's and the swapped sequences' invariants; empty when all is well."""
-        found = self.host.problems()
-        held = {host: seq_id for seq_id, away in self._away.items() for host in away.host.values()}
-        if held != self.host.holders or len(held) != sum(len(away.host) for away in self._away.values()):
-            found.append(f"host blocks are held as {self.host.holders}, swapped sequences have {held}")
-        hopes = {(block, seq_id): place for seq_id, away in self._away.items() for place, block in away.cached.items()}
-        if hopes != {(b, seq_id): place for b, owners in self._hoped_for.items() for seq_id, place in owners.items()}:
-            found.append("swapped sequences and the cached blocks they hope for disagree")
-        found += [
-            f"block {block} is hoped for, but not published"
-            for block in self._hoped_for
-            if not self._pool.is_published(block)
-        ]
+    def check(self) -> Findings:
+        """The invariants of the host pool and of the swapped sequences. O(blocks)."""
+        yield from self.host.check()
+        holders, num_held, num_hopes = self.host.holders, 0, 0
+        for seq_id, away in self._away.items():
+            for hosts in in_slices(away.host.values()):
+                for host in hosts:
+                    if holders.get(host) != seq_id:
+                        yield f"host block {host} is held by {holders.get(host)}, but sequence {seq_id} has it"
+                num_held += len(hosts)
+                yield None
+            for hopes in in_slices(away.cached.items()):
+                for place, block in hopes:
+                    if self._hoped_for.get(block, {}).get(seq_id) != place:
+                        yield f"sequence {seq_id} hopes for block {block} at {place}, and is not noted there"
+                num_hopes += len(hopes)
+                yield None
+        if num_held != len(holders):
+            yield f"{len(holders)} host blocks are held, swapped sequences have {num_held}"
+        num_noted = 0
+        for blocks in in_slices(self._hoped_for.items()):
+            for block, owners in blocks:
+                num_noted += len(owners)
+                if not self._pool.is_published(block):
+                    yield f"block {block} is hoped for, but not published"
+            yield None
+        if num_noted != num_hopes:
+            yield f"{num_noted} hopes for cached blocks are noted, swapped sequences have {num_hopes}"
         counters, (out, into) = self.counters, self.host.num_planned
         there = self.host.num_held + into - out
         if counters.blocks_out != counters.blocks_in + counters.blocks_dropped + there:
-            found.append(
+            yield (
                 f"{counters.blocks_out} blocks were moved out, but {counters.blocks_in} back, "
                 f"{counters.blocks_dropped} were dropped and {there} are in host memory"
             )
-        return found
 
     @property
     def has_transfers(self) -> bool:

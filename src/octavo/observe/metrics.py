@@ -30,6 +30,10 @@ _COUNTERS = (
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
 # What a tenant may not know of another is counted as cold, as in its own responses.
+_OWN_COUNTERS = (
+    ("audits", "num_audits", "Times that the block accounting was proven while the engine was idle."),
+    ("failed_audits", "num_failed_audits", "Audits that found the block accounting wrong: a bug, never user input."),
+)
 _BY_OUTCOME = (
     ("prefix_cache_requests", "cache_outcomes", "Requests by why no more of their prompt was cached."),
     ("prefix_cache_uncached_tokens", "uncached_tokens", "Prompt tokens not found in the prefix cache, by reason."),
@@ -57,10 +61,11 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", help, labels=names)
             gauge.add_metric(values, getattr(self._stats, attribute))
             yield gauge
-        for name, attribute, help in _COUNTERS:
-            counter = CounterMetricFamily(f"vllm:{name}", help, labels=names)
-            counter.add_metric(values, getattr(self._stats, attribute))
-            yield counter
+        for prefix, counters in (("vllm", _COUNTERS), ("octavo", _OWN_COUNTERS)):
+            for name, attribute, help in counters:
+                counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
+                counter.add_metric(values, getattr(self._stats, attribute))
+                yield counter
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
         )

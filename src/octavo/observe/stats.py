@@ -70,6 +70,9 @@ class EngineStats:
     Gauges, as of the latest step or what changed since: `num_running`, `num_waiting`, `num_swapped` (of those waiting),
     `kv_usage` (share of blocks in use, 0 to 1), `kv_bytes` (of the pool, by state), `swapped_bytes` (in host memory).
     Counters, since the start: all other numbers.
+
+    Attributes:
+        audit_problem: what the latest audit found wrong with the block accounting; None where it found nothing.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
@@ -79,6 +82,9 @@ class EngineStats:
         self.kv_usage = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_audits = 0
+        self.num_failed_audits = 0
+        self.audit_problem: str | None = None
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
         self.swapped_bytes = 0
@@ -96,6 +102,12 @@ class EngineStats:
         self.e2e_latency = Histogram(REQUEST_LATENCY_BUCKETS)
         self.request_prompt_tokens = Histogram(one_two_five_buckets(max_model_len))
         self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
+
+    def on_audit(self, problem: str | None) -> None:
+        """The block accounting was gone through; `problem` says what is wrong with it."""
+        self.num_audits += 1
+        self.num_failed_audits += problem is not None
+        self.audit_problem = problem
 
     def on_step(
         self,

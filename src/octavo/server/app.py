@@ -37,6 +37,9 @@ from octavo.server.protocol import (
     parse_body,
 )
 
+# Of a damaged cache's audit, which may name every block.
+_MAX_HEALTH_DETAIL = 1000
+
 Body = TypeVar("Body", bound=RequestBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -164,6 +167,9 @@ class Api:
     async def health(self, request: Request) -> Response:
         if not self._engine.is_alive:
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
+        if (problem := self._engine.stats.audit_problem) is not None:
+            # It serves on, so that this is no 503: whoever watches decides when to restart it.
+            return _json(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
         return _json(b'{"status":"ok"}')
 
     async def show_version(self, request: Request) -> Response:

@@ -1,0 +1,97 @@
+"""The audit finds whatever is wrong with the books, a slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from octavo.errors import CacheError
+from octavo.kvcache.audit import SLICE, Audit, in_slices
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import PinRequest
+from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
+
+
+def busy_manager() -> KVCacheManager:
+    """One sequence runs, one is swapped out with a block in host memory, one has left a pinned prefix."""
+    manager = make_manager(64, 4, num_host_blocks=8, pin_budget=1.0)
+    gone, away, running = (make_sequence([i] * 14) for i in range(3))
+    admit_and_compute(manager, gone)
+    manager.pin(gone.request, PinRequest(8, 1000.0))
+    manager.release(gone)
+    admit_and_compute(manager, away)
+    assert manager.swap_out(away)
+    admit_and_compute(manager, running)
+    manager.swap.take_transfers()
+    manager.audit()
+    return manager
+
+
+def _drop_a_note(kv: KVCacheManager) -> None:
+    kv.ledger._origins.popitem()
+
+
+def _forget_a_place(kv: KVCacheManager) -> None:
+    next(iter(kv.swap._hoped_for.values())).clear()
+
+
+def _remember_what_is_gone(kv: KVCacheManager) -> None:
+    kv.ledger._firsts[b"gone"] = next(iter(kv.ledger._firsts.values()))
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
+    "a lost block": (lambda kv: kv.pool.allocate(1), "counts 1 references, tables hold 0"),
+    "a block freed twice": (lambda kv: kv.pool._free.append(kv.pool._free[0]), "stands twice in the free stack"),
+    "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
+    "a pin nobody has": (lambda kv: kv.pool.pin([list(kv._holdings.values())[-1].tables[0][0]]), "there are|pins of"),
+    "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop(next(iter(kv.prefix_cache))), "disagree"),
+    "a lost note": (_drop_a_note, "published or noted, not both"),
+    "a note too many": (_remember_what_is_gone, "a first block is remembered that is not published"),
+    "a lost host block": (lambda kv: kv.swap.host._free.pop(), "free: False, held: False"),
+    "a host block of nobody": (lambda kv: kv.swap.host.holders.popitem(), "host block"),
+    "a lost hope": (_forget_a_place, "and is not noted there"),
+    "a miscounted transfer": (lambda kv: setattr(kv.swap.counters, "blocks_in", 5), "blocks were moved out"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_whatever_is_wrong_is_found(name: str) -> None:
+    corrupt, message = CORRUPTIONS[name]
+    manager = busy_manager()
+    corrupt(manager)
+    with pytest.raises(CacheError, match=message):
+        manager.audit()
+
+
+def drain(auditor: Generator[None, None, Audit]) -> tuple[Audit, int]:
+    """What an auditor returns, and how often it paused."""
+    pauses = 0
+    while True:
+        try:
+            next(auditor)
+        except StopIteration as end:
+            return end.value, pauses
+        pauses += 1
+
+
+def test_an_audit_in_slices_finds_what_an_audit_finds() -> None:
+    manager = busy_manager()
+    assert drain(manager.auditor())[0] == manager.audit()
+
+
+def test_an_audit_pauses_in_proportion_to_the_blocks() -> None:
+    num_blocks = 100 * SLICE
+    manager = make_manager(num_blocks, 1)
+    admit_and_compute(manager, make_sequence(list(range(num_blocks // 2))))
+    _, pauses = drain(manager.auditor())
+    assert pauses > 5 * num_blocks / SLICE
+
+
+def test_slices_keep_all_and_their_order() -> None:
+    blocks = [BlockId(i) for i in range(2 * SLICE + 3)]
+    slices = list(in_slices(blocks))
+    assert [len(batch) for batch in slices] == [SLICE, SLICE, 3]
+    assert [block for batch in slices for block in batch] == blocks
