@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.bench.attention import AttentionCase, AttentionFigure, Heads, cases, worst_slowdown
+from octavo.bench.attention import AttentionCase, AttentionFigure, HeadCounts, cases, worst_slowdown
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no kernels"))]
-HEADS = Heads(4, 2, 32)
+HEADS = HeadCounts(4, 2, 32)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from octavo.bench.memory import MemoryBudget, StepCost, play, simulated_engine
+from octavo.bench.memory import CacheBudget, StepCost, play, simulated_engine
 from octavo.bench.memory_report import markdown, require_matplotlib
 from octavo.bench.workload import named_workload
 from octavo.config import EngineConfig
@@ -30,7 +30,7 @@ def same_threads():
 
 def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_comes_on_top(llama):
     config = EngineConfig(max_model_len=2048)
-    budget = MemoryBudget.build(llama, config, contiguous_seqs=4)
+    budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     assert budget.num_bytes == 4 * 2048 * 524_288
     assert budget.pool("max", config).usable_blocks == budget.contiguous_seqs == 4
     assert budget.pool(16, config).usable_blocks == 4 * 2048 // 16
@@ -39,7 +39,7 @@ def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_come
 def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama):
     config = EngineConfig(max_model_len=2048, kv_cache_memory=1000)
     with pytest.raises(ConfigError, match=r"1000 bytes do not hold one contiguous sequence of 2048 tokens.*1073741824"):
-        MemoryBudget.build(llama, config, 4)
+        CacheBudget.build(llama, config, 4)
 
 
 def test_a_step_costs_its_weights_its_tokens_and_its_context(llama):
@@ -47,7 +47,7 @@ def test_a_step_costs_its_weights_its_tokens_and_its_context(llama):
     assert cost.step_s == pytest.approx(2 * llama.parameters.total / 1e12)
     assert cost.token_s == pytest.approx(2 * llama.parameters.total / 1e14)
     config = EngineConfig(max_model_len=2048)
-    engine = simulated_engine(MemoryBudget.build(llama, config, 4), 16, config, cost)
+    engine = simulated_engine(CacheBudget.build(llama, config, 4), 16, config, cost)
     engine.add(named_workload("single")[0], 1)
     assert engine.step() == pytest.approx(cost.step_s + 64 * cost.token_s + 64 * 524_288 / 1e12)
     assert engine.step() == pytest.approx(cost.step_s + cost.token_s + 65 * 524_288 / 1e12)
@@ -61,7 +61,7 @@ def test_a_speed_must_be_positive(llama, speeds):
 
 def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama):
     config = EngineConfig(max_model_len=2048, enable_prefix_caching=False)
-    budget = MemoryBudget.build(llama, config, contiguous_seqs=4)
+    budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     played = {}
     for size in (16, "max"):
         engine = simulated_engine(budget, size, config, COST)

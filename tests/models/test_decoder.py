@@ -12,7 +12,7 @@ import transformers
 from octavo.attention.reference import ReferenceAttention
 from octavo.checkpoint.model_config import ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import LlamaDecoder
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.rotary import RotaryTable, inverse_frequencies
@@ -121,8 +121,8 @@ def model_config(model: Any) -> ModelConfig:
     )
 
 
-def decoder(model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-    return Decoder(model_config(model), StateDict(model), dtype=dtype, **options)
+def decoder(model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> LlamaDecoder:
+    return LlamaDecoder(model_config(model), StateDict(model), dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("case", FAMILY)
@@ -176,9 +176,9 @@ def test_values_may_be_narrower_than_keys() -> None:
             narrow.tensors[name] = weight.view(-1, 4, 8)[:, :, :5].reshape(-1, 20)
     config = model_config(model)
     sequences = random_sequences(VOCAB, [19, 8])
-    wide_logits = paged_logits(Decoder(config, padded, dtype=torch.float32), sequences)
+    wide_logits = paged_logits(LlamaDecoder(config, padded, dtype=torch.float32), sequences)
     config = dataclasses.replace(config, value_dim=5)
-    assert_same_logits(paged_logits(Decoder(config, narrow, dtype=torch.float32), sequences), wide_logits)
+    assert_same_logits(paged_logits(LlamaDecoder(config, narrow, dtype=torch.float32), sequences), wide_logits)
 
 
 def test_only_the_asked_for_rows_become_logits() -> None:
@@ -256,7 +256,7 @@ def test_a_missing_tensor_is_named_with_its_shape() -> None:
     with pytest.raises(
         CorruptModelError, match=r"'model.layers.2.mlp.down_proj.weight' of shape \[32, 48\] is missing"
     ):
-        Decoder(model_config(model), weights, dtype=torch.float32)
+        LlamaDecoder(model_config(model), weights, dtype=torch.float32)
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes() -> None:
@@ -264,10 +264,10 @@ def test_a_misshaped_tensor_is_named_with_both_shapes() -> None:
     weights = StateDict(model)
     weights.tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(32, 32)
     with pytest.raises(CorruptModelError, match=r"k_proj.weight' has shape \[32, 32\], .* declares \[16, 32\]"):
-        Decoder(model_config(model), weights, dtype=torch.float32)
+        LlamaDecoder(model_config(model), weights, dtype=torch.float32)
 
 
 def test_an_unknown_activation_is_refused() -> None:
     config = dataclasses.replace(model_config(build("grouped queries")), hidden_act="snake")
     with pytest.raises(UnsupportedModelError, match="activation 'snake' is not one of silu"):
-        Decoder(config, StateDict(build("grouped queries")), dtype=torch.float32)
+        LlamaDecoder(config, StateDict(build("grouped queries")), dtype=torch.float32)

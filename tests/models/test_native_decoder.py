@@ -17,7 +17,7 @@ from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import CorruptModelError
 from octavo.kernels import PackedWeight
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import LlamaDecoder
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
@@ -97,7 +97,7 @@ def test_bfloat16_is_that_of_the_python_decoder(case, monkeypatch):
     sequences = random_sequences(VOCAB, [40, 18])
     options = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = paged_logits(native(model, torch.bfloat16), sequences, **options)
-    python = Decoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
+    python = LlamaDecoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
     for actual, expected in zip(ours, paged_logits(python, sequences, **options), strict=True):
         assert (actual - expected).norm() < 0.02 * expected.norm()
 
@@ -178,7 +178,7 @@ def test_float32_dequantises(monkeypatch):
     ours = native(model, torch.float32, weights, quantised=True)
     assert {part.weight.format for layer in ours._layers for part in layer.down.parts} == {"float32"}
     sequences = random_sequences(VOCAB, [21])
-    python = Decoder(model_config(model), weights, dtype=torch.float32)
+    python = LlamaDecoder(model_config(model), weights, dtype=torch.float32)
     assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), paged_logits(python, sequences))
 
 
@@ -215,9 +215,9 @@ def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch)
         {"dtype": torch.float16},
     ):
         options = {"config": config, "weights": weights, "dtype": torch.float32, "device": CPU, **changed}
-        assert type(make_decoder(**options)) is Decoder
+        assert type(make_decoder(**options)) is LlamaDecoder
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is Decoder
+    assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is LlamaDecoder
 
 
 def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch):

@@ -33,7 +33,7 @@ CONTIGUOUS: Literal["max"] = "max"
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadCounts:
     """The shape of one attention layer."""
 
     query: int
@@ -41,7 +41,7 @@ class Heads:
     dim: int
 
 
-SMALL, LARGE = Heads(9, 3, 64), Heads(32, 8, 128)
+SMALL, LARGE = HeadCounts(9, 3, 64), HeadCounts(32, 8, 128)
 """SmolLM2-135M's layers, and Llama 3.1 8B's."""
 
 
@@ -56,7 +56,7 @@ class AttentionCase:
 
     kind: Kind
     backend: str
-    heads: Heads
+    heads: HeadCounts
     dtype: str
     seqs: int
     context: int
@@ -182,7 +182,7 @@ def cases(
     backends: Sequence[str],
     contexts: Sequence[int],
     *,
-    heads: Heads = SMALL,
+    heads: HeadCounts = SMALL,
     dtype: str = "bfloat16",
     decode_tokens: int = 16384,
     chunk: int = 2048,

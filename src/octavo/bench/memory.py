@@ -86,7 +86,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBudget:
+class CacheBudget:
     """What every block size of one comparison has in common.
 
     Attributes:
@@ -101,7 +101,7 @@ class MemoryBudget:
     max_model_len: int
 
     @classmethod
-    def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> MemoryBudget:
+    def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> CacheBudget:
         """Of an engine's options; without kv_cache_memory as much as `contiguous_seqs` sequences reserve.
 
         Raises:
@@ -212,7 +212,7 @@ class RealEngine:
 
 
 def simulated_engine(
-    budget: MemoryBudget, block_size: BlockSize, config: EngineConfig, cost: StepCost
+    budget: CacheBudget, block_size: BlockSize, config: EngineConfig, cost: StepCost
 ) -> SimulatedEngine:
     spec = budget.spec(block_size)
     pool = budget.pool(block_size, config)
@@ -232,7 +232,7 @@ def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
 
 
 @contextmanager
-def real_engine(budget: MemoryBudget, block_size: BlockSize, options: Mapping[str, Any]) -> Iterator[RealEngine]:
+def real_engine(budget: CacheBudget, block_size: BlockSize, options: Mapping[str, Any]) -> Iterator[RealEngine]:
     """A model in memory, warmed up by two short requests.
 
     Raises:
@@ -278,7 +278,7 @@ class Played:
         return self.output_tokens / self.seconds
 
 
-def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: MemoryBudget, n: int = 1) -> Played:
+def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBudget, n: int = 1) -> Played:
     """Run `n` samples of every request to their end, all queued at once, looking at the cache after every step."""
     scheduler = engine.scheduler
     observer = MemoryObserver(scheduler, budget.num_bytes)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.memory import CONTIGUOUS, BlockSize, MemoryBudget, Played
+from octavo.bench.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.bench.report import show
 from octavo.config import format_bytes
 from octavo.errors import ConfigError
@@ -23,7 +23,7 @@ _COLOURS = {
 }
 
 
-def row(block_size: BlockSize, budget: MemoryBudget, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
+def row(block_size: BlockSize, budget: CacheBudget, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
     """One block size on one workload: times are medians over the runs, memory figures those of the median run."""
     run = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
     usage = {

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
     NATIVE_ARCHITECTURES,
@@ -20,17 +21,6 @@ from octavo.checkpoint.model_config import (
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 
 _NATIVE_BY_MODEL_TYPE = {native.model_type: name for name, native in NATIVE_ARCHITECTURES.items()}
-
-# What older architectures call the things every decoder has.
-_ALIASES = {
-    "hidden_size": ("n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
-    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
-    "hidden_act": ("activation_function", "hidden_activation"),
-}
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -58,7 +48,7 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     """
     folder = path.parent
     architecture = _architecture(raw, path)
-    fields = _Fields({**raw, **raw.get("text_config", {})}, path)
+    fields = ConfigFields({**raw, **raw.get("text_config", {})}, str(path))
     native = NATIVE_ARCHITECTURES.get(architecture)
     reason = _why_not_native(fields, architecture, native)
     num_heads = fields.size("num_attention_heads")
@@ -111,45 +101,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-class _Fields:
-    """The keys of one config.json, under their aliases too, with errors that name the file."""
-
-    def __init__(self, content: dict[str, Any], path: Path) -> None:
-        self.content = content
-        self.path = path
-
-    def get(self, key: str, default: Any = None) -> Any:
-        for name in (key, *_ALIASES.get(key, ())):
-            if name in self.content:
-                return self.content[name]
-        return default
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise CorruptModelError(f"{self.path} does not state {key}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CorruptModelError(f"{self.path}: {key} must be a positive integer, got {value!r}")
-        return value
-
-    def dictionary(self, *keys: str) -> dict[str, Any]:
-        for key in keys:
-            if value := self.get(key):
-                if not isinstance(value, dict):
-                    raise CorruptModelError(f"{self.path}: {key} must be an object, got {value!r}")
-                return dict(value)
-        return {}
-
-    def rope(self) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters`, its forerunners `rope_scaling` beside `rope_theta`."""
-        parameters = self.dictionary("rope_scaling", "rope_parameters")
-        parameters.setdefault("rope_type", parameters.get("type", "default"))
-        parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))
-        return parameters
-
-
 def _architecture(raw: dict[str, Any], path: Path) -> str:
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{path}: {raw.get('model_type')} is an encoder-decoder; Octavo serves decoders")
@@ -165,7 +116,7 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     return name
 
 
-def _why_not_native(fields: _Fields, architecture: str, native: NativeArchitecture | None) -> str | None:
+def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchitecture | None) -> str | None:
     if native is None:
         return f"{architecture} is not among {', '.join(NATIVE_ARCHITECTURES)}"
     rope = fields.rope()
@@ -187,7 +138,9 @@ def _why_not_native(fields: _Fields, architecture: str, native: NativeArchitectu
     return None
 
 
-def _head_dims(fields: _Fields, native: NativeArchitecture | None, hidden_size: int, num_heads: int) -> tuple[int, int]:
+def _head_dims(
+    fields: ConfigFields, native: NativeArchitecture | None, hidden_size: int, num_heads: int
+) -> tuple[int, int]:
     """(dimensions of a query and key head, of a value head)."""
     rope_part, plain_part = fields.get("qk_rope_head_dim"), fields.get("qk_nope_head_dim")
     if rope_part and plain_part:  # DeepSeek's latent attention
@@ -198,7 +151,7 @@ def _head_dims(fields: _Fields, native: NativeArchitecture | None, hidden_size: 
     return head_dim, head_dim
 
 
-def _num_kv_heads(fields: _Fields, native: NativeArchitecture | None, num_heads: int) -> int:
+def _num_kv_heads(fields: ConfigFields, native: NativeArchitecture | None, num_heads: int) -> int:
     if fields.get("multi_query"):
         return 1
     if "num_key_value_heads" in fields.content and fields.content["num_key_value_heads"] is None:
@@ -206,14 +159,14 @@ def _num_kv_heads(fields: _Fields, native: NativeArchitecture | None, num_heads:
     return fields.size("num_key_value_heads", default=(native.default_kv_heads if native else None) or num_heads)
 
 
-def _rope(fields: _Fields, head_dim: int, max_position: int) -> RopeConfig:
+def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
     parameters = fields.rope()
     kind = parameters["rope_type"]
     values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
     keys = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
     for key in keys:
         if not isinstance(parameters.get(key), int | float):
-            raise CorruptModelError(f"{fields.path}: RoPE scaling {kind!r} needs a number {key}")
+            raise CorruptModelError(f"{fields.source}: RoPE scaling {kind!r} needs a number {key}")
         values[key] = float(parameters[key])
     if kind == "llama3":
         # transformers prefers the outer key where both are given.
@@ -224,7 +177,7 @@ def _rope(fields: _Fields, head_dim: int, max_position: int) -> RopeConfig:
     return RopeConfig(**values)
 
 
-def _layer_windows(fields: _Fields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
+def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
     """Which layers see only a window, by the rules of the family's configuration class in transformers."""
     if native is not None and native.windowed == "never":
         return (None,) * num_layers
@@ -242,11 +195,11 @@ def _layer_windows(fields: _Fields, native: NativeArchitecture | None, num_layer
         first = int(fields.get("max_window_layers", 28))
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(layer_types) != num_layers:
-        raise CorruptModelError(f"{fields.path}: {len(layer_types)} layer_types for {num_layers} layers")
+        raise CorruptModelError(f"{fields.source}: {len(layer_types)} layer_types for {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _dtype(fields: _Fields, folder: Path) -> str:
+def _dtype(fields: ConfigFields, folder: Path) -> str:
     stated = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
     if stated in _SAFETENSORS_DTYPES.values():
         return stated
@@ -280,7 +233,7 @@ def _first_id(value: Any) -> int | None:
     return next(iter(_ids(value)), None)
 
 
-def _eos_token_ids(fields: _Fields, native: NativeArchitecture | None, folder: Path) -> frozenset[int]:
+def _eos_token_ids(fields: ConfigFields, native: NativeArchitecture | None, folder: Path) -> frozenset[int]:
     generation = read_json(folder / "generation_config.json") or {}
     # transformers' generate() asks the generation config first: where that names ids, the class default is not one.
     default = native.default_eos if native and generation.get("eos_token_id") is None else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from octavo.commands.base import Command
 from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
-from octavo.commands.prompts import Prompt, prompts_from_arguments, read_prompts
+from octavo.commands.prompts import PromptInput, prompts_from_arguments, read_prompts
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(llm: LLM, prompts: list[Prompt], *, use_tqdm: bool) -> list[RequestOutput]:
+def _generate(llm: LLM, prompts: list[PromptInput], *, use_tqdm: bool) -> list[RequestOutput]:
     """All results in the prompts' order; conversations go in one batch and plain prompts in another."""
     chats = [i for i, prompt in enumerate(prompts) if prompt.messages is not None]
     plain = [i for i, prompt in enumerate(prompts) if prompt.messages is None]
@@ -79,15 +79,15 @@ def _generate(llm: LLM, prompts: list[Prompt], *, use_tqdm: bool) -> list[Reques
     return [results[i] for i in range(len(prompts))]
 
 
-def _complete(llm: LLM, batch: list[Prompt], use_tqdm: bool) -> list[RequestOutput]:
+def _complete(llm: LLM, batch: list[PromptInput], use_tqdm: bool) -> list[RequestOutput]:
     return llm.generate([one.engine_prompt for one in batch], [one.params for one in batch], use_tqdm=use_tqdm)
 
 
-def _answer(llm: LLM, batch: list[Prompt], use_tqdm: bool) -> list[RequestOutput]:
+def _answer(llm: LLM, batch: list[PromptInput], use_tqdm: bool) -> list[RequestOutput]:
     return llm.chat([one.messages or [] for one in batch], [one.params for one in batch], use_tqdm=use_tqdm)
 
 
-def _with_source(error: RequestError, batch: list[Prompt]) -> RequestError:
+def _with_source(error: RequestError, batch: list[PromptInput]) -> RequestError:
     """The error with the file's line in place of the batch's index, with which `LLM` begins its message."""
     match = re.match(r"prompt ([0-9]+): ", str(error))
     index, message = (int(match[1]), str(error)[match.end() :]) if match else (0, str(error))
@@ -109,7 +109,7 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
         yield file
 
 
-def _as_json(index: int, prompt: Prompt, output: RequestOutput) -> dict[str, Any]:
+def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str, Any]:
     """The first completion's fields beside the request's; all of them under 'outputs' where there are several."""
     result: dict[str, Any] = {"index": index, "prompt": prompt.given}
     result.update(_completion(output.outputs[0]))

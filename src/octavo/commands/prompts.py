@@ -15,7 +15,7 @@ _KINDS = ("prompt", "prompt_token_ids", "messages")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptInput:
     """One request of a batch.
 
     Attributes:
@@ -35,13 +35,13 @@ class Prompt:
         return {"prompt" if isinstance(self.given, str) else "prompt_token_ids": self.given}
 
 
-def prompts_from_arguments(texts: Sequence[str], options: Mapping[str, Any]) -> list[Prompt]:
+def prompts_from_arguments(texts: Sequence[str], options: Mapping[str, Any]) -> list[PromptInput]:
     """One prompt per text, all with the same sampling options."""
     params = SamplingParams(**options)
-    return [Prompt(text, params) for text in texts]
+    return [PromptInput(text, params) for text in texts]
 
 
-def read_prompts(path: str, options: Mapping[str, Any]) -> list[Prompt]:
+def read_prompts(path: str, options: Mapping[str, Any]) -> list[PromptInput]:
     """The prompts of a text or JSONL file, '-' being stdin; `options` hold where a line says nothing else.
 
     Stdin has no name to tell its form, so it is JSONL if its first line is a JSON object. Empty lines are skipped.
@@ -54,8 +54,8 @@ def read_prompts(path: str, options: Mapping[str, Any]) -> list[Prompt]:
     is_jsonl = path.endswith(".jsonl") or (path == "-" and bool(lines) and lines[0][1].lstrip().startswith("{"))
     if not is_jsonl:
         params = SamplingParams(**options)
-        return [Prompt(line, params, f"{name}, line {number}") for number, line in lines]
-    prompts: list[Prompt] = []
+        return [PromptInput(line, params, f"{name}, line {number}") for number, line in lines]
+    prompts: list[PromptInput] = []
     bad: list[str] = []
     for number, line in lines:
         source = f"{name}, line {number}"
@@ -81,7 +81,7 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _parse_json_line(line: str, options: Mapping[str, Any], source: str) -> Prompt:
+def _parse_json_line(line: str, options: Mapping[str, Any], source: str) -> PromptInput:
     entry = json.loads(line)
     if not isinstance(entry, dict):
         raise RequestError(f"expected a JSON object, got {line.strip()[:40]}")
@@ -94,7 +94,7 @@ def _parse_json_line(line: str, options: Mapping[str, Any], source: str) -> Prom
         raise RequestError(f"unknown field {unknown[0]!r}; known: {', '.join((*_KINDS, *known))}")
     _check_shape(kinds[0], given)
     params = _line_params({**options, **entry})
-    return Prompt(given, params, source, messages=given if kinds[0] == "messages" else None)
+    return PromptInput(given, params, source, messages=given if kinds[0] == "messages" else None)
 
 
 def _check_shape(kind: str, given: object) -> None:

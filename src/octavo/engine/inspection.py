@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.kvcache.block import BlockState
-from octavo.kvcache.ledger import CacheTotals, Holding
+from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport
 from octavo.scheduler.scheduler import Scheduler
@@ -148,7 +148,7 @@ def _totals(totals: CacheTotals) -> dict[str, Any]:
     }
 
 
-def _blocks(holding: Holding | None) -> dict[str, int]:
+def _blocks(holding: RequestHolding | None) -> dict[str, int]:
     if holding is None:
         return {"active": 0, "shared": 0, "published": 0, "pinned": 0, SWAPPED: 0}
     return {

@@ -68,7 +68,7 @@ class CacheTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RequestHolding:
     """The blocks of one unfinished request, each counted once, whichever of its sequences hold it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Stock:
 
     states: Mapping[BlockState, int]
     tenants: Mapping[str, Mapping[BlockState, int]]
-    holdings: list[Holding]
+    holdings: list[RequestHolding]
     swapped: Mapping[str, int]
 
 
@@ -238,8 +238,8 @@ class CacheLedger:
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
 
 
-def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> Holding:
-    return Holding(
+def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> RequestHolding:
+    return RequestHolding(
         request,
         num_active=len(blocks),
         num_shared=sum(pool.ref_counts[block] > 1 for block in blocks),

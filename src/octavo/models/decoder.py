@@ -49,7 +49,7 @@ class DecoderLayer:
     down: Linear
 
 
-class Decoder(CausalLM):
+class LlamaDecoder(CausalLM):
     """A Llama-family model whose projections are fused (q, k, v into one product, gate and up into one).
 
     Args:

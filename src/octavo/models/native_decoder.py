@@ -20,7 +20,7 @@ from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kernels import PackedWeight, WeightFormat
 from octavo.models.base import CausalLM
-from octavo.models.decoder import Decoder, WeightReader, Weights
+from octavo.models.decoder import LlamaDecoder, WeightReader, Weights
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
@@ -52,14 +52,14 @@ def make_decoder(
         ops: row-wise steps that must be taken as they are; the Python decoder takes them.
 
     Raises:
-        CorruptModelError, UnsupportedModelError: see `Decoder`.
+        CorruptModelError, UnsupportedModelError: see `LlamaDecoder`.
     """
     if ops is None and NativeDecoder.supports(config, dtype, device):
         return NativeDecoder(config, weights, dtype=dtype, quantised=quantised and dtype is torch.bfloat16)
-    return Decoder(config, weights, dtype=dtype, device=device, ops=ops)
+    return LlamaDecoder(config, weights, dtype=dtype, device=device, ops=ops)
 
 
-class NativeDecoder(Decoder):
+class NativeDecoder(LlamaDecoder):
     """A Llama-family model on the CPU whose step is one call.
 
     A token's logits have the same bits whatever batch, chunk and number of threads they are computed with.

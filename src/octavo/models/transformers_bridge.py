@@ -1,4 +1,4 @@
-"""Any other decoder-only architecture, run by transformers with its attention replaced by ours.
+"""The bridge to transformers: any other decoder-only architecture, with its attention replaced by ours.
 
 transformers looks attention up by name (its AttentionInterface). Octavo registers one function under that name; which
 layer calls it, and what that layer's mask means, is learnt once from a probe:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig
-from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.errors import UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
 
 
@@ -123,7 +124,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         raise UnsupportedModelError(
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
-    fields = _Fields(name, {**(raw or {}), **(raw or {}).get("text_config", {})})
+    fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
     counter = _Counter(config, _FAMILIES.get(architecture, _Family(qk_norm=config.qk_norm)), fields)
     notes = ["the text model alone, without the vision tower"] if multimodal else []
     if "quantization_config" in fields.content:
@@ -217,26 +218,10 @@ def divide(shape: ModelShape, num_devices: int) -> ModelShape:
     )
 
 
-class _Fields:
-    """The keys of one config.json."""
-
-    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
-        self.name = name
-        self.content = content
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.content.get(key)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CorruptModelError(f"{self.name}: its configuration must state {key} as a number, got {value!r}")
-        return value
-
-
 class _Counter:
     """Counts one model's parts."""
 
-    def __init__(self, config: ModelConfig, family: _Family, fields: _Fields) -> None:
+    def __init__(self, config: ModelConfig, family: _Family, fields: ConfigFields) -> None:
         self._config = config
         self.family = family
         self._fields = fields
@@ -292,7 +277,7 @@ class _Counter:
         """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
         config, size, hidden = self._config, self._fields.size, self._config.hidden_size
         rank, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
-        query_rank = size("q_lora_rank", 0)
+        query_rank = size("q_lora_rank", 0, minimum=0)
         query = config.num_heads * config.head_dim * (query_rank or hidden)
         whole = hidden * (rank + rotated) + rank + (hidden * query_rank + query_rank)
         expand = config.num_heads * (config.head_dim - rotated + config.value_dim) * rank
@@ -318,7 +303,7 @@ class _Counter:
         if not self.family.expert_width:
             return 0
         if self.family.latent:
-            return max(0, layers - self._fields.size("first_k_dense_replace", 0))
+            return max(0, layers - self._fields.size("first_k_dense_replace", 0, minimum=0))
         step = self._fields.size("decoder_sparse_step", 1)
         dense = content.get("mlp_only_layers") or ()
         return sum((i + 1) % step == 0 and i not in dense for i in range(layers))
@@ -329,7 +314,7 @@ class _Counter:
 
     def _experts_inner_size(self, num_experts: int) -> int:
         """Intermediate elements of so many experts, and of those that every token visits."""
-        shared = self._fields.size("n_shared_experts", 0) if self.family.latent else 0
+        shared = self._fields.size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
         return (num_experts + shared) * self._fields.size(self.family.expert_width)
 
 

@@ -10,7 +10,7 @@ from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
-from octavo.server.extension import Extension
+from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.server.pinning import cache_marks
@@ -67,7 +67,7 @@ class ChatAnswer:
         self._job = job
         self._echoed = echoed
         self._usage = Usage(job.prompts)
-        self._extension = Extension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
+        self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
 
     async def whole(self) -> bytes:
         """The response body."""

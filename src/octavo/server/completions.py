@@ -10,7 +10,7 @@ from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.request import RequestContext, TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
-from octavo.server.extension import Extension
+from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.prompts import encode_prompts
@@ -50,7 +50,7 @@ class CompletionAnswer:
         self._body = body
         self._job = job
         self._usage = Usage(job.prompts)
-        self._extension = Extension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
+        self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
         self._choices = [
             _Choice(self, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]

@@ -12,7 +12,7 @@ from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 
 
-class Tokenizer(Protocol):
+class TokenizerLike(Protocol):
     """Text to token ids and back."""
 
     @property
@@ -50,7 +50,7 @@ class EngineClient(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> TokenizerLike: ...
 
     @property
     def stats(self) -> EngineStats: ...

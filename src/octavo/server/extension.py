@@ -8,7 +8,7 @@ from octavo.engine.inspection import report_fields
 from octavo.engine.outputs import RequestOutput
 
 
-class Extension:
+class ResponseExtension:
     """Collects what is told over all prompts of one response.
 
     Args:

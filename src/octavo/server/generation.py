@@ -16,7 +16,7 @@ from octavo.request import FinishReason, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError
-from octavo.server.prompts import Prompt
+from octavo.server.prompts import EncodedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Job:
     """
 
     model: str
-    prompts: list[Prompt]
+    prompts: list[EncodedPrompt]
     params: SamplingParams
     context: RequestContext
     created: int = field(default_factory=lambda: int(time.time()))
@@ -122,7 +122,7 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
 class Usage:
     """Tokens of one response, over all its prompts and choices."""
 
-    def __init__(self, prompts: list[Prompt]) -> None:
+    def __init__(self, prompts: list[EncodedPrompt]) -> None:
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(prompts)

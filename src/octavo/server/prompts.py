@@ -34,7 +34,7 @@ async def offload(size: int, work: Callable[[], Result]) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EncodedPrompt:
     """Token ids, the text where the prompt came as text, and the prefixes to keep cached."""
 
     token_ids: list[int]
@@ -70,7 +70,7 @@ def _are_token_id_lists(values: list[Any]) -> bool:
     return _all_of_type(values, list) and all(_all_of_type(part, int) for part in values)
 
 
-async def encode_prompts(engine: EngineClient, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
+async def encode_prompts(engine: EngineClient, prompt: Any, add_special_tokens: bool) -> list[EncodedPrompt]:
     """Every prompt of a completion body as token ids; raises `RequestError`."""
     prompts = split_prompts(prompt)
     return await offload(
@@ -78,14 +78,14 @@ async def encode_prompts(engine: EngineClient, prompt: Any, add_special_tokens: 
     )
 
 
-def _encode(engine: EngineClient, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+def _encode(engine: EngineClient, prompt: str | list[int], add_special_tokens: bool) -> EncodedPrompt:
     if isinstance(prompt, list):
         check_token_ids(prompt, engine.vocab_size, "prompt")
-        return Prompt(prompt)
+        return EncodedPrompt(prompt)
     token_ids = engine.tokenizer.encode(prompt, add_special_tokens)
     if not token_ids:
         raise RequestError("prompt must not be empty", param="prompt")
-    return Prompt(token_ids, prompt)
+    return EncodedPrompt(token_ids, prompt)
 
 
 def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ async def encode_chat(
     add_special_tokens: bool = False,
     template_variables: dict[str, Any] | None = None,
     marks: Sequence[CacheMark] = (),
-) -> Prompt:
+) -> EncodedPrompt:
     """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
 
     `messages` come from `checked_messages`. Special tokens are normally in the template already. The prefixes that
@@ -143,7 +143,7 @@ async def encode_chat(
         if name in _TEMPLATE_VARIABLES:
             raise RequestError(f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
 
-    def render() -> Prompt:
+    def render() -> EncodedPrompt:
         text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
         prompt = _encode(engine, text, add_special_tokens)
         pins = [PinRequest(measure(prompt.token_ids, mark.index), mark.ttl_seconds) for mark in marks]

@@ -20,7 +20,7 @@ _MAX_PARTIAL = 3
 _MAX_PENDING = 8
 
 
-class Decoder(Protocol):
+class TokenizerDecoder(Protocol):
     """The part of a tokenizer needed here."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
@@ -43,7 +43,9 @@ class TokenDecoder:
     was given out of such a run stays as it was.
     """
 
-    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, decoder: TokenizerDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         self._pending: list[int] = []
@@ -156,7 +158,7 @@ class IncrementalDetokenizer:
         num_tokens: output tokens taken in; after a match, up to and with the one that completed it.
     """
 
-    def __init__(self, tokenizer: Decoder, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self._text: list[str] = []
         self._min_tokens = params.min_tokens

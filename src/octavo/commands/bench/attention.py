@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--heads must be Q,KV,DIM with Q a multiple of KV, got {args.heads}")
 
     from octavo import __version__, kernels
-    from octavo.bench.attention import Heads, cases, measure_case, worst_slowdown
+    from octavo.bench.attention import HeadCounts, cases, measure_case, worst_slowdown
     from octavo.bench.limits import read_bandwidth
     from octavo.bench.timing import threads
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             args.kind or KINDS,
             backends,
             args.contexts,
-            heads=Heads(*heads),
+            heads=HeadCounts(*heads),
             dtype=args.dtype,
             decode_tokens=args.decode_tokens,
             chunk=args.chunk,

@@ -15,7 +15,7 @@ from octavo.bench.memory import (
     CONTIGUOUS,
     BenchEngine,
     BlockSize,
-    MemoryBudget,
+    CacheBudget,
     Played,
     StepCost,
     cost_dtype,
@@ -47,7 +47,7 @@ class _Work:
 class _Bench:
     """One comparison: the budget, and how an engine of one block size is made."""
 
-    budget: MemoryBudget
+    budget: CacheBudget
     options: dict[str, Any]
     cost: StepCost | None
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         memory_report.require_matplotlib()
     config = EngineConfig.from_options(options)
     shape = find_shape(config.model)
-    budget = MemoryBudget.build(shape, config, args.contiguous_seqs)
+    budget = CacheBudget.build(shape, config, args.contiguous_seqs)
     cost = StepCost.of_device(shape, cost_dtype(config), args.gb_s, args.gflop_s) if args.simulate else None
     # Nothing of one block size may be left over for the next; what sharing saves has a table of its own.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, cost)
@@ -146,7 +146,7 @@ def _sharing(
         yield memory_report.sharing_row(f"{common.name}, {'with' if caching else 'no'} prefix cache", 1, played)
 
 
-def _works(args: argparse.Namespace, budget: MemoryBudget, vocab_size: int) -> Iterator[_Work]:
+def _works(args: argparse.Namespace, budget: CacheBudget, vocab_size: int) -> Iterator[_Work]:
     count = args.num_prompts or (512 if args.simulate else 64)
     default = "" if args.trace else f"mixed{count},sharegpt{count}"
     names = default if args.workload is None else args.workload
@@ -163,11 +163,11 @@ def _works(args: argparse.Namespace, budget: MemoryBudget, vocab_size: int) -> I
         yield _clipped(Path(path).stem, requests, budget, scale)
 
 
-def _named(name: str, seed: int, budget: MemoryBudget, vocab_size: int) -> _Work:
+def _named(name: str, seed: int, budget: CacheBudget, vocab_size: int) -> _Work:
     end = min(workload.END_TOKEN_ID, vocab_size)
     return _clipped(name, workload.named_workload(name, seed, end), budget)
 
 
-def _clipped(name: str, requests: list[BenchRequest], budget: MemoryBudget, scale: float = 1.0) -> _Work:
+def _clipped(name: str, requests: list[BenchRequest], budget: CacheBudget, scale: float = 1.0) -> _Work:
     requests, num_clipped = workload.clip(requests, max_model_len=budget.max_model_len)
     return _Work(name, requests, num_clipped, scale)

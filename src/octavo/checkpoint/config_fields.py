@@ -1,0 +1,69 @@
+"""The fields of a Hugging Face `config.json`, read by the names and aliases that its architecture uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.errors import CorruptModelError
+
+# What older architectures call the things every decoder has.
+_ALIASES = {
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+    "hidden_act": ("activation_function", "hidden_activation"),
+}
+
+
+class ConfigFields:
+    """Typed access to one configuration.
+
+    Args:
+        source: the file or the model, named in errors.
+    """
+
+    def __init__(self, content: Mapping[str, Any], source: str) -> None:
+        self.content = content
+        self.source = source
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value under `key` or one of its aliases."""
+        for name in (key, *_ALIASES.get(key, ())):
+            if name in self.content:
+                return self.content[name]
+        return default
+
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least `minimum`; `default` where the key is missing or null.
+
+        Raises:
+            CorruptModelError: the key is missing without a default, or its value is not such an integer.
+        """
+        value = self.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CorruptModelError(f"{self.source} does not state {key}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise CorruptModelError(f"{self.source}: {key} must be an integer of at least {minimum}, got {value!r}")
+        return value
+
+    def dictionary(self, *keys: str) -> dict[str, Any]:
+        """The first of `keys` that holds a non-empty object; {} where none does."""
+        for key in keys:
+            if value := self.get(key):
+                if not isinstance(value, dict):
+                    raise CorruptModelError(f"{self.source}: {key} must be an object, got {value!r}")
+                return dict(value)
+        return {}
+
+    def rope(self) -> dict[str, Any]:
+        """The RoPE parameters: `rope_parameters` in transformers 5, earlier `rope_scaling` beside `rope_theta`."""
+        parameters = self.dictionary("rope_scaling", "rope_parameters")
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
+        parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))
+        return parameters
