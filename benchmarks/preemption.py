@@ -18,10 +18,10 @@ from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.request import Request, RequestId, SequenceId
+from octavo.request import Request, RequestId, Sequence, SequenceId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
 
@@ -101,7 +101,7 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
         plan = scheduler.schedule()
         account(plan, result, reached, cost)
         result.running += scheduler.num_running
-        scheduler.update(plan, play_runner(plan, lengths))
+        scheduler.update(plan, play_runner(scheduler.drawing, lengths))
     kv.audit()
     result.preemptions = scheduler.counters.num_preemptions
     result.output_tokens = sum(lengths.values())
@@ -110,12 +110,11 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
 
 def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost: StepCost) -> None:
     context = 0
-    for item in plan.scheduled:
-        end = item.start + item.num_tokens
-        before = reached.get(item.seq.seq_id, 0)
-        result.recomputed += max(0, min(end, before) - item.start)
-        reached[item.seq.seq_id] = max(before, end)
-        context += end
+    for row in plan.rows():
+        before = reached.get(row.seq_id, 0)
+        result.recomputed += max(0, min(row.end, before) - row.start)
+        reached[row.seq_id] = max(before, row.end)
+        context += row.end
     moved = len(plan.swap_out) + len(plan.swap_in)
     result.computed += plan.num_tokens
     result.blocks_moved += moved
@@ -123,13 +122,10 @@ def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost
     result.seconds += cost.step + plan.num_tokens * cost.token + context * cost.context_token + moved * cost.block_moved
 
 
-def play_runner(plan: StepPlan, lengths: dict[RequestId, int]) -> StepResult:
+def play_runner(drawing: list[Sequence], lengths: dict[RequestId, int]) -> StepResult:
     """Token 8 ends a sequence, at the length that the workload gave it."""
-    samples = [
-        [SampleResult(8 if seq.num_output_tokens + 1 >= lengths[seq.request.request_id] else 7) for seq in item.samples]
-        for item in plan.scheduled
-    ]
-    return StepResult(samples)
+    ends = (seq.num_output_tokens + 1 >= lengths[seq.request.request_id] for seq in drawing)
+    return StepResult(tuple(8 if end else 7 for end in ends))
 
 
 BASELINE = Setup("latest, no watermark", victim="latest", watermark=0.0, headroom=0)

@@ -20,7 +20,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.plan import StepResult
 
 CACHES = {"none": None, "hashed": "hashed", "radix": "radix"}
 
@@ -55,9 +55,9 @@ def run(cache: str | None, eviction: str, arguments: argparse.Namespace) -> dict
             scheduler.add(request)
         if not (plan := scheduler.schedule()):
             break
-        scheduler.update(plan, StepResult([[SampleResult(7) for _ in item.samples] for item in plan.scheduled]))
+        scheduler.update(plan, StepResult((7,) * plan.num_draws))
         steps += 1
-        prompt_tokens += sum(item.num_tokens for item in plan.scheduled if item.num_tokens > 1)
+        prompt_tokens += sum(length for length in plan.lengths if length > 1)
     seconds = time.process_time() - started
     return {"seconds": seconds, "steps": steps, "prompt_tokens": prompt_tokens}
 

@@ -25,7 +25,7 @@ from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId, SequenceStatus
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 
 WIDTHS = (2, 4, 6, 8)
@@ -98,9 +98,7 @@ def samples(dataset: Lengths, n: int, count: int = 200) -> Held:
         Request(RequestId(f"r{i}"), list(range(tokens)), SamplingParams(n=n, max_tokens=output, ignore_eos=True))
         for i, (tokens, output) in enumerate(lengths(dataset, count))
     ]
-    return drive(
-        scheduler, lambda plan: StepResult([[SampleResult(7) for _ in i.samples] for i in plan.scheduled]), requests
-    )
+    return drive(scheduler, lambda plan: StepResult((7,) * plan.num_draws), requests)
 
 
 def beams(llm: LLM, text: list[int], dataset: Lengths, width: int) -> Held:

@@ -163,6 +163,11 @@ class SamplingParams:
         """Whether the most likely token is taken, without a draw."""
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on which tokens a sequence has."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """The same parameters under a definite output limit."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))

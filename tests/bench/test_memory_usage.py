@@ -8,7 +8,7 @@ from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.plan import StepResult
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 
 FULL, SLIDING = LayerKVSpec(1, 16, 16), LayerKVSpec(1, 16, 16, sliding_window=20)
@@ -33,8 +33,7 @@ class Bench:
 
     def step(self):
         plan = self.scheduler.schedule()
-        draws = [[SampleResult(1000 + seq.index) for seq in item.samples] for item in plan.scheduled]
-        self.scheduler.update(plan, StepResult(draws))
+        self.scheduler.update(plan, StepResult(tuple(1000 + seq.index for seq in self.scheduler.drawing)))
         return self.observer.moment()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -23,23 +25,24 @@ def make_builder(num_groups: int = 1) -> BatchBuilder:
     return BatchBuilder(num_groups, BLOCK, max_rows=MAX_SEQS, max_blocks=50)
 
 
-def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, windows: list[int | None]) -> None:
-    """Hold a batch to a plan, token by token."""
+def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine) -> None:
+    """Hold a batch to what was planned, token by token; the result of the plan is not yet taken in."""
+    windows = [group.sliding_window for group in engine.kv.spec.groups]
     attention = batch.attention
     tokens, positions, starts, contexts = [], [], [0], []
     slots: list[list[int]] = [[] for _ in windows]
-    for row, item in enumerate(plan.scheduled):
-        end = item.start + item.num_tokens
-        for position in range(item.start, end):
-            tokens.append(item.seq.token_ids[position])
+    for row, (item, seq) in enumerate(zip(plan.rows(), engine.scheduler.planned, strict=True)):
+        tables = engine.kv.tables(seq)
+        for position in range(item.start, item.end):
+            tokens.append(seq.token_ids[position])
             positions.append(position)
-            for group, table in enumerate(item.block_tables):
+            for group, table in enumerate(tables):
                 slots[group].append(table[position // BLOCK] * BLOCK + position % BLOCK)
         starts.append(len(tokens))
-        contexts.append(end)
-        for group, (table, window) in enumerate(zip(item.block_tables, windows, strict=True)):
+        contexts.append(item.end)
+        for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
             first = 0 if window is None else max(0, item.start - window + 1) // BLOCK
-            last = (end - 1) // BLOCK + 1
+            last = (item.end - 1) // BLOCK + 1
             got = attention.groups[group].block_tables[row, first:last].tolist()
             assert got == table[first:last], "every block that one of the step's tokens attends to"
     assert batch.token_ids.tolist() == tokens
@@ -47,25 +50,35 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, windows: list[
     assert attention.query_start.tolist() == starts
     assert attention.context_lens.tolist() == contexts
     assert [group.slot_mapping.tolist() for group in attention.groups] == slots
-    assert (attention.num_seqs, attention.num_tokens) == (len(plan.scheduled), plan.num_tokens)
-    assert attention.max_query_len == max(item.num_tokens for item in plan.scheduled)
+    assert (attention.num_seqs, attention.num_tokens) == (plan.num_rows, sum(plan.lengths))
+    assert attention.max_query_len == max(plan.lengths)
     assert attention.max_context_len == max(contexts)
-    assert_rows_are_wanted(batch, plan, starts)
+    assert_rows_are_wanted(batch, plan, engine, starts)
 
 
-def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, starts: list[int]) -> None:
-    wanted = [(seq, starts[i + 1] - 1) for i, item in enumerate(plan.scheduled) for seq in item.samples]
+def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Engine, starts: list[int]) -> None:
+    wanted = [starts[i + 1] - 1 for i, draws in enumerate(plan.draws) for _ in range(draws)]
     rows = batch.logits_indices.tolist()
-    assert batch.sampled == [seq for seq, _ in wanted]
-    assert [rows[row] for row in batch.sample_rows] == [index for _, index in wanted]
+    assert [rows[row] for row in batch.sample_rows] == wanted
+    drawing = engine.scheduler.drawing
+    assert batch.sampling.records["seed"].tolist() == [seq.seed for seq in drawing]
+    # A sibling that has not begun draws as the one does that computes its prompt.
+    computing = [seq for seq, draws in zip(engine.scheduler.planned, plan.draws, strict=True) for _ in range(draws)]
+    assert batch.sampling.positions.tolist() == [seq.num_output_tokens for seq in computing]
+    for state, seq in zip(batch.sampling.states, computing, strict=True):
+        assert state.snapshot.params == seq.request.params
+        if state.counts is not None:
+            output = Counter(seq.output_token_ids)
+            counts = dict(zip(state.counts.output_ids.tolist(), state.counts.output_counts.tolist(), strict=True))
+            assert counts == output
+            assert state.counts.prompt_ids.tolist() == sorted(set(seq.request.prompt_token_ids))
     assert max(batch.sample_rows, default=-1) + 1 == batch.num_sample_rows, "the sampled rows come first"
-    scored = [(i, item.prompt_logprobs) for i, item in enumerate(plan.scheduled) if item.prompt_logprobs]
-    assert [index for index, *_ in batch.scored] == [index for index, _ in scored]
-    for (index, first_row, targets), (_, (first, last)) in zip(batch.scored, scored, strict=True):
-        item = plan.scheduled[index]
-        begin = starts[index] + first - item.start
-        assert rows[first_row : first_row + last - first] == list(range(begin, begin + last - first))
-        assert targets == item.seq.token_ids[first + 1 : last + 1]
+    assert [scores for _, scores in batch.scores] == list(plan.scores)
+    for first_row, scores in batch.scores:
+        begin, count = starts[scores.row] + scores.first - plan.starts[scores.row], len(scores.targets)
+        assert rows[first_row : first_row + count] == list(range(begin, begin + count))
+        seq = engine.scheduler.planned[scores.row]
+        assert list(scores.targets) == seq.token_ids[scores.first + 1 : scores.first + count + 1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,8 +91,7 @@ def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.Da
         max_num_batched_tokens=data.draw(st.integers(1, 40)),
         layers=layers,
     )
-    windows = [group.sliding_window for group in engine.kv.spec.groups]
-    builder = make_builder(len(windows))
+    builder = make_builder(len(engine.kv.spec.groups))
     for step in range(60):
         if data.draw(st.integers(0, 3)) == 0:
             try:
@@ -88,13 +100,17 @@ def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.Da
                     n=data.draw(st.integers(1, 3)),
                     priority=data.draw(st.integers(0, 1)),
                     prompt_logprobs=data.draw(st.sampled_from([None, 0])),
+                    presence_penalty=data.draw(st.sampled_from([0.0, 1.0])),
                     ignore_eos=True,
                 )
             except RequestError:
                 continue
         plan = engine.scheduler.schedule()
         if plan:
-            assert_says_what_is_planned(builder.build(plan), plan, windows)
+            assert_says_what_is_planned(builder.build(plan), plan, engine)
+            if data.draw(st.integers(0, 9)) == 0:
+                engine.scheduler.abandon_step()
+                continue
             engine.finish_step(plan, draw=lambda seq, step=step: step + seq.index)  # type: ignore[misc]
 
 
@@ -126,11 +142,11 @@ def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch:
     plan = engine.scheduler.schedule()
     builder.build(plan)
     engine.finish_step(plan)
-    (rows,) = builder._tables
-    rows.array[0, :9] = 99  # were they written again, it would show
+    (table,) = builder._sequences.tables
+    table[0, :9] = 99  # were they written again, it would show
     builder.build(engine.scheduler.schedule())
-    assert np.array_equal(rows.array[0, :9], [99] * 9)
-    assert rows.array[0, 10] != 99
+    assert np.array_equal(table[0, :9], [99] * 9)
+    assert table[0, 10] != 99
 
 
 def test_rows_of_those_that_left_are_used_again() -> None:
@@ -140,13 +156,13 @@ def test_rows_of_those_that_left_are_used_again() -> None:
         engine.add(3, max_tokens=2)
     steps = 0
     while plan := engine.scheduler.schedule():
-        assert_says_what_is_planned(builder.build(plan), plan, [None])
+        assert_says_what_is_planned(builder.build(plan), plan, engine)
         engine.finish_step(plan)
         steps += 1
     assert steps == 10
 
 
-def test_a_sequence_that_missed_a_step_is_written_anew() -> None:
+def test_a_sequence_that_missed_a_step_goes_on_where_it_was() -> None:
     engine = Engine(max_num_batched_tokens=4)
     first, second = engine.add(4), engine.add(4, priority=1)
     builder = make_builder()
@@ -154,7 +170,7 @@ def test_a_sequence_that_missed_a_step_is_written_anew() -> None:
         if urgent:
             engine.add(12, priority=-1)  # takes every step's tokens for a while
         plan = engine.scheduler.schedule()
-        assert_says_what_is_planned(builder.build(plan), plan, [None])
+        assert_says_what_is_planned(builder.build(plan), plan, engine)
         engine.finish_step(plan)
     assert first.sequences[0].num_output_tokens
     assert second.sequences[0].num_output_tokens

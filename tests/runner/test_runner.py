@@ -78,8 +78,8 @@ class Rig:
         self.model.reads.clear()
         result = self.runner.execute(plan)
         # What a step reads is what was computed before it, copies included.
-        for item, read in zip(plan.scheduled, self.model.reads, strict=True):
-            assert read == item.seq.token_ids[: item.start]
+        for seq, start, read in zip(self.engine.scheduler.planned, plan.starts, self.model.reads, strict=True):
+            assert read == seq.token_ids[:start]
         return plan, result
 
     def run(self) -> None:
@@ -101,14 +101,14 @@ def test_a_plan_without_samples_gives_none() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.engine.add(list(range(10)))
     _, result = rig.step()
-    assert result.samples == [[]]
+    assert result.samples == []
 
 
 def test_parallel_samples_draw_from_the_one_row_of_their_prompt() -> None:
     rig = Rig()
     rig.engine.add([5, 6], n=3, temperature=0.0)
     _, result = rig.step()
-    assert [sample.token_id for sample in result.samples[0]] == [7, 7, 7]
+    assert result.token_ids == (7, 7, 7)
 
 
 def test_copies_are_done_before_anything_is_written() -> None:
@@ -149,6 +149,7 @@ def test_unusable_logits_name_their_request_and_the_step_can_be_done_again_witho
     with pytest.raises(LogitsError) as caught:
         rig.runner.execute(rig.engine.scheduler.schedule())
     assert caught.value.request_ids == [ailing.request_id]
+    rig.engine.scheduler.abandon_step()
     rig.engine.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
     rig.run()
     assert [s.output_token_ids for s in sound.sequences] == [list(range(12, 22))] * 2

@@ -1,6 +1,7 @@
 """The sampler against exact distributions, a slow oracle, and transformers' logits processors."""
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from octavo.errors import LogitsError
 from octavo.request import Request, RequestId, Sequence
+from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
 
 _ids = itertools.count()
 
@@ -28,8 +31,25 @@ def make_sequence(prompt=(0,), output=(), *, seed=0, eos=(), request_id=None, **
     return seq
 
 
+def batch_of(sequences: Iterable[Sequence]) -> SamplingBatch:
+    """The draws of these sequences' next tokens."""
+    sequences = list(sequences)
+    states = []
+    for seq in sequences:
+        request = seq.request
+        snapshot = SamplingSnapshot(
+            request.request_id, request.params, seq.seed, seq.num_prompt_tokens, request.eos_token_ids
+        )
+        states.append(SamplingState.of(snapshot, np.array(seq.token_ids)))
+    return SamplingBatch.of(states, [seq.num_output_tokens for seq in sequences])
+
+
+def sample(logits: torch.Tensor, sequences: Iterable[Sequence], row_of=None) -> list[SampleResult]:
+    return Sampler().sample(logits, batch_of(sequences), row_of).samples
+
+
 def draw(logits: torch.Tensor, sequences: list[Sequence], row_of=None) -> list[int]:
-    return [result.token_id for result in Sampler().sample(logits, sequences, row_of)]
+    return [result.token_id for result in sample(logits, sequences, row_of)]
 
 
 def oracle_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, bool]:
@@ -57,7 +77,7 @@ def oracle_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray
 
 
 def oracle_token(probs: np.ndarray, seq: Sequence) -> tuple[int, bool]:
-    [u] = uniforms([seq.seed], [seq.num_output_tokens])
+    [u] = uniforms(np.array([seq.seed], np.uint64), np.array([seq.num_output_tokens]))
     cumulative = np.cumsum(probs)
     return int(np.searchsorted(cumulative, u, side="right")), bool(np.min(np.abs(cumulative - u)) < 1e-5)
 
@@ -105,8 +125,8 @@ def test_a_row_gives_the_same_token_alone_and_in_a_batch(data):
         make_sequence(prompt=[0, 1], output=[1, 0, 1][:i], seed=i, **data.draw(options), **data.draw(penalties))
         for i in range(8)
     ]
-    together = Sampler().sample(logits, sequences)
-    assert together == [Sampler().sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
+    together = sample(logits, sequences)
+    assert together == [sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +178,12 @@ def test_uniforms_follow_the_published_splitmix64():
 
     golden = 0x9E3779B97F4A7C15
     assert mix(golden) == 0xE220A8397B1DCDAF  # the well-known first output for seed 0
-    seeds, positions = [0, 1, 2**64 - 1, -1], [0, 5, 10**6, 10**6]
+    seeds, positions = [0, 1, 2**64 - 1, 7], [0, 5, 10**6, 10**6]
     expected = [
         (mix((mix((s + golden) % 2**64) + (p + 1) * golden) % 2**64) >> 11) / 2**53
         for s, p in zip(seeds, positions, strict=True)
     ]
-    assert uniforms(seeds, positions).tolist() == expected
+    assert uniforms(np.array(seeds, np.uint64), np.array(positions)).tolist() == expected
 
 
 @pytest.mark.parametrize("vocab", [5, 4096, 49153])
@@ -176,7 +196,7 @@ def test_greedy_takes_the_lowest_of_equals(vocab):
 
 def test_greedy_uses_the_argmax_it_was_given():
     sampler = Sampler(greedy=lambda logits: torch.full((len(logits),), 2))
-    assert sampler.sample(torch.zeros(1, 4), [make_sequence(temperature=0.0)])[0].token_id == 2
+    assert sampler.sample(torch.zeros(1, 4), batch_of([make_sequence(temperature=0.0)])).token_ids == (2,)
 
 
 def test_several_sequences_may_share_a_row():
@@ -196,7 +216,7 @@ def test_a_shared_row_is_not_penalised_for_its_siblings():
 
 def test_bfloat16_logits_are_taken():
     logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.bfloat16)
-    [result] = Sampler().sample(logits, [make_sequence(temperature=0.0, logprobs=1)])
+    [result] = sample(logits, [make_sequence(temperature=0.0, logprobs=1)])
     assert result.token_id == 1
     assert result.logprobs.logprob == pytest.approx(logits.float().log_softmax(-1)[0, 1].item())
 
@@ -277,7 +297,7 @@ def test_the_oracle_keeps_what_transformers_keeps(seed, params):
 
 def adjusted(logits: torch.Tensor, *sequences: Sequence) -> torch.Tensor:
     changed = logits.clone()
-    adjust(changed, sequences)
+    adjust(changed, batch_of(sequences))
     return changed
 
 
@@ -347,7 +367,7 @@ def test_scoring_goes_through_more_rows_than_it_holds_at_once():
 def test_logprobs_are_the_models_own_before_penalties_and_temperature():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     seq = make_sequence(output=[0], temperature=0.0, presence_penalty=2.0, logprobs=2)
-    [result] = Sampler().sample(logits, [seq])
+    [result] = sample(logits, [seq])
     raw = logits.log_softmax(-1)[0].tolist()
     assert result.token_id == 1
     assert result.logprobs.rank == 2
@@ -357,11 +377,11 @@ def test_logprobs_are_the_models_own_before_penalties_and_temperature():
 
 def test_logprobs_come_only_where_asked_for():
     sequences = [make_sequence(temperature=0.0, logprobs=n) for n in (None, 0, 3)]
-    results = Sampler().sample(torch.arange(5.0).repeat(3, 1), sequences)
+    results = sample(torch.arange(5.0).repeat(3, 1), sequences)
     assert results[0].logprobs is None
     assert results[1].logprobs.top == ()
     assert [token for token, _ in results[2].logprobs.top] == [4, 3, 2]
 
 
 def test_a_step_that_samples_nothing_gives_nothing():
-    assert Sampler().sample(torch.zeros(0, 5), []) == []
+    assert Sampler().sample(torch.zeros(0, 5), batch_of([])) == StepResult()

@@ -41,7 +41,7 @@ class Engine:
         return plan
 
     def finish_step(self, plan: StepPlan) -> None:
-        self.scheduler.update(plan, StepResult([[beams.sample(s) for s in item.samples] for item in plan.scheduled]))
+        self.scheduler.update(plan, StepResult.of(map(beams.sample, self.scheduler.drawing)))
         self.kv.audit()
 
     def run(self) -> None:
@@ -153,7 +153,7 @@ def test_a_search_that_finds_less_than_is_asked_for_ends_all_the_same() -> None:
     while not request.finished:
         plan = engine.scheduler.schedule()
         only = SampleResult(4, candidates=(Candidate(4, -1.0),))
-        engine.scheduler.update(plan, StepResult([[only] * len(item.samples) for item in plan.scheduled]))
+        engine.scheduler.update(plan, StepResult.of([only] * plan.num_draws))
         engine.kv.audit()
     assert outputs(request) == [[4, 4], [], []]
     assert [s.finish_reason for s in request.sequences] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]

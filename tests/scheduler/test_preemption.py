@@ -96,7 +96,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     plan = engine.step()
     assert shares(plan) == {second.request_id: 1}, "one token, not thirteen"
     assert len(plan.swap_in) == 3
-    assert plan.scheduled[0].fresh
+    assert [new.seq_id for new in plan.new] == list(plan.seq_ids), "its tables are told anew"
     assert engine.scheduler.counters.recomputed_tokens == 0
     engine.run()
     assert engine.kv.swap.host.num_free == 20
@@ -111,7 +111,7 @@ def test_the_step_that_preempts_moves_the_blocks_out_before_it_reuses_them() -> 
     held = list(engine.kv.tables(second.sequences[0])[0])
     plan = engine.step()
     assert {swap.device for swap in plan.swap_out} == set(held)
-    assert plan.scheduled[0].block_tables[0][-1] in held
+    assert plan.tables[0].blocks[0][-1] in held
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 2])
@@ -167,4 +167,4 @@ def test_what_cannot_grow_any_more_reserves_nothing() -> None:
     engine.scheduler = Scheduler(limits, engine.kv)
     engine.add(16, max_tokens=1)
     engine.add(16, max_tokens=1)
-    assert len(engine.step().scheduled) == 2
+    assert engine.step().num_rows == 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Sequence, SequenceStatus
-from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
@@ -155,7 +155,7 @@ def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_sche
 
     def step() -> None:
         plan = scheduler.schedule()
-        scheduler.update(plan, StepResult([[SampleResult(1) for _ in item.samples] for item in plan.scheduled]))
+        scheduler.update(plan, StepResult((1,) * plan.num_draws))
 
     add(popular)
     step()

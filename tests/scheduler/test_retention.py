@@ -9,7 +9,7 @@ import pytest
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
-from octavo.scheduler.plan import SampleResult, StepResult
+from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import Clock, make_manager, make_request
@@ -44,8 +44,7 @@ class Service:
     def step(self) -> None:
         plan = self.scheduler.schedule()
         assert plan or not self.scheduler.has_work, "whoever has work makes progress"
-        samples = [[SampleResult(7) for _ in item.samples] for item in plan.scheduled]
-        self.scheduler.update(plan, StepResult(samples))
+        self.scheduler.update(plan, StepResult((7,) * plan.num_draws))
 
     def run(self, tokens: list[int], max_tokens: int = 4, ttl: float | None = None) -> Request:
         request = self.request(tokens, max_tokens, ttl)

@@ -14,6 +14,7 @@ from octavo.request import FinishReason, Request, Sequence, SequenceStatus, Toke
 from octavo.scheduler.plan import SampleResult, SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
+from tests.scheduler.plans import shares
 
 Draw = Callable[[Sequence], int]
 
@@ -47,13 +48,9 @@ class Engine:
         return plan
 
     def finish_step(self, plan: StepPlan, draw: Draw = lambda seq: 7) -> list[SequenceUpdate]:
-        scored = {
-            i: [TokenLogprobs(-1.0, 1, ())] * (item.prompt_logprobs[1] - item.prompt_logprobs[0])
-            for i, item in enumerate(plan.scheduled)
-            if item.prompt_logprobs
-        }
-        samples = [[SampleResult(draw(seq)) for seq in item.samples] for item in plan.scheduled]
-        updates = self.scheduler.update(plan, StepResult(samples, scored))
+        scored = [[TokenLogprobs(-1.0, 1, ())] * len(scores.targets) for scores in plan.scores]
+        samples = [SampleResult(draw(seq)) for seq in self.scheduler.drawing]
+        updates = self.scheduler.update(plan, StepResult.of(samples, scored))
         self.kv.audit()
         return updates
 
@@ -64,11 +61,6 @@ class Engine:
             self.step()
         assert not self.scheduler.has_work
         assert BlockState.ACTIVE not in self.kv.audit().counts
-
-
-def shares(plan: StepPlan) -> dict[str, int]:
-    """Tokens of each request in a step."""
-    return {item.seq.request.request_id: item.num_tokens for item in plan.scheduled}
 
 
 def status(request: Request) -> SequenceStatus:
@@ -168,7 +160,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
     assert status(second) is SequenceStatus.WAITING
     engine.scheduler.end_request(first.request_id)
     plan = engine.step()
-    [item] = plan.scheduled
+    [item] = plan.rows()
     # Of its 13 tokens the first 8 or more still lie in blocks that nobody took.
     assert item.start >= 8
     assert item.start + item.num_tokens == 13
@@ -230,8 +222,9 @@ def test_parallel_samples_share_their_prompts_blocks_until_one_writes_into_the_l
     assert engine.kv.pool.num_active == 3, "ten tokens lie in three blocks, for all three samples"
     plan = engine.scheduler.schedule()
     # Two samples get a copy of the half-full block; the last to write has it to itself by then.
-    shared_head = [item.block_tables[0][:2] for item in plan.scheduled]
-    tails = [item.block_tables[0][2] for item in plan.scheduled]
+    tables = [engine.kv.tables(seq)[0] for seq in engine.scheduler.planned]
+    shared_head = [table[:2] for table in tables]
+    tails = [table[2] for table in tables]
     assert shared_head[0] == shared_head[1] == shared_head[2]
     assert len(set(tails)) == 3
     assert len(plan.copies) == 2
@@ -271,13 +264,13 @@ def test_admission_leaves_the_watermark_to_those_that_run() -> None:
     scheduler = Scheduler(SchedulerConfig(8, 512, max_model_len=512, watermark=0.1), kv)
     alone = make_request(list(range(360)), max_tokens=8)
     scheduler.add(alone)
-    assert len(scheduler.schedule().scheduled) == 1, "with nothing running the watermark does not apply"
+    assert scheduler.schedule().num_rows == 1, "with nothing running the watermark does not apply"
     second = make_request([1, 2, 3], max_tokens=8)
     scheduler.add(second)
-    assert [item.seq for item in scheduler.schedule().scheduled] == [alone.sequences[0]]
+    assert scheduler.schedule().seq_ids == (alone.sequences[0].seq_id,)
     assert kv.pool.num_available == 10
     scheduler.end_request(alone.request_id)
-    assert [item.seq for item in scheduler.schedule().scheduled] == [second.sequences[0]]
+    assert scheduler.schedule().seq_ids == (second.sequences[0].seq_id,)
 
 
 def test_a_shared_prompt_is_computed_once() -> None:
@@ -306,8 +299,8 @@ def test_prompt_logprobs_need_every_token_computed_but_only_once() -> None:
     engine.add(prompt, max_tokens=1)
     engine.run()
     scored = engine.add(prompt, prompt_logprobs=0)
-    windows = [engine.step().scheduled[0].prompt_logprobs for _ in range(4)]
-    assert windows == [(0, 8), (8, 16), (16, 19), None]
+    windows = [[(scores.first, len(scores.targets)) for scores in engine.step().scores] for _ in range(4)]
+    assert windows == [[(0, 8)], [(8, 8)], [(16, 3)], []]
     assert scored.num_cached_tokens == 0
     assert len(scored.prompt_logprobs) == 19
 

@@ -29,6 +29,7 @@ from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
 from tests.scheduler import beams
+from tests.scheduler.plans import ToldRunner
 
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3))]
 
@@ -111,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0
+        self.runner = ToldRunner()
 
     @precondition(lambda self: self.samples)
     @rule(
@@ -119,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         priority=st.integers(0, 1),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        penalty=st.sampled_from([0.0, 0.0, 1.0]),
         salt=st.sampled_from(["", "", "s"]),
         pin=st.sampled_from([None, None, PinRequest(8, 3), PinRequest(30, 30)]),
         tenant=st.sampled_from(TENANTS),
@@ -130,12 +133,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         n: int,
         priority: int,
         prompt_logprobs: int | None,
+        penalty: float,
         salt: str,
         pin: PinRequest | None,
         tenant: str,
     ) -> None:
         n = min(n, self.samples)
-        options = {"max_tokens": max_tokens, "ignore_eos": True, "prompt_logprobs": prompt_logprobs}
+        options = {
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "prompt_logprobs": prompt_logprobs,
+            "presence_penalty": penalty,
+        }
         request = make_request(tokens, salt, n, tenant=tenant, **options)
         request.priority = priority
         request.pins = (
@@ -202,13 +211,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_limits(plan)
         self.play_runner(plan)
         # Parallel samples differ, or sharing a block by mistake would not show.
-        samples = [[self.sample(seq) for seq in item.samples] for item in plan.scheduled]
-        scored = {
-            i: [None] * (item.prompt_logprobs[1] - item.prompt_logprobs[0])
-            for i, item in enumerate(plan.scheduled)
-            if item.prompt_logprobs
-        }
-        self.scheduler.update(plan, StepResult(samples, scored))  # type: ignore[arg-type]
+        samples = [self.sample(seq) for seq in self.scheduler.drawing]
+        scored = [[None] * len(scores.targets) for scores in plan.scores]
+        if plan:
+            self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
         self.num_steps += 1
 
     def sample(self, seq: Sequence) -> SampleResult:
@@ -218,8 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_limits(self, plan: StepPlan) -> None:
         config = self.scheduler.config
-        assert plan.num_tokens == sum(item.num_tokens for item in plan.scheduled) <= config.max_num_batched_tokens
-        assert len(plan.scheduled) <= self.scheduler.num_running <= config.max_num_seqs
+        assert plan.num_tokens == sum(plan.lengths) <= config.max_num_batched_tokens
+        assert plan.num_rows <= self.scheduler.num_running <= config.max_num_seqs
         assert bool(plan) == self.scheduler.has_work, "whoever has work makes progress"
 
     @rule(
@@ -233,24 +239,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         for i in range(count):
             if self.samples:
                 self.arrive(
-                    tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, "", PinRequest(30, steps), TENANTS[i % 2]
+                    tokens[i % len(tokens) :] or [1], 12, n, i % 2, None, 0.0, "", PinRequest(30, steps), TENANTS[i % 2]
                 )
             else:
                 self.search(tokens[i % len(tokens) :] or [1], 12, 1 + n, i % 2, 1.0, False, None)
         for _ in range(steps):
             self.step()
 
+    @rule(told=st.booleans())
+    def step_that_is_lost(self, told: bool) -> None:
+        """The runner fails before it has read all of a plan, or after it has: what it moves has been moved."""
+        plan = self.scheduler.schedule()
+        if told:
+            self.play_runner(plan)
+        else:
+            self.play_transfers(plan)
+        self.scheduler.abandon_step()
+
     @rule(data=st.data())
     def step_that_fails(self, data: st.DataObject) -> None:
         """The model gives no usable logits for one request: all is computed, and nobody is told."""
         plan = self.scheduler.schedule()
         self.play_runner(plan)
+        planned = self.scheduler.planned
         self.scheduler.abandon_step()
         if plan:
-            ailing = data.draw(st.sampled_from([item.seq.request for item in plan.scheduled]))
+            ailing = data.draw(st.sampled_from([seq.request for seq in planned]))
             self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
 
     def play_runner(self, plan: StepPlan) -> None:
+        self.play_transfers(plan)
+        self.play_model(plan)
+
+    def play_transfers(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
         # A block that is evicted in a step may be wanted back in the same one: out, then in.
         assert all(len({swap.host for swap in swaps}) == len(swaps) for swaps in (plan.swap_out, plan.swap_in))
@@ -263,12 +284,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         for swap in plan.swap_in:
             for offset in range(size):
                 self.computed[swap.device, offset] = self.host.pop((swap.host, offset))
-        for item in plan.scheduled:
-            for position in range(item.start, item.start + item.num_tokens):
-                for table in item.block_tables:
-                    self.computed[table[position // size], position % size] = tuple(item.seq.token_ids[: position + 1])
-        for item in plan.scheduled:
-            self.check_what_it_reads(item.seq.token_ids, item.start + item.num_tokens, item.block_tables)
+
+    def play_model(self, plan: StepPlan) -> None:
+        size = self.scheduler.kv.spec.block_size
+        self.runner.apply(plan)
+        self.runner.check(plan, self.scheduler.planned)
+        assert len(self.runner.tables) <= self.scheduler.config.max_num_seqs
+        rows = [
+            (row, seq, self.runner.tables[row.seq_id])
+            for row, seq in zip(plan.rows(), self.scheduler.planned, strict=True)
+        ]
+        for row, seq, tables in rows:
+            for position in range(row.start, row.end):
+                for table in tables:
+                    self.computed[table[position // size], position % size] = tuple(seq.token_ids[: position + 1])
+        for row, seq, tables in rows:
+            self.check_what_it_reads(seq.token_ids, row.end, tables)
 
     def check_what_it_reads(self, token_ids: list[int], context: int, tables: list) -> None:
         size = self.scheduler.kv.spec.block_size

@@ -36,7 +36,7 @@ from octavo.planner.model_shape import ModelShape
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler
 
@@ -79,7 +79,7 @@ class StepCost:
         )
 
     def seconds(self, plan: StepPlan, spec: KVCacheSpec) -> float:
-        context = sum(item.start + item.num_tokens for item in plan.scheduled)
+        context = sum(plan.starts) + plan.num_tokens
         moved = (len(plan.swap_out) + len(plan.swap_in)) * spec.block_bytes
         num_bytes = context * spec.bytes_per_token + moved
         return self.step_s + self.token_s * plan.num_tokens + self.context_byte_s * num_bytes
@@ -176,13 +176,10 @@ class SimulatedEngine:
         """See `BenchEngine.step`."""
         plan = self.scheduler.schedule()
         seconds = self._cost.seconds(plan, self.scheduler.kv.spec)
-        self.scheduler.update(plan, _draw(plan))
+        # Parallel samples part with their first token, as they would under a temperature.
+        result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))
+        self.scheduler.update(plan, result)
         return seconds
-
-
-def _draw(plan: StepPlan) -> StepResult:
-    """Parallel samples part with their first token, as they would under a temperature."""
-    return StepResult([[SampleResult(FIRST_TOKEN_ID + seq.index) for seq in item.samples] for item in plan.scheduled])
 
 
 class RealEngine:

@@ -119,7 +119,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if not plan:
             return []
-        self._recorder.on_planned(plan)
+        self._recorder.on_planned()
         try:
             result = self.runner.execute(plan)
         except LogitsError as error:

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, SequenceId
-from octavo.scheduler.plan import SequenceUpdate, StepPlan
+from octavo.scheduler.plan import SequenceUpdate
 from octavo.scheduler.scheduler import Scheduler
 
 
@@ -31,20 +31,18 @@ class StatsRecorder:
         self._preemptions = 0
         self._on_cache()
 
-    def on_planned(self, plan: StepPlan) -> None:
+    def on_planned(self) -> None:
         """Before a step is computed: who was admitted in it."""
         now = time.monotonic()
-        for item in plan.scheduled:
-            if item.fresh and item.seq.index == 0 and item.seq.num_preemptions == 0:
-                request = item.seq.request
-                self._stats.on_admitted(
-                    queue_time=now - request.arrival_time,
-                    queried_tokens=len(request.prompt_token_ids),
-                    hit_tokens=request.num_cached_tokens or 0,
-                )
-                if request.cache_report is not None:
-                    # As its tenant may know it: anybody may read the metrics.
-                    self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
+        for request in self._scheduler.admitted:
+            self._stats.on_admitted(
+                queue_time=now - request.arrival_time,
+                queried_tokens=len(request.prompt_token_ids),
+                hit_tokens=request.num_cached_tokens or 0,
+            )
+            if request.cache_report is not None:
+                # As its tenant may know it: anybody may read the metrics.
+                self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
 
     def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
         """After a step, once stop strings have ended what they end."""

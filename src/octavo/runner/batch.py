@@ -1,11 +1,4 @@
-"""From a step plan to tensors: the only place where slots are computed.
-
-The block tables of running sequences are kept as rows of one array and only their new tail is written each step:
-
-    rows   seq 7  | 12  4 31  0  0 |      gathered in the plan's order into
-           seq 3  |  9 17  0  0  0 |      AttentionBatch.groups[g].block_tables
-           (free) |                |
-"""
+"""From a step plan to tensors: the only place where slots are computed."""
 
 from __future__ import annotations
 
@@ -15,9 +8,9 @@ import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBatch, GroupBatch
-from octavo.kvcache.block import BlockId
-from octavo.request import Sequence, SequenceId
-from octavo.scheduler.plan import ScheduledSequence, StepPlan
+from octavo.runner.sequences import Rows, SequenceTable
+from octavo.sampling.batch import SamplingBatch
+from octavo.scheduler.plan import PromptScores, StepPlan
 
 
 @dataclass(slots=True)
@@ -27,47 +20,27 @@ class StepBatch:
     Attributes:
         token_ids: int64 [num_tokens]
         logits_indices: int64 [rows]; tokens whose logits are needed: first the sampled ones, then the scored ones.
-        sampled: sequences that draw a token; `sample_rows[i]` is the logits row of `sampled[i]`.
-        scored: (index in the plan, first row, prompt token ids to score) for prompt logprobs.
+        sampling: the draws; `sample_rows[i]` is the logits row of draw i.
+        num_sample_rows: how many of the rows are drawn from.
+        scores: (first row, what to score) for prompt logprobs.
     """
 
     token_ids: torch.Tensor
     attention: AttentionBatch
     logits_indices: torch.Tensor
-    sampled: list[Sequence]
+    sampling: SamplingBatch
     sample_rows: list[int]
     num_sample_rows: int
-    scored: list[tuple[int, int, list[int]]]
-
-
-class _TableRows:
-    """One group's block tables as rows of an int32 array [rows, max_blocks], kept from step to step."""
-
-    def __init__(self, max_rows: int, max_blocks: int) -> None:
-        # Zeros are mapped on first touch: a row that is never used costs no memory.
-        self.array = np.zeros((max_rows, max_blocks), dtype=np.int32)
-        self._filled = [0] * max_rows
-
-    def clear(self, row: int) -> None:
-        self._filled[row] = 0
-
-    def write(self, row: int, table: list[BlockId], first_changed: int) -> None:
-        """Bring a row up to date; entries before block `first_changed` cannot have changed since the last step."""
-        start, end = min(self._filled[row], first_changed), len(table)
-        if end - start == 1:
-            self.array[row, start] = table[start]
-        else:
-            self.array[row, start:end] = table[start:]
-        self._filled[row] = end
+    scores: list[tuple[int, PromptScores]]
 
 
 class BatchBuilder:
-    """Builds each step's `StepBatch`.
+    """Builds each step's `StepBatch`, from the plan and what earlier plans said of its sequences.
 
     Args:
         num_groups: groups of layers, each with its own block tables.
         block_size: tokens per block.
-        max_rows: most sequences in one step.
+        max_rows: most sequences known at once.
         max_blocks: longest block table.
     """
 
@@ -76,53 +49,27 @@ class BatchBuilder:
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self._tables = [_TableRows(max_rows, max_blocks) for _ in range(num_groups)]
-        self._rows: dict[SequenceId, int] = {}
-        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._sequences = SequenceTable(num_groups, max_rows, max_blocks)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        items = plan.scheduled
-        rows = self._assign_rows(items)
-        token_ids: list[int] = []
-        for item in items:
-            token_ids.extend(item.seq.tokens(item.start, item.start + item.num_tokens))
-        starts = np.array([item.start for item in items], dtype=np.int64)
-        lengths = np.array([item.num_tokens for item in items], dtype=np.int64)
-        attention = self._attention_batch(rows, starts, lengths)
-        return self._with_rows_to_sample(items, token_ids, attention, lengths)
-
-    def _assign_rows(self, items: list[ScheduledSequence]) -> np.ndarray:
-        """Each scheduled sequence's row, up to date; rows of sequences that are not scheduled are given up."""
-        previous, self._rows = self._rows, {}
-        for item in items:
-            row = previous.pop(item.seq.seq_id, None)
-            if row is not None:
-                self._rows[item.seq.seq_id] = row
-        for row in previous.values():
-            self._free_rows.append(row)
-        rows = np.empty(len(items), dtype=np.int64)
-        for index, item in enumerate(items):
-            row = self._rows.get(item.seq.seq_id)
-            if row is None:
-                row = self._rows[item.seq.seq_id] = self._free_rows.pop()
-                fresh = True
-            else:
-                fresh = item.fresh
-            if fresh:
-                for group in self._tables:
-                    group.clear(row)
-            # A copy-on-write or a new block changes the table from the first written block on, never before it.
-            first_changed = item.start // self._block_size
-            for group, table in zip(self._tables, item.block_tables, strict=True):
-                group.write(row, table, first_changed)
-            rows[index] = row
-        return rows
-
-    def _attention_batch(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionBatch:
-        num_seqs = len(rows)
-        query_start = np.zeros(num_seqs + 1, dtype=np.int32)
+        rows = self._sequences.apply(plan)
+        starts = np.array(plan.starts, dtype=np.int64)
+        lengths = np.array(plan.lengths, dtype=np.int64)
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        num_tokens = int(query_start[-1])
+        self._sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids)
+        return self._with_rows_to_sample(
+            plan,
+            rows,
+            starts + lengths,
+            query_start,
+            self._attention_batch(rows, starts, lengths, query_start),
+        )
+
+    def _attention_batch(
+        self, rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray
+    ) -> AttentionBatch:
+        num_seqs, num_tokens = len(rows), int(query_start[-1])
         context_lens = starts + lengths
         max_context, max_query = int(context_lens.max()), int(lengths.max())
         if num_tokens == num_seqs:
@@ -134,12 +81,10 @@ class BatchBuilder:
         width = -(-max_context // self._block_size)
         groups = tuple(
             GroupBatch(
-                block_tables=self._tensor(group.array[rows, :width]),
-                slot_mapping=self._tensor(
-                    group.array[token_rows, blocks].astype(np.int64) * self._block_size + offsets
-                ),
+                block_tables=self._tensor(table[rows, :width]),
+                slot_mapping=self._tensor(table[token_rows, blocks].astype(np.int64) * self._block_size + offsets),
             )
-            for group in self._tables
+            for table in self._sequences.tables
         )
         return AttentionBatch(
             query_start=self._tensor(query_start),
@@ -153,33 +98,38 @@ class BatchBuilder:
         )
 
     def _with_rows_to_sample(
-        self, items: list[ScheduledSequence], token_ids: list[int], attention: AttentionBatch, lengths: np.ndarray
+        self, plan: StepPlan, rows: Rows, ends: np.ndarray, query_start: np.ndarray, attention: AttentionBatch
     ) -> StepBatch:
-        ends = np.cumsum(lengths).tolist()
-        indices: list[int] = []
-        sampled: list[Sequence] = []
-        sample_rows: list[int] = []
-        for item, end in zip(items, ends, strict=True):
-            if item.samples:
-                sampled.extend(item.samples)
-                sample_rows.extend([len(indices)] * len(item.samples))
-                indices.append(end - 1)
-        num_sample_rows = len(indices)
-        scored: list[tuple[int, int, list[int]]] = []
-        for index, item in enumerate(items):
-            if item.prompt_logprobs is not None:
-                first, last = item.prompt_logprobs
-                offset = ends[index] - item.num_tokens - item.start
-                scored.append((index, len(indices), item.seq.tokens(first + 1, last + 1)))
-                indices.extend(range(first + offset, last + offset))
+        draws = np.array(plan.draws, dtype=np.int64)
+        sampled = np.flatnonzero(draws)
+        indices = query_start[1:][sampled].astype(np.int64) - 1
+        # Of each draw: the place of its row among those sampled, and its row in the plan.
+        sample_rows = np.repeat(np.arange(len(sampled)), draws[sampled])
+        drawn_from = sampled[sample_rows]
+        seeds = []
+        if plan.sibling_seeds:
+            first_draw = np.cumsum(draws) - draws
+            seeds = [
+                (int(first_draw[row]) + place, seed)
+                for row, siblings in plan.sibling_seeds.items()
+                for place, seed in enumerate(siblings, start=1)
+            ]
+        scores: list[tuple[int, PromptScores]] = []
+        num_rows = len(indices)
+        pieces = [indices]
+        for score in plan.scores:
+            scores.append((num_rows, score))
+            begin = int(query_start[score.row]) + score.first - plan.starts[score.row]
+            pieces.append(np.arange(begin, begin + len(score.targets)))
+            num_rows += len(score.targets)
         return StepBatch(
-            token_ids=self._tensor(np.array(token_ids, dtype=np.int64)),
+            token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
             attention=attention,
-            logits_indices=self._tensor(np.array(indices, dtype=np.int64)),
-            sampled=sampled,
-            sample_rows=sample_rows,
-            num_sample_rows=num_sample_rows,
-            scored=scored,
+            logits_indices=self._tensor(np.concatenate(pieces) if scores else indices),
+            sampling=self._sequences.sampling.batch(rows[drawn_from], ends[drawn_from], seeds),
+            sample_rows=sample_rows.tolist(),
+            num_sample_rows=len(sampled),
+            scores=scores,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

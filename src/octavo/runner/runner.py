@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from octavo import kernels
@@ -68,11 +70,11 @@ class ModelRunner:
         logits = self.model.forward(
             batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices
         )
-        drawn = iter(self._sampler.sample(logits, batch.sampled, batch.sample_rows))
-        result = StepResult([[next(drawn) for _ in item.samples] for item in plan.scheduled])
-        for index, first_row, targets in batch.scored:
-            num_top = plan.scheduled[index].seq.request.params.prompt_logprobs or 0
-            result.prompt_logprobs[index] = self._sampler.score(
-                logits[first_row : first_row + len(targets)], targets, num_top
-            )
-        return result
+        result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
+        if not batch.scores:
+            return result
+        scored = tuple(
+            self._sampler.score(logits[row : row + len(score.targets)], score.targets, score.num_top)
+            for row, score in batch.scores
+        )
+        return replace(result, prompt_logprobs=scored)

@@ -14,9 +14,9 @@ import torch
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.host_pool import BlockSwap, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import Request, RequestId
+from octavo.request import RequestId, SequenceId
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import ScheduledSequence, StepPlan
+from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
@@ -136,10 +136,20 @@ def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: i
 
 
 def _prefill(num_tokens: int, spec: KVCacheSpec) -> StepPlan:
-    (seq,) = Request(RequestId("measuring"), [0] * num_tokens, SamplingParams()).sequences
+    """Of a sequence that the next plan makes the runner forget: a scheduler's first plan is a `reset`."""
     ids = itertools.count(1)
-    tables = [[BlockId(next(ids)) for _ in range(spec.blocks_for_tokens(num_tokens))] for _ in spec.groups]
-    return StepPlan([ScheduledSequence(seq, 0, num_tokens, tables, fresh=True)], num_tokens=num_tokens)
+    tables = tuple(tuple(BlockId(next(ids)) for _ in range(spec.blocks_for_tokens(num_tokens))) for _ in spec.groups)
+    seq_id = SequenceId(0)
+    sampling = SamplingSnapshot(RequestId("measuring"), SamplingParams(), seed=0, num_prompt_tokens=num_tokens)
+    return StepPlan(
+        seq_ids=(seq_id,),
+        starts=(0,),
+        lengths=(num_tokens,),
+        draws=(0,),
+        token_ids=(0,) * num_tokens,
+        reset=True,
+        new=(NewSequence(seq_id, sampling, tables),),
+    )
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

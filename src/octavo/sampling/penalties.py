@@ -7,14 +7,13 @@ one gather and one scatter per kind for the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.request import Sequence
-from octavo.sampling_params import SamplingParams
+from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.counts import TokenCounts
 
 # A penalty of 1e-300 is 0 in float32, and would make infinities of logits: no request may do that to a step.
 _LARGEST = 1e30
@@ -22,20 +21,8 @@ _LARGEST = 1e30
 _Ids = npt.NDArray[np.int64]
 
 
-def adjusts_logits(seq: Sequence) -> bool:
-    """Whether `adjust` would change this sequence's logits at its next token."""
-    params = seq.request.params
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.logit_bias)
-        or seq.num_output_tokens < params.min_tokens
-    )
-
-
-def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-    """Change float32 [rows, vocab] in place, in vLLM's order; row i belongs to sequences[i].
+def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
+    """Change float32 [rows, vocab] in place, in vLLM's order; row i belongs to draw i.
 
     1. `min_tokens`: end-of-sequence and stop token ids to -inf, until that many tokens are out (with `ignore_eos`
        too, whose end-of-sequence would not end anything).
@@ -46,31 +33,28 @@ def adjust(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
 
     Token ids outside the vocabulary are passed over: nothing can draw them.
     """
-    rows = [(i, seq, seq.request.params) for i, seq in enumerate(sequences) if adjusts_logits(seq)]
+    rows = [(i, batch.states[i]) for i in np.flatnonzero(batch.records["adjusted"]).tolist()]
+    ending = np.flatnonzero(batch.positions < batch.records["min_tokens"]).tolist()
     flat = logits.view(-1)
     vocab = logits.shape[1]
-    _mask_ends(flat, vocab, rows)
+    _mask_ends(flat, vocab, [(i, batch.states[i]) for i in ending])
     _add_biases(flat, vocab, rows)
     _penalise_repetition(flat, vocab, rows)
     _penalise_counts(flat, vocab, rows)
 
 
-_Rows = list[tuple[int, Sequence, SamplingParams]]
+_Rows = list[tuple[int, SamplingState]]
 
 
 def _mask_ends(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    pieces = [
-        (i, _ids([*seq.request.eos_token_ids, *params.stop_token_ids]))
-        for i, seq, params in rows
-        if seq.num_output_tokens < params.min_tokens
-    ]
+    pieces = [(i, _ids([*state.snapshot.eos_token_ids, *state.snapshot.params.stop_token_ids])) for i, state in rows]
     index, _ = _flat_index(pieces, vocab)
     if index.size:
         flat.index_fill_(0, _to(flat, index), -torch.inf)
 
 
 def _add_biases(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    biased = [(i, params.logit_bias) for i, _, params in rows if params.logit_bias]
+    biased = [(i, bias) for i, state in rows if (bias := state.snapshot.params.logit_bias)]
     index, inside = _flat_index([(i, _ids(bias)) for i, bias in biased], vocab)
     if index.size:
         values = np.concatenate([np.fromiter(bias.values(), np.float32, len(bias)) for _, bias in biased])
@@ -78,31 +62,40 @@ def _add_biases(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
 
 
 def _penalise_repetition(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    # A token that occurs twice is gathered twice before anything is written, and written twice with the same value:
+    # A token of prompt and output is gathered twice before anything is written, and written twice with the same value:
     # no need to make the ids unique.
-    penalised = [(i, seq.token_ids, p.repetition_penalty) for i, seq, p in rows if p.repetition_penalty != 1.0]
-    pieces = [(i, _ids(token_ids)) for i, token_ids, _ in penalised]
+    pieces, penalties = [], []
+    for i, state in rows:
+        if (penalty := state.snapshot.params.repetition_penalty) != 1.0:
+            counts = _counts(state)
+            token_ids = np.concatenate((counts.prompt_ids, counts.output_ids))
+            pieces.append((i, token_ids))
+            penalties.append(np.full(len(token_ids), min(penalty, _LARGEST), dtype=np.float32))
     index, inside = _flat_index(pieces, vocab)
     if index.size:
-        penalty = np.repeat(
-            np.array([min(r, _LARGEST) for *_, r in penalised], dtype=np.float32),
-            [len(token_ids) for _, token_ids, _ in penalised],
-        )
-        where, r = _to(flat, index), _to(flat, penalty[inside].clip(1 / _LARGEST, _LARGEST))
+        where = _to(flat, index)
+        r = _to(flat, np.concatenate(penalties)[inside].clip(1 / _LARGEST, _LARGEST))
         x = flat[where]
         flat[where] = torch.where(x > 0, (x / r).clamp(max=_LARGEST), x * r)
 
 
 def _penalise_counts(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
     pieces, amounts = [], []
-    for i, seq, params in rows:
-        if (params.presence_penalty or params.frequency_penalty) and seq.num_output_tokens:
-            token_ids, counts = np.unique(_ids(seq.output_token_ids), return_counts=True)
-            pieces.append((i, token_ids))
-            amounts.append((params.presence_penalty + params.frequency_penalty * counts).astype(np.float32))
+    for i, state in rows:
+        params = state.snapshot.params
+        if params.presence_penalty or params.frequency_penalty:
+            counts = _counts(state)
+            pieces.append((i, counts.output_ids))
+            penalty = params.presence_penalty + params.frequency_penalty * counts.output_counts
+            amounts.append(penalty.astype(np.float32))
     index, inside = _flat_index(pieces, vocab)
     if index.size:
         flat.index_add_(0, _to(flat, index), _to(flat, np.concatenate(amounts)[inside]), alpha=-1)
+
+
+def _counts(state: SamplingState) -> TokenCounts:
+    assert state.counts is not None, f"the tokens of request {state.snapshot.request_id} are not counted"
+    return state.counts
 
 
 def _ids(token_ids: Iterable[int]) -> _Ids:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniforms(seeds: Iterable[int], positions: Iterable[int]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position): float64 [rows], a multiple of 2^-53.
 
     Output number `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
     generators"), started from the mixed seed: sequences are seeded with consecutive integers, whose raw streams
-    would be the same one shifted by a step. Seeds are taken modulo 2^64.
+    would be the same one shifted by a step.
     """
-    seed = np.array([s & 0xFFFF_FFFF_FFFF_FFFF for s in seeds], dtype=np.uint64)
-    position = np.array(list(positions), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        start = _mix(seed + _GOLDEN)
-        drawn = _mix(start + (position + np.uint64(1)) * _GOLDEN)
+        start = _mix(seeds + _GOLDEN)
+        drawn = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -1,7 +1,8 @@
 """Chooses tokens from logits: every request's own `SamplingParams`, in one batched pass.
 
-The sampler holds no state. The random number for position p of a sequence is a function of (seed, p), and a row's
-result depends on that row alone, so a request gives the same tokens alone or in a batch, before and after preemption.
+The sampler holds no state: what a draw depends on comes with it (`sampling/batch.py`). The random number for position p
+of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a request gives the same
+tokens alone or in a batch, before and after preemption.
 
     greedy rows                  argmax
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
@@ -13,27 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo.errors import LogitsError
-from octavo.request import Sequence, TokenLogprobs
+from octavo.request import TokenLogprobs
+from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
-from octavo.sampling.penalties import adjust, adjusts_logits
+from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.top_k import argmax, largest
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.scheduler.beam import num_candidates
-from octavo.scheduler.plan import Candidate, SampleResult
+from octavo.scheduler.plan import Candidate, StepResult
 
 ArgMax = Callable[[torch.Tensor], torch.Tensor]
 """float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
 
+Draws = npt.NDArray[np.int64]
+"""Numbers of draws."""
+
 # Rows scored at a time: log-softmax of a long prompt's chunk would need as much memory again as its logits.
 _SCORED_ROWS = 64
-
-_HOTTEST = 1e30
 
 
 class Sampler:
@@ -47,35 +51,32 @@ class Sampler:
         self._greedy = greedy
 
     @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, sequences: Seq[Sequence], row_of: Seq[int] | None = None
-    ) -> list[SampleResult]:
-        """The next token of each sequence, and its logprobs where the request asks for them.
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, row_of: Seq[int] | None = None) -> StepResult:
+        """The next token of each draw, and its logprobs where the request asks for them.
 
         Logprobs are those of the model: before temperature, penalties and filters (vLLM's `raw_logprobs`).
 
         Args:
             logits: [rows, vocab], any floating dtype; not changed.
-            sequences: as they are before the token: its position is `num_output_tokens`.
-            row_of: logits row of each sequence; several may share one. None: row i belongs to sequences[i].
+            row_of: logits row of each draw; several may share one. None: row i belongs to draw i.
 
         Raises:
             LogitsError: names the requests whose logits make no distribution.
         """
-        if not sequences:
-            return []
-        logits = _spread(logits, len(sequences), row_of)
-        beams = [i for i, seq in enumerate(sequences) if seq.request.params.use_beam_search]
-        if not beams:
-            return self._draw(logits, sequences)
-        results = dict(zip(beams, self._candidates(_select(logits, beams), [sequences[i] for i in beams]), strict=True))
-        if others := [i for i in range(len(sequences)) if i not in results]:
-            drawn = self._draw(_select(logits, others), [sequences[i] for i in others])
-            results.update(zip(others, drawn, strict=True))
-        return [results[i] for i in range(len(sequences))]
+        if not len(batch):
+            return StepResult()
+        logits = _spread(logits, len(batch), row_of)
+        is_beam = batch.records["beam"]
+        if not is_beam.any():
+            return self._draw(logits, batch)
+        beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
+        parts = [(beams, self._candidates(_select(logits, beams), batch.select(beams)))]
+        if len(others):
+            parts.append((others, self._draw(_select(logits, others), batch.select(others))))
+        return _merged(parts, len(batch))
 
     @torch.inference_mode()
-    def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> list[TokenLogprobs]:
+    def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of given tokens, for prompt logprobs.
 
         Args:
@@ -89,98 +90,96 @@ class Sampler:
             token_ids = torch.tensor(some, dtype=torch.int64, device=logits.device)
             rows = logits[first : first + len(some)].float()
             scored += _token_logprobs(rows, token_ids, [num_top] * len(some))
-        return scored
+        return tuple(scored)
 
-    def _draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampleResult]:
+    def _draw(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         chosen_from = logits
-        if any(adjusts_logits(seq) for seq in sequences):
+        if batch.adjusted.any():
             chosen_from = logits.clone()
-            adjust(chosen_from, sequences)
-        token_ids, sound = self._choose(chosen_from, sequences)
-        _require_sound(sound, sequences)
-        results = [SampleResult(token_id) for token_id in token_ids.tolist()]
-        wanted = [i for i, seq in enumerate(sequences) if _wants_logprobs(seq)]
-        if wanted:
-            num_top = [sequences[i].request.params.logprobs or 0 for i in wanted]
+            adjust(chosen_from, batch)
+        token_ids, sound = self._choose(chosen_from, batch)
+        _require_sound(sound, batch)
+        wanted = np.flatnonzero(batch.records["wants_logprobs"])
+        logprobs: dict[int, TokenLogprobs] = {}
+        if len(wanted):
+            draws = wanted.tolist()
+            num_top = [batch.states[i].snapshot.params.logprobs or 0 for i in draws]
             scored = _token_logprobs(_select(logits, wanted), _select(token_ids, wanted), num_top)
-            for i, logprobs in zip(wanted, scored, strict=True):
-                results[i].logprobs = logprobs
-        return results
+            logprobs = dict(zip(draws, scored, strict=True))
+        return StepResult(tuple(token_ids.tolist()), logprobs)
 
-    def _candidates(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampleResult]:
+    def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
         logprobs = logits.log_softmax(-1)
-        if any(adjusts_logits(seq) for seq in sequences):
-            adjust(logprobs, sequences)
-        counts = [num_candidates(seq.request) for seq in sequences]
-        values, ids = largest(logprobs, min(max(counts), logits.shape[1]))
-        _require_sound(torch.isfinite(values[:, 0]), sequences)
-        results = []
-        for i, (seq, count, row) in enumerate(zip(sequences, counts, values.tolist(), strict=True)):
-            token_ids = ids[i, :count]
+        if batch.adjusted.any():
+            adjust(logprobs, batch)
+        snapshots = [state.snapshot for state in batch.states]
+        most = max(snapshot.num_candidates for snapshot in snapshots)
+        values, ids = largest(logprobs, min(most, logits.shape[1]))
+        _require_sound(torch.isfinite(values[:, 0]), batch)
+        found: dict[int, tuple[Candidate, ...]] = {}
+        for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):
+            token_ids = ids[i, : snapshot.num_candidates]
             known: list[TokenLogprobs | None] = [None] * len(token_ids)
-            if (num_top := seq.request.params.logprobs) is not None:
+            if (num_top := snapshot.params.logprobs) is not None:
                 known = [*_token_logprobs(logits[i].expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))]
-            found = tuple(map(Candidate, token_ids.tolist(), row[:count], known))
-            results.append(SampleResult(found[0].token_id, known[0], found))
-        return results
+            found[i] = tuple(map(Candidate, token_ids.tolist(), row[: snapshot.num_candidates], known))
+        best = {i: candidates[0] for i, candidates in found.items()}
+        return StepResult(
+            tuple(candidate.token_id for candidate in best.values()),
+            {i: candidate.logprobs for i, candidate in best.items() if candidate.logprobs is not None},
+            found,
+        )
 
-    def _choose(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice."""
-        greedy, plain, filtered = _partition(sequences, logits.shape[1])
-        token_ids = torch.zeros(len(sequences), dtype=torch.int64, device=logits.device)
-        sound = torch.zeros(len(sequences), dtype=torch.bool, device=logits.device)
-        if greedy:
+        records = batch.records
+        is_greedy = records["greedy"]
+        # An argmax; a draw from the whole vocabulary; a draw among the most likely.
+        is_filtered = ((records["top_k"] > 0) & (records["top_k"] < logits.shape[1])) | (records["top_p"] < 1.0)
+        greedy = np.flatnonzero(is_greedy)
+        plain = np.flatnonzero(~is_greedy & ~is_filtered)
+        filtered = np.flatnonzero(~is_greedy & is_filtered)
+        token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
+        sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
+        if len(greedy):
             rows = _select(logits, greedy)
             best = self._greedy(rows)
             _place(token_ids, greedy, best)
             _place(sound, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
-        for indices, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
-            if indices:
-                params = _draw_params([sequences[i] for i in indices], logits)
-                drawn, proper = draw(_select(logits, indices), params)
-                _place(token_ids, indices, drawn)
-                _place(sound, indices, proper)
+        for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
+            if len(draws):
+                params = _draw_params(records[draws], batch.positions[draws], logits)
+                drawn, proper = draw(_select(logits, draws), params)
+                _place(token_ids, draws, drawn)
+                _place(sound, draws, proper)
         return token_ids, sound
 
 
-def _wants_logprobs(seq: Sequence) -> bool:
-    """Whether they are reported, or are what the best completions are chosen by."""
-    params = seq.request.params
-    return params.logprobs is not None or params.chooses
+def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult:
+    token_ids = [0] * num_draws
+    logprobs: dict[int, TokenLogprobs] = {}
+    candidates: dict[int, tuple[Candidate, ...]] = {}
+    for draws, result in parts:
+        places = draws.tolist()
+        for place, token_id in zip(places, result.token_ids, strict=True):
+            token_ids[place] = token_id
+        logprobs.update((places[i], value) for i, value in result.logprobs.items())
+        candidates.update((places[i], found) for i, found in result.candidates.items())
+    return StepResult(tuple(token_ids), logprobs, candidates)
 
 
-def _require_sound(sound: torch.Tensor, sequences: Seq[Sequence]) -> None:
+def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
     if not bool(sound.all()):
-        bad = [seq.request.request_id for seq, ok in zip(sequences, sound.tolist(), strict=True) if not ok]
+        bad = [state.snapshot.request_id for state, ok in zip(batch.states, sound.tolist(), strict=True) if not ok]
         raise LogitsError(list(dict.fromkeys(bad)))
 
 
-def _partition(sequences: Seq[Sequence], vocab: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows that need an argmax, a draw from the whole vocabulary, a draw among the most likely."""
-    greedy: list[int] = []
-    plain: list[int] = []
-    filtered: list[int] = []
-    for i, seq in enumerate(sequences):
-        params = seq.request.params
-        if params.greedy:
-            greedy.append(i)
-        elif (params.top_k == 0 or params.top_k >= vocab) and params.top_p >= 1.0:
-            plain.append(i)
-        else:
-            filtered.append(i)
-    return greedy, plain, filtered
-
-
-def _draw_params(sequences: Seq[Sequence], logits: torch.Tensor) -> DrawParams:
-    u = uniforms((seq.seed for seq in sequences), (seq.num_output_tokens for seq in sequences))
-    params = [seq.request.params for seq in sequences]
-    # Infinite in float32, a temperature would make NaN of masked logits.
-    floats = np.array([(min(p.temperature, _HOTTEST), p.min_p, p.top_p) for p in params])
-    vocab = logits.shape[1]
-    top_k = np.array([p.top_k if p.top_k < vocab else 0 for p in params], dtype=np.float64)
+def _draw_params(records: npt.NDArray[Any], positions: npt.NDArray[np.int64], logits: torch.Tensor) -> DrawParams:
+    top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
     # One transfer to the device; float64 holds every top_k exactly.
-    table = torch.from_numpy(np.column_stack((u, floats, top_k))).to(logits.device)
+    columns = (uniforms(records["seed"], positions), records["temperature"], records["min_p"], records["top_p"], top_k)
+    table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
     return DrawParams(
         uniforms=table[:, 0].contiguous(),
         temperature=table[:, 1].float(),
@@ -220,28 +219,24 @@ def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     return ids[:, :k]
 
 
-def _spread(logits: torch.Tensor, num_sequences: int, row_of: Seq[int] | None) -> torch.Tensor:
-    """float32 [sequences, vocab]; the very tensor where it is that already."""
-    if row_of is None:
-        row_of = range(num_sequences)
-    if len(row_of) != num_sequences:
-        raise ValueError(f"row_of names {len(row_of)} rows for {num_sequences} sequences")
-    if len(logits) != num_sequences or any(row != i for i, row in enumerate(row_of)):
-        if list(row_of) == list(range(num_sequences)):
-            logits = logits[:num_sequences]
-        else:
-            logits = logits[torch.tensor(row_of, device=logits.device)]
-    return logits.float().contiguous()
+def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> torch.Tensor:
+    """float32 [draws, vocab]; the very tensor where it is that already."""
+    rows = list(range(num_draws)) if row_of is None else list(row_of)
+    if len(rows) != num_draws:
+        raise ValueError(f"row_of names {len(rows)} rows for {num_draws} draws")
+    in_order = rows == list(range(num_draws))
+    spread = logits[:num_draws] if in_order else logits[torch.tensor(rows, device=logits.device)]
+    return spread.float().contiguous()
 
 
-def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def _select(tensor: torch.Tensor, rows: Draws) -> torch.Tensor:
     if len(rows) == len(tensor):
         return tensor
-    return tensor[torch.tensor(rows, device=tensor.device)]
+    return tensor[torch.from_numpy(rows).to(tensor.device)]
 
 
-def _place(tensor: torch.Tensor, rows: list[int], values: torch.Tensor) -> None:
+def _place(tensor: torch.Tensor, rows: Draws, values: torch.Tensor) -> None:
     if len(rows) == len(tensor):
         tensor.copy_(values)
     else:
-        tensor[torch.tensor(rows, device=tensor.device)] = values
+        tensor[torch.from_numpy(rows).to(tensor.device)] = values

@@ -1,4 +1,23 @@
-"""What one step computes: data, decided by the scheduler, carried out by the runner.
+"""What one step computes, and what came of it: frozen plain values that survive pickling.
+
+A plan names sequences by id. Whoever executes plans (the runner, in this process or another) keeps a state for each
+sequence it has been told of, and a plan says only what has changed since the one before:
+
+    scheduler                                      runner
+    live sequences, block tables                   by id: table rows, sampling parameters, token counts
+      │                                              │
+      │  changes     [fork 9 from 7] [drop 3] …      │  1. in this order, as they happened
+      │  new         [id, parameters, tables]        │  2. whole: admitted, or resumed after a preemption
+      │  tables      [row, first, blocks]            │  3. a row's entries from `first` on: it grew, or was copied
+      │  token_ids   | row 0 | row 1 | …             │  4. the tokens to compute, and nothing of what was computed
+      ├────────────── StepPlan ─────────────────────>│
+      │<───────────── StepResult ────────────────────┤  one token per draw, in the order of the rows
+      │
+      │  abandon: nothing is known of the runner     │
+      ├──────── StepPlan(reset=True) ───────────────>│  forget all; every sequence comes anew when it is scheduled
+
+A fork refers to its parent, whatever the parent's length. A step that failed leaves the runner in an unknown state, so
+the next plan says `reset`, and what it schedules is sent whole.
 
 The order of effects is fixed: blocks to the host, copies, blocks from the host, then the new tokens' keys and values,
 then the samples.
@@ -6,53 +25,157 @@ then the samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from octavo.kvcache.block import BlockCopy, BlockId
 from octavo.kvcache.host_pool import BlockSwap
-from octavo.request import Sequence, TokenLogprobs
+from octavo.request import RequestId, Sequence, SequenceId, TokenLogprobs
+from octavo.sampling_params import SamplingParams
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step: tokens `start .. start + num_tokens` of `seq.token_ids`.
+@dataclass(frozen=True, slots=True)
+class SamplingSnapshot:
+    """What drawing a sequence's tokens depends on, besides its logits and its tokens.
 
     Attributes:
-        fresh: the first step since admission: what is remembered of its tables from an earlier step is void.
-        block_tables: one list of block ids per group, as they are after allocation. Views: read, never written.
-        samples: the sequences that draw a next token from the last computed token's logits: none while a prompt
-            is unfinished, the sequence itself, or all of a request's parallel samples when its prompt ends.
-        prompt_logprobs: (first, last + 1) positions of the chunk whose logits score the prompt token after them.
+        seed: with the number of the output token, all that a draw's randomness comes from.
+        eos_token_ids: which `min_tokens` keeps from being drawn.
+        num_candidates: of a beam: how many of the most likely tokens are wanted; 0 where a token is drawn.
     """
 
-    seq: Sequence
+    request_id: RequestId
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    num_candidates: int = 0
+
+
+class SequenceForked(NamedTuple):
+    """`child` has the state of `parent` as it is at this point, and a seed of its own."""
+
+    child: SequenceId
+    parent: SequenceId
+    seed: int
+
+
+class SequenceDropped(NamedTuple):
+    """Nothing more will be said of this sequence, or all of it anew."""
+
+    seq_id: SequenceId
+
+
+class NewSequence(NamedTuple):
+    """A sequence that the runner does not know.
+
+    Attributes:
+        tables: one block table per group.
+        token_ids: all its tokens so far, int32 in the machine's byte order, where penalties count them; else empty.
+    """
+
+    seq_id: SequenceId
+    sampling: SamplingSnapshot
+    tables: tuple[tuple[BlockId, ...], ...]
+    token_ids: bytes = b""
+
+
+class TableDelta(NamedTuple):
+    """Entries `first ..` of a row's block tables, one run per group, up to their ends."""
+
+    row: int
+    first: int
+    blocks: tuple[tuple[BlockId, ...], ...]
+
+
+class PromptScores(NamedTuple):
+    """Positions `first .. first + len(targets)` of a row's sequence, whose logits score the prompt token after each.
+
+    Attributes:
+        targets: those prompt tokens.
+        num_top: how many of the most likely tokens to report beside each.
+    """
+
+    row: int
+    first: int
+    targets: tuple[int, ...]
+    num_top: int
+
+
+class PlannedRow(NamedTuple):
+    """One row of a plan, as `StepPlan.rows` gives it."""
+
+    seq_id: SequenceId
     start: int
     num_tokens: int
-    block_tables: list[list[BlockId]]
-    fresh: bool = False
-    samples: tuple[Sequence, ...] = ()
-    prompt_logprobs: tuple[int, int] | None = None
+    num_draws: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. To all that follows, each list has happened whole, in this order, before anything is computed:
+    """One step. Row i computes tokens `starts[i] .. starts[i] + lengths[i]` of sequence `seq_ids[i]`.
+
+    Of the transfers each list has happened whole, in this order, before anything is computed:
 
     swap_out   device -> host      a block that leaves may be written again by all that follows; the runner may still
                                    be storing it while it computes, and is done when the step is
     copies     device -> device    all sources are read before any destination is written
     swap_in    host -> device
+
+    Attributes:
+        step: the plan's number, rising from 1.
+        token_ids: of all rows, one after the other.
+        draws: how many tokens are drawn from the logits of the row's last token: 0 while a prompt is unfinished, 1, or
+            one for each of a request's parallel samples when its prompt ends.
+        sibling_seeds: by row, the seeds of its draws after the first.
+        scores: of rows whose prompt's log-probabilities are wanted.
+        reset: forget every sequence before reading on.
     """
 
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    swap_out: Seq[BlockSwap] = ()
-    copies: list[BlockCopy] = field(default_factory=list)
-    swap_in: Seq[BlockSwap] = ()
-    num_tokens: int = 0
+    step: int = 0
+    seq_ids: tuple[SequenceId, ...] = ()
+    starts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    sibling_seeds: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    scores: tuple[PromptScores, ...] = ()
+    reset: bool = False
+    changes: tuple[SequenceForked | SequenceDropped, ...] = ()
+    new: tuple[NewSequence, ...] = ()
+    tables: tuple[TableDelta, ...] = ()
+    swap_out: tuple[BlockSwap, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockSwap, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.scheduled)
+        return bool(self.seq_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_draws(self) -> int:
+        return sum(self.draws)
+
+    def rows(self) -> Iterator[PlannedRow]:
+        """Row by row, for whoever would rather read than compute."""
+        first = 0
+        for seq_id, start, length, draws in zip(self.seq_ids, self.starts, self.lengths, self.draws, strict=True):
+            yield PlannedRow(seq_id, start, length, draws, self.token_ids[first : first + length])
+            first += length
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +192,7 @@ class Candidate:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SampleResult:
     """One drawn token; `logprobs` only where the request asked for them.
 
@@ -80,6 +203,41 @@ class SampleResult:
     token_id: int
     logprobs: TokenLogprobs | None = None
     candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What executing a plan gave.
+
+    Attributes:
+        token_ids: one per draw, in the order of the plan's rows.
+        logprobs: by the number of the draw, where the request asked for them.
+        candidates: by the number of the draw, where the request searches with beams.
+        prompt_logprobs: one list for each of `StepPlan.scores`.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+
+    @classmethod
+    def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:
+        """A result of samples one by one, in the order of the draws."""
+        samples = list(samples)
+        return cls(
+            tuple(sample.token_id for sample in samples),
+            {i: sample.logprobs for i, sample in enumerate(samples) if sample.logprobs is not None},
+            {i: sample.candidates for i, sample in enumerate(samples) if sample.candidates},
+            tuple(map(tuple, prompt_logprobs)),
+        )
+
+    def sample(self, draw: int) -> SampleResult:
+        return SampleResult(self.token_ids[draw], self.logprobs.get(draw), self.candidates.get(draw, ()))
+
+    @property
+    def samples(self) -> list[SampleResult]:
+        return [self.sample(draw) for draw in range(len(self.token_ids))]
 
 
 @dataclass(slots=True)
@@ -93,16 +251,3 @@ class SequenceUpdate:
     seq: Sequence
     token_ids: Seq[int]
     logprobs: Seq[TokenLogprobs]
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What the runner gives back: for each scheduled sequence, in the plan's order.
-
-    Attributes:
-        samples: one result per entry of `ScheduledSequence.samples`.
-        prompt_logprobs: one entry per position of `ScheduledSequence.prompt_logprobs`, keyed by the index in the plan.
-    """
-
-    samples: list[list[SampleResult]]
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -17,7 +17,8 @@ from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
-from octavo.scheduler.plan import ScheduledSequence, SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 
@@ -83,6 +84,8 @@ class Scheduler:
         self._pinning: list[Sequence] = []  # whose requests want prefixes pinned that are not yet computed
         self._sampling = Sampling(config.max_model_len)
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+        self._builder = PlanBuilder(kv)
+        self._admitted: list[Request] = []
         self._reserved_slots = 0  # of parallel samples and beams whose prompt is still being computed
         self._num_growing_groups = sum(group.sliding_window is None for group in kv.spec.groups)
         self.max_sequence_tokens = self._longest_sequence()
@@ -110,6 +113,21 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """Every request that has not ended."""
         return list(self._requests.values())
+
+    @property
+    def planned(self) -> list[Sequence]:
+        """The sequence of each row of the plan whose result is awaited."""
+        return self._builder.sequences
+
+    @property
+    def drawing(self) -> list[Sequence]:
+        """The sequence of each draw of the plan whose result is awaited."""
+        return [seq for draws in self._builder.draws for seq in draws]
+
+    @property
+    def admitted(self) -> list[Request]:
+        """Whom the last `schedule` admitted for the first time."""
+        return self._admitted
 
     @property
     def has_work(self) -> bool:
@@ -192,6 +210,7 @@ class Scheduler:
         has_place = len(self._running) + self._reserved_slots < self.config.max_num_seqs
         if parent.status is SequenceStatus.RUNNING and has_place:
             self.kv.fork(parent, child)
+            self._builder.fork(parent, child)
             child.status = SequenceStatus.RUNNING
             self._enter_running(child)
         else:
@@ -232,44 +251,50 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step: first those that run, in order of service, then newcomers into what is left."""
-        plan = StepPlan()
+        builder = self._builder
+        builder.begin()
+        self._admitted = []
         self.kv.pins.expire()
         swap = self.kv.swap
         # A step that failed was never told to `update`; whatever it moved has been moved.
         swap.complete_transfers()
-        preempted = self._schedule_running(plan)
+        preempted = self._schedule_running(builder)
         if not preempted:
-            self._admit(plan)
-        while not plan and self._running:
+            self._admit(builder)
+        while not builder and self._running:
             # Nobody here has a token to compute: they are beams that wait for siblings, and stand in their way.
             self._preempt(self._victims.choose(self._running))
-            self._admit(plan)
-        if swap.has_transfers and plan:
-            plan.swap_out, plan.swap_in = swap.take_transfers()
-        return plan
+            self._admit(builder)
+        if builder and swap.has_transfers:
+            return builder.finish(*swap.take_transfers())
+        return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Take in what the runner computed: publish blocks, then let each request make of its samples what it does."""
+        sequences, draws = self._builder.settle(plan)
         self.kv.swap.complete_transfers()
+        for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
+            sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         updates: list[SequenceUpdate] = []
-        for index, (item, samples) in enumerate(zip(plan.scheduled, result.samples, strict=True)):
-            seq = item.seq
-            if item.prompt_logprobs is not None:
-                seq.request.prompt_logprobs.extend(result.prompt_logprobs[index])
-            seq.num_computed = item.start + item.num_tokens
+        first = 0
+        for seq, start, length, drawing in zip(sequences, plan.starts, plan.lengths, draws, strict=True):
+            seq.num_computed = start + length
             self.kv.commit(seq)
-            if item.samples:
-                self._decoding(seq).take(item.samples, samples, self, updates)
+            if drawing:
+                samples = [result.sample(first + i) for i in range(len(drawing))]
+                first += len(drawing)
+                self._decoding(seq).take(drawing, samples, self, updates)
         if self._pinning:
             # Before anything else is allocated: what ended in this very step is still cached.
             self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
         return updates
 
     def abandon_step(self) -> None:
-        """The step planned last was carried out, but gave no result: what it moved has been moved all the same."""
+        """The step planned last gave no result: what it moved has been moved, and the runner's state is unknown."""
+        self._builder.abandon()
         self.kv.swap.complete_transfers()
 
-    def _schedule_running(self, plan: StepPlan) -> bool:
+    def _schedule_running(self, plan: PlanBuilder) -> bool:
         """Returns whether a sequence had to be preempted."""
         budget = self.config.max_num_batched_tokens
         preempted = False
@@ -293,11 +318,11 @@ class Scheduler:
             if copies is None:
                 continue  # seq itself yielded; its place in the list is the next one's
             plan.copies.extend(copies)
-            self._plan_sequence(plan, seq, num_new, fresh=False)
+            self._plan_sequence(plan, seq, num_new, copied=bool(copies))
             position += 1
         return preempted
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: PlanBuilder) -> None:
         budget = self.config.max_num_batched_tokens
         while plan.num_tokens < budget and (seq := self._waiting.peek()) is not None:
             pending = _pending_siblings(seq)
@@ -321,7 +346,9 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self._reserved_slots += pending
             self._enter_running(seq)
-            self._plan_sequence(plan, seq, num_new, fresh=True)
+            if seq.index == 0 and seq.num_preemptions == 0:
+                self._admitted.append(seq.request)
+            self._plan_sequence(plan, seq, num_new)
 
     def _reserve_for_growth(self, newcomer: Sequence, budget: int) -> int:
         """Blocks that must stay available when `newcomer` is admitted: those that the next steps will take.
@@ -355,7 +382,7 @@ class Scheduler:
         seq.num_computed = hit.num_tokens
         return num_new
 
-    def _swap_in(self, plan: StepPlan, seq: Sequence, budget: int, reserve: int) -> int:
+    def _swap_in(self, plan: PlanBuilder, seq: Sequence, budget: int, reserve: int) -> int:
         """Bring a swapped sequence back; returns how many tokens to compute, or 0 where there is no room."""
         num_new = min(seq.num_tokens - seq.num_computed, budget)
         copies = self.kv.swap_in(seq, num_new, reserve)
@@ -365,16 +392,14 @@ class Scheduler:
         del self._swapped[seq.seq_id]
         return num_new
 
-    def _plan_sequence(self, plan: StepPlan, seq: Sequence, num_new: int, *, fresh: bool) -> None:
+    def _plan_sequence(self, plan: PlanBuilder, seq: Sequence, num_new: int, *, copied: bool = False) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
-        samples = self._decoding(seq).drawing(seq) if end == seq.num_tokens else ()
-        item = ScheduledSequence(seq, start, num_new, self.kv.tables(seq), fresh, samples)
+        plan.add(seq, num_new, self._decoding(seq).drawing(seq) if end == seq.num_tokens else (), copied=copied)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
             last = min(end, seq.num_prompt_tokens - 1)
-            item.prompt_logprobs = (first, last) if first < last else None
-        plan.scheduled.append(item)
-        plan.num_tokens += num_new
+            if first < last:
+                plan.score_prompt(first, last)
 
     def _decoding(self, seq: Sequence) -> Decoding:
         return self._searches.get(seq.request.request_id, self._sampling)
@@ -427,6 +452,7 @@ class Scheduler:
 
     def _leave_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
+        self._builder.drop(seq)
         self._reserved_slots -= _pending_siblings(seq)
 
 

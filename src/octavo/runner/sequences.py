@@ -1,0 +1,83 @@
+"""What the runner knows of each sequence it has been told of: a row for each, kept from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.request import SequenceId
+from octavo.sampling.batch import SamplingState, SamplingTable
+from octavo.scheduler.plan import SequenceForked, StepPlan
+
+Rows = npt.NDArray[np.int64]
+
+
+class SequenceTable:
+    """Block tables and sampling state of the sequences of one runner, brought up to date by each plan.
+
+        row    block tables, one array a group          sampling
+        0      | 12  4 31  .  .  . |                    seq 7's parameters and token counts
+        1      |  9 17  .  .  .  . |                    seq 3's
+        2      |  .  .  .  .  .  . |  free
+
+    A row's entries past the end of its table are of no meaning.
+
+    Args:
+        max_rows: most sequences known at once.
+        max_blocks: longest block table.
+
+    Attributes:
+        tables: int32 [max_rows, max_blocks], one per group.
+    """
+
+    def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
+        # Zeros are mapped on first touch: what is never used costs no memory.
+        self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self.sampling = SamplingTable(max_rows)
+        self._lengths = [0] * max_rows  # of the row's tables
+        self._rows: dict[SequenceId, int] = {}
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, plan: StepPlan) -> Rows:
+        """Take in what a plan says of its sequences; returns the row of each that it computes: int64 [rows]."""
+        if plan.reset:
+            for seq_id in list(self._rows):
+                self._drop(seq_id)
+        for change in plan.changes:
+            if isinstance(change, SequenceForked):
+                self._fork(change)
+            else:
+                self._drop(change.seq_id)
+        for new in plan.new:
+            row = self._take_row(new.seq_id)
+            state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32))
+            self.sampling.put(row, state)
+            self._write(row, 0, new.tables)
+        row_of = self._rows
+        for delta in plan.tables:
+            self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
+        return np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
+
+    def _take_row(self, seq_id: SequenceId) -> int:
+        row = self._rows[seq_id] = self._free_rows.pop()
+        return row
+
+    def _drop(self, seq_id: SequenceId) -> None:
+        row = self._rows.pop(seq_id)
+        self.sampling.clear(row)
+        self._free_rows.append(row)
+
+    def _fork(self, fork: SequenceForked) -> None:
+        parent, child = self._rows[fork.parent], self._take_row(fork.child)
+        self.sampling.fork(parent, child, fork.seed)
+        length = self._lengths[child] = self._lengths[parent]
+        for table in self.tables:
+            table[child, :length] = table[parent, :length]
+
+    def _write(self, row: int, first: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+        for table, run in zip(self.tables, blocks, strict=True):
+            table[row, first : first + len(run)] = run
+        self._lengths[row] = first + len(blocks[0])

@@ -1,0 +1,169 @@
+"""What the draws of a step depend on besides logits, a record for each, gathered from a table of running sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.sampling.counts import TokenCounts
+from octavo.scheduler.plan import SamplingSnapshot
+
+# Infinite in float32, a temperature would make NaN of masked logits.
+_HOTTEST = 1e30
+
+_RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("num_prompt_tokens", np.int64),
+        ("min_tokens", np.int64),
+        ("temperature", np.float64),
+        ("min_p", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.float64),  # exact below 2^53
+        ("greedy", np.bool_),
+        ("beam", np.bool_),
+        ("wants_logprobs", np.bool_),  # they are reported, or are what the best completions are chosen by
+        ("adjusted", np.bool_),  # by biases or penalties; `min_tokens` apart
+    ]
+)
+_MASK_64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """One sequence's parameters, and its token counts where a penalty needs them."""
+
+    snapshot: SamplingSnapshot
+    counts: TokenCounts | None = None
+
+    @classmethod
+    def of(cls, snapshot: SamplingSnapshot, token_ids: npt.NDArray[np.integer]) -> SamplingState:
+        """Of a sequence with these tokens, which are only looked at where a penalty counts them."""
+        counts = None
+        if snapshot.params.counts_tokens:
+            counts = TokenCounts(token_ids, snapshot.num_prompt_tokens)
+        return cls(snapshot, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The draws of one step.
+
+    Attributes:
+        records: `_RECORD` [draws].
+        positions: int64 [draws]; output tokens before the one that is drawn.
+        states: one a draw.
+    """
+
+    records: npt.NDArray[Any]
+    positions: npt.NDArray[np.int64]
+    states: list[SamplingState]
+
+    @classmethod
+    def of(cls, states: Seq[SamplingState], positions: Seq[int]) -> SamplingBatch:
+        """Of sequences one by one."""
+        records = np.zeros(len(states), dtype=_RECORD)
+        for i, state in enumerate(states):
+            records[i] = _record(state.snapshot)
+        return cls(records, np.array(positions, dtype=np.int64), list(states))
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def adjusted(self) -> npt.NDArray[np.bool_]:
+        """bool [draws]: whether something changes the logits before the choice."""
+        adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | (self.positions < self.records["min_tokens"])
+        return adjusted
+
+    def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
+        """Some of the draws."""
+        if len(draws) == len(self.states):
+            return self
+        return SamplingBatch(self.records[draws], self.positions[draws], [self.states[i] for i in draws.tolist()])
+
+
+class SamplingTable:
+    """The sampling state of running sequences, each in a row of its own."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._records = np.zeros(max_rows, dtype=_RECORD)
+        self._counting = np.zeros(max_rows, dtype=np.bool_)
+        self._states: list[SamplingState | None] = [None] * max_rows
+
+    def put(self, row: int, state: SamplingState) -> None:
+        self._records[row] = _record(state.snapshot)
+        self._counting[row] = state.counts is not None
+        self._states[row] = state
+
+    def fork(self, parent: int, child: int, seed: int) -> None:
+        """Row `child` becomes what row `parent` is, with a seed of its own."""
+        state = self._state(parent)
+        counts = None if state.counts is None else state.counts.fork()
+        self._records[child] = self._records[parent]
+        self._records[child]["seed"] = seed & _MASK_64
+        self._counting[child] = counts is not None
+        self._states[child] = SamplingState(state.snapshot, counts)
+
+    def clear(self, row: int) -> None:
+        self._counting[row] = False
+        self._states[row] = None
+
+    def count(
+        self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
+    ) -> None:
+        """Take in a step's tokens where a penalty counts them; those that are counted already are passed over.
+
+        Args:
+            starts: position of each row's first token.
+            bounds: row i's tokens are token_ids[bounds[i] : bounds[i + 1]].
+        """
+        for i in np.flatnonzero(self._counting[rows]).tolist():
+            counts = self._state(int(rows[i])).counts
+            assert counts is not None
+            first = int(bounds[i]) + counts.num_tokens - starts[i]
+            for token_id in token_ids[first : int(bounds[i + 1])]:
+                counts.append(token_id)
+
+    def batch(
+        self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
+    ) -> SamplingBatch:
+        """The draws from these rows, one after the other.
+
+        Args:
+            num_tokens: int64 [draws]; tokens of the sequence before the one that is drawn.
+            seeds: (draw, seed) of those draws that do not use the row's own.
+        """
+        records = self._records[rows]
+        for draw, seed in seeds:
+            records[draw]["seed"] = seed & _MASK_64
+        return SamplingBatch(
+            records, num_tokens - records["num_prompt_tokens"], [self._state(row) for row in rows.tolist()]
+        )
+
+    def _state(self, row: int) -> SamplingState:
+        state = self._states[row]
+        assert state is not None, f"row {row} holds no sequence"
+        return state
+
+
+def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
+    params = snapshot.params
+    return (
+        snapshot.seed & _MASK_64,
+        snapshot.num_prompt_tokens,
+        params.min_tokens,
+        min(params.temperature, _HOTTEST),
+        params.min_p,
+        params.top_p,
+        float(params.top_k),
+        params.greedy,
+        params.use_beam_search,
+        params.logprobs is not None or params.chooses,
+        params.counts_tokens or bool(params.logit_bias),
+    )

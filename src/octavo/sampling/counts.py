@@ -1,0 +1,63 @@
+"""How often a sequence has which tokens, kept up to date token by token for the penalties."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """The distinct tokens of a prompt, and of an output with their counts: O(1) for each further token.
+
+        prompt_ids        [ 3 17 90 ]        sorted; the same array for all forks
+        output_ids        [ 90 4 … |   ]     in order of first occurrence, with room to grow
+        output_counts     [  2 1 … |   ]
+
+    Args:
+        token_ids: all tokens so far.
+        num_prompt_tokens: how many of them are the prompt's.
+    """
+
+    __slots__ = ("_counts", "_ids", "_places", "num_tokens", "prompt_ids")
+
+    def __init__(self, token_ids: npt.NDArray[np.integer], num_prompt_tokens: int) -> None:
+        self.prompt_ids: TokenIds = np.unique(token_ids[:num_prompt_tokens]).astype(np.int64)
+        self.num_tokens = len(token_ids)
+        ids, first, counts = np.unique(token_ids[num_prompt_tokens:], return_index=True, return_counts=True)
+        order = np.argsort(first)
+        self._ids: TokenIds = ids[order].astype(np.int64)
+        self._counts: TokenIds = counts[order].astype(np.int64)
+        self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+
+    @property
+    def output_ids(self) -> TokenIds:
+        return self._ids[: len(self._places)]
+
+    @property
+    def output_counts(self) -> TokenIds:
+        return self._counts[: len(self._places)]
+
+    def append(self, token_id: int) -> None:
+        """The output has one token more."""
+        self.num_tokens += 1
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = _grown(self._ids)
+            self._counts = _grown(self._counts)
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    def fork(self) -> TokenCounts:
+        """The same counts for a sequence that goes on otherwise. O(distinct tokens of the output)."""
+        child = TokenCounts.__new__(TokenCounts)
+        child.prompt_ids, child.num_tokens = self.prompt_ids, self.num_tokens
+        child._ids, child._counts, child._places = self._ids.copy(), self._counts.copy(), self._places.copy()
+        return child
+
+
+def _grown(array: TokenIds) -> TokenIds:
+    grown = np.zeros(max(16, 2 * len(array)), dtype=np.int64)
+    grown[: len(array)] = array
+    return grown

@@ -1,0 +1,180 @@
+"""From scheduled sequences to a `StepPlan`, and what the runner has been told of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from octavo.errors import OctavoError
+from octavo.kvcache.block import BlockCopy
+from octavo.kvcache.host_pool import BlockSwap
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId
+from octavo.scheduler.beam import num_candidates
+from octavo.scheduler.plan import (
+    NewSequence,
+    PromptScores,
+    SamplingSnapshot,
+    SequenceDropped,
+    SequenceForked,
+    StepPlan,
+    TableDelta,
+)
+
+
+class PlanBuilder:
+    """Collects one step after the other; truthy where the step has a row.
+
+        begin ── add, add, … ── finish ──> plan in flight ─┬─ settle(plan)     what it said is known
+                                                           └─ abandon()        nothing is known any more
+        drop, fork      between two steps or while one is collected, in the order in which they happen
+
+    Attributes:
+        sequences: of the step that is collected or in flight, the live sequence of each row.
+        draws: for each row, the live sequences that draw a token from it.
+        num_tokens: collected so far.
+        copies: to be done before the step computes.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._block_size = kv.spec.block_size
+        self._told: dict[SequenceId, int] = {}  # how many entries of its tables the runner has
+        self._changes: list[SequenceForked | SequenceDropped] = []
+        self._reset = True
+        self._step = 0
+        self._in_flight = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sequences: list[Sequence] = []
+        self.draws: list[tuple[Sequence, ...]] = []
+        self.num_tokens = 0
+        self.copies: list[BlockCopy] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._token_ids: list[int] = []
+        self._sibling_seeds: dict[int, tuple[int, ...]] = {}
+        self._scores: list[PromptScores] = []
+        self._new: list[NewSequence] = []
+        self._tables: list[TableDelta] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.sequences)
+
+    def begin(self) -> None:
+        """Start collecting a step. One that was never settled, or never finished, counts as abandoned."""
+        if self.sequences:
+            self.abandon()
+
+    def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
+        """Compute the next `num_new` tokens of a sequence, whose tables have room for them.
+
+        Args:
+            draws: the sequences that are given a sample of the token after them; `seq` is the first.
+            copied: the block of the first of those tokens is a copy that the runner has not been told of.
+        """
+        start, size = seq.num_computed, self._block_size
+        end = start + num_new
+        told = self._told.get(seq.seq_id)
+        if told is None:
+            self._tell_whole(seq)
+        elif copied or end > told * size:
+            first = min(told, start // size) if copied else told
+            tables = self._kv.tables(seq)
+            self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
+            self._told[seq.seq_id] = len(tables[0])
+        if len(draws) > 1:
+            self._sibling_seeds[len(self.sequences)] = tuple(sibling.seed for sibling in draws[1:])
+        self.sequences.append(seq)
+        self.draws.append(draws)
+        self._starts.append(start)
+        self._lengths.append(num_new)
+        if num_new == 1 and start >= seq.num_prompt_tokens:
+            self._token_ids.append(seq.output_token_ids[start - seq.num_prompt_tokens])
+        else:
+            self._token_ids.extend(seq.tokens(start, end))
+        self.num_tokens += num_new
+
+    def score_prompt(self, first: int, last: int) -> None:
+        """Positions `first .. last` of the sequence added last score the prompt tokens after them."""
+        seq = self.sequences[-1]
+        targets = tuple(seq.tokens(first + 1, last + 1))
+        num_top = seq.request.params.prompt_logprobs or 0
+        self._scores.append(PromptScores(len(self.sequences) - 1, first, targets, num_top))
+
+    def finish(self, swap_out: Iterable[BlockSwap] = (), swap_in: Iterable[BlockSwap] = ()) -> StepPlan:
+        """The step as collected. Without a row it is empty, and whatever has changed is told with the next."""
+        if not self.sequences:
+            return StepPlan()
+        self._step += 1
+        self._in_flight = True
+        plan = StepPlan(
+            step=self._step,
+            seq_ids=tuple([seq.seq_id for seq in self.sequences]),
+            starts=tuple(self._starts),
+            lengths=tuple(self._lengths),
+            draws=tuple(map(len, self.draws)),
+            token_ids=tuple(self._token_ids),
+            sibling_seeds=self._sibling_seeds,
+            scores=tuple(self._scores),
+            reset=self._reset,
+            changes=tuple(self._changes),
+            new=tuple(self._new),
+            tables=tuple(self._tables),
+            swap_out=tuple(swap_out),
+            copies=tuple(self.copies),
+            swap_in=tuple(swap_in),
+        )
+        self._changes, self._reset = [], False
+        return plan
+
+    def settle(self, plan: StepPlan) -> tuple[list[Sequence], list[tuple[Sequence, ...]]]:
+        """`plan` was carried out: returns its `sequences` and `draws`. An empty plan was not in flight, and is fine.
+
+        Raises:
+            OctavoError: it is not the plan in flight.
+        """
+        if not plan:
+            return [], []
+        if not self._in_flight or plan.step != self._step:
+            raise OctavoError(f"the result is of step {plan.step}, but step {self._step} is the last that was planned")
+        sequences, draws = self.sequences, self.draws
+        self._in_flight = False
+        self._clear()
+        return sequences, draws
+
+    def abandon(self) -> None:
+        """The step that was collected or is in flight gives no result: nothing is known of the runner's state."""
+        self._in_flight = False
+        self._clear()
+        self._told.clear()
+        self._changes.clear()
+        self._reset = True
+
+    def drop(self, seq: Sequence) -> None:
+        """A sequence stops running: its blocks, or its id, are about to change hands."""
+        if self._told.pop(seq.seq_id, None) is not None:
+            self._changes.append(SequenceDropped(seq.seq_id))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` has just become what `parent` is, over the same blocks."""
+        told = self._told.get(parent.seq_id)
+        if told is not None:
+            self._told[child.seq_id] = told
+            self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
+
+    def _tell_whole(self, seq: Sequence) -> None:
+        request, tables = seq.request, self._kv.tables(seq)
+        params = request.params
+        sampling = SamplingSnapshot(
+            request.request_id,
+            params,
+            seq.seed,
+            seq.num_prompt_tokens,
+            request.eos_token_ids,
+            num_candidates(request) if params.use_beam_search else 0,
+        )
+        token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens else b""
+        self._new.append(NewSequence(seq.seq_id, sampling, tuple(map(tuple, tables)), token_ids))
+        self._told[seq.seq_id] = len(tables[0])

@@ -1,0 +1,90 @@
+"""Reading plans: whose rows they are, and what a runner that was told of them knows."""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+
+from octavo.request import Sequence, SequenceId
+from octavo.scheduler.plan import SamplingSnapshot, SequenceForked, StepPlan
+from octavo.scheduler.scheduler import Scheduler
+
+_SEQUENCES: dict[SequenceId, Sequence] = {}
+
+
+def _remember() -> None:
+    """From now on `sequences` and `shares` know whom any scheduler's plans speak of."""
+    schedule = Scheduler.schedule
+
+    def remembering(self: Scheduler) -> StepPlan:
+        plan = schedule(self)
+        _SEQUENCES.update(zip(plan.seq_ids, self.planned, strict=True))
+        return plan
+
+    Scheduler.schedule = remembering  # type: ignore[method-assign]
+
+
+_remember()
+
+
+def sequences(plan: StepPlan) -> list[Sequence]:
+    return [_SEQUENCES[seq_id] for seq_id in plan.seq_ids]
+
+
+def shares(plan: StepPlan) -> dict[str, int]:
+    """Tokens of each request in a step."""
+    return {seq.request.request_id: n for seq, n in zip(sequences(plan), plan.lengths, strict=True)}
+
+
+class ToldRunner:
+    """What a runner knows that keeps no more than plans say; every plan reaches it through a pickle."""
+
+    def __init__(self) -> None:
+        self.tables: dict[SequenceId, list[list[int]]] = {}
+        self.sampling: dict[SequenceId, SamplingSnapshot] = {}
+        self.counted: dict[SequenceId, list[int]] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        copied = pickle.loads(pickle.dumps(plan))
+        assert copied == plan
+        plan = copied
+        if plan.reset:
+            self.__init__()  # type: ignore[misc]
+        for change in plan.changes:
+            if isinstance(change, SequenceForked):
+                self.tables[change.child] = [table.copy() for table in self.tables[change.parent]]
+                self.counted[change.child] = self.counted[change.parent].copy()
+                parent = self.sampling[change.parent]
+                self.sampling[change.child] = SamplingSnapshot(
+                    parent.request_id,
+                    parent.params,
+                    change.seed,
+                    parent.num_prompt_tokens,
+                    parent.eos_token_ids,
+                    parent.num_candidates,
+                )
+            else:
+                del self.tables[change.seq_id], self.sampling[change.seq_id], self.counted[change.seq_id]
+        for new in plan.new:
+            assert new.seq_id not in self.tables, "known already"
+            self.tables[new.seq_id] = [list(table) for table in new.tables]
+            self.sampling[new.seq_id] = new.sampling
+            self.counted[new.seq_id] = list(array("i", new.token_ids))
+        for delta in plan.tables:
+            for table, blocks in zip(self.tables[plan.seq_ids[delta.row]], delta.blocks, strict=True):
+                assert delta.first <= len(table), "no gap"
+                table[delta.first :] = blocks
+        for row in plan.rows():
+            counted = self.counted[row.seq_id]
+            if self.sampling[row.seq_id].params.counts_tokens:
+                counted += row.token_ids[max(0, len(counted) - row.start) :]
+
+    def check(self, plan: StepPlan, planned: list[Sequence]) -> None:
+        """What it knows of a plan's rows is what they are."""
+        for row, seq in zip(plan.rows(), planned, strict=True):
+            sampling = self.sampling[row.seq_id]
+            assert sampling.request_id == seq.request.request_id
+            assert (sampling.params, sampling.seed) == (seq.request.params, seq.seed)
+            assert list(row.token_ids) == list(seq.token_ids[row.start : row.end])
+            if sampling.params.counts_tokens:
+                assert self.counted[row.seq_id] == list(seq.token_ids), "whoever draws has all its tokens counted"
