@@ -68,8 +68,9 @@ class RequestContext:
     Attributes:
         request_id: None: the engine gives one.
         priority: lower is served first, as in vLLM.
-        cache_salt: requests share cached blocks only with requests of the same salt.
+        cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         tenant: whom the request is accounted to; empty where no API key is asked for.
+        cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
         pins: prefixes of the prompt to pin once they are computed.
     """
 
@@ -77,6 +78,7 @@ class RequestContext:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    cache_group: str | None = None
     pins: tuple[PinRequest, ...] = ()
 
 

@@ -76,7 +76,8 @@ def running_server(engine: Any, **options: Any) -> Iterator[Running]:
     wait_until(lambda: server.started)
     url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=20) as client:
+        # For bodies that are given as bytes; a test may say otherwise.
+        with httpx.Client(base_url=url, timeout=20, headers={"Content-Type": "application/json"}) as client:
             yield Running(url, port, engine, client, server)
     finally:
         server.should_exit = True

@@ -98,6 +98,10 @@ class FakeEngine:
     async def shutdown(self, drain_seconds: float) -> None:
         self.is_alive = False
 
+    async def reset_prefix_cache(self) -> int:
+        self.cached.clear()
+        return 0
+
     async def generate(
         self,
         prompt: str | list[int],

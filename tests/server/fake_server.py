@@ -1,7 +1,12 @@
-"""A process that serves a `FakeEngine`: `python -m tests.server.fake_server PORT STEP_SECONDS SHUTDOWN_TIMEOUT`."""
+"""A process that serves a `FakeEngine`: `python -m tests.server.fake_server PORT STEP_SECONDS SHUTDOWN_TIMEOUT [JSON]`.
+
+JSON is an object of further server options.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 
 from octavo.errors import ConfigError
@@ -16,9 +21,11 @@ def make_engine(step_seconds: float) -> FakeEngine:
 
 
 def main() -> int:
-    port, step_seconds, shutdown_timeout = sys.argv[1:]
+    port, step_seconds, shutdown_timeout, *more = sys.argv[1:]
+    options = json.loads(more[0]) if more else {}
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO if more else logging.WARNING)
     try:
-        config = ServerConfig(port=int(port), shutdown_timeout=float(shutdown_timeout))
+        config = ServerConfig(port=int(port), shutdown_timeout=float(shutdown_timeout), **options)
         serve(lambda: make_engine(float(step_seconds)), config)
     except ConfigError as error:
         print(error, file=sys.stderr)

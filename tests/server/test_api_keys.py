@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.auth import tenant_of
+from octavo.server.access import Access
 from octavo.server.config import ServerConfig
+from octavo.server.keys import tenant_of
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 
@@ -41,10 +43,13 @@ def guarded(keyed_server: Running) -> Running:
         (bearer("first-ke"), "Incorrect API key"),
         (bearer("first-key2"), "Incorrect API key"),
         (bearer("FIRST-KEY"), "Incorrect API key"),
+        ({"x-api-key": "first-ke"}, "Incorrect API key"),
+        ({"x-api-key": ""}, "didn't provide an API key"),
+        ({"x-api-key": "ключ".encode()}, "Incorrect API key"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/nothing", "/tokenize", "/detokenize"])
-def test_without_a_right_key_nothing_is_done(guarded: Running, headers: dict[str, str], says: str, path: str) -> None:
+def test_without_a_right_key_nothing_is_done(guarded: Running, headers: dict[str, Any], says: str, path: str) -> None:
     response = guarded.client.post(path, json=BODY, headers=headers)
     assert response.status_code == 401
     error = response.json()["error"]
@@ -67,6 +72,21 @@ def test_each_key_is_a_tenant_of_its_own(guarded: Running) -> None:
     assert len(set(tenants)) == 2
 
 
+def test_a_key_may_come_as_x_api_key(guarded: Running) -> None:
+    assert guarded.client.post("/v1/completions", json=BODY, headers={"X-Api-Key": "second-key"}).status_code == 200
+    assert guarded.engine.received[-1]["context"].tenant == tenant_of("second-key")
+
+
+def test_a_request_may_wait_longer_than_others_but_not_go_before_them(guarded: Running) -> None:
+    ask = lambda priority: guarded.client.post(  # noqa: E731
+        "/v1/completions", json={**BODY, "priority": priority}, headers=bearer("first-key")
+    )
+    assert ask(5).status_code == 200
+    refused = ask(-1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "priority must be at least 0 for this API key"
+
+
 def test_a_tenants_name_is_stable_and_does_not_hold_the_key() -> None:
     assert tenant_of("first-key") == "7091d13ee5b5892a"
 
@@ -84,10 +104,23 @@ def test_keys_come_from_the_environment_unless_given(monkeypatch: pytest.MonkeyP
     assert ServerConfig().accepted_keys == ()
 
 
+@pytest.mark.parametrize("variable", ["OCTAVO_API_KEY", "OCTAVO_ADMIN_KEY"])
+@pytest.mark.parametrize("value", ["", " , ", ","])
+def test_a_variable_that_holds_no_key_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{variable} is set but holds no key"):
+        Access(ServerConfig())
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"api_key": [""]}, "api_key must not be empty"),
+        ({"api_key": ["two words"]}, "api_key must be at most 1024 printable ASCII characters"),
+        ({"admin_key": " "}, "admin_key must be at most 1024 printable ASCII characters"),
+        ({"api_key": ["a"], "keys_file": "keys.toml"}, "give either keys_file or api_key"),
         ({"served_model_name": ["a", ""]}, "served_model_name must not be empty"),
         ({"port": 65536}, "port must be between 0 and 65535, got 65536"),
         ({"max_body_size": "many"}, "cannot read 'many'"),

@@ -13,6 +13,7 @@ from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
 
 STEP = 0.02
+HEADERS = "Host: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def slow(start_server: Callable[..., Running]) -> Running:
 def send(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
     content = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=5)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{HEADERS}Content-Length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
     return connection
 
@@ -74,7 +75,8 @@ def test_a_client_that_stops_reading_does_not_stop_the_others(start_server: Call
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(slow: Running) -> None:
     with socket.create_connection(("127.0.0.1", slow.port), timeout=5) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt":')
+        head = f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt":')
     assert slow.post("/v1/completions", {"prompt": "y", "max_tokens": 1}).status_code == 200
     assert slow.engine.aborted == []
     wait_until(lambda: len(slow.server.server_state.tasks) == 0)

@@ -36,7 +36,8 @@ class Client:
         """Ask and read to the end, or close the connection once `leave_after` tokens have come."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         body = json.dumps({**self._body, "return_token_ids": True}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
+        writer.write(b"Content-Type: application/json\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         if leave_after == 0:

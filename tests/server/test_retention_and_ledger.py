@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.request import cache_scope
+from octavo.server.keys import tenant_of
 from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, error_of, real_server, sse_objects
 
@@ -313,3 +315,22 @@ def test_the_bytes_of_two_tenants_and_what_is_free_are_the_whole_cache() -> None
     owned = sum(sum(tenant["bytes"].values()) for tenant in report["tenants"].values())
     assert owned + report["bytes"]["free"] == report["num_blocks"] * report["block_bytes"]
     assert report["prefix_cache"]["requests"]["salt"] == 1, "the admin is told that another tenant has it"
+
+
+@pytest.mark.parametrize("cache", ["hashed", "radix"])
+def test_one_key_cannot_read_anothers_prompts_off_the_cached_tokens(cache: str) -> None:
+    secret = [(i * 31) % 300 for i in range(100)]
+    with real_server({"api_key": ["ada", "bob"]}, num_blocks=65, prefix_cache=cache) as shared:
+
+        def cached(key: str, tokens: list[int], **fields: Any) -> int:
+            body = {"prompt": tokens, "max_tokens": 1, **fields}
+            response = shared.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
+            return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached("ada", secret) == 0
+        assert cached("ada", secret) == 96
+        assert cached("bob", [*secret[:16], 1]) == 0
+        assert cached("bob", [*secret[:32], 1]) == 16, "what bob has sent before, and no more"
+        for salt in ("ada", tenant_of("ada"), "tenant", cache_scope(tenant_of("ada"), None, "")):
+            assert cached("bob", secret, cache_salt=salt) == 0
+        assert cached("ada", secret) == 96

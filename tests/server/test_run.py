@@ -71,10 +71,10 @@ class Streaming:
 def start() -> Iterator[Callable[..., ServerProcess]]:
     with ExitStack() as stack:
 
-        def start(shutdown_timeout: float = 30) -> ServerProcess:
+        def start(shutdown_timeout: float = 30, **options: Any) -> ServerProcess:
             command = [sys.executable, "-W", "error", "-m", "tests.server.fake_server", "0", str(STEP)]
             process = subprocess.Popen(
-                [*command, str(shutdown_timeout)],
+                [*command, str(shutdown_timeout), *([json.dumps(options)] if options else [])],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -145,6 +145,45 @@ def test_what_runs_too_long_is_cancelled_with_an_error(start: Callable[..., Serv
     asking.join(5)
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
     assert server.process.wait(5) == 0
+
+
+def test_a_hangup_rereads_the_keys_and_a_running_stream_goes_on(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.ada]\nkeys = ["old"]')
+    keys.chmod(0o600)
+    server = start(keys_file=str(keys))
+
+    def status(key: str) -> int:
+        return httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code
+
+    assert (status("old"), status("new")) == (200, 401)
+    body = {"prompt": "x", "max_tokens": 60, "stream": True}
+    headers = {"x-api-key": "old"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=20) as response:
+        lines = response.iter_lines()
+        next(lines)
+        keys.write_text('[tenants.ada]\nkeys = ["new"]')
+        server.stop(signal.SIGHUP)
+        wait_until(lambda: status("new") == 200)
+        assert status("old") == 401
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    keys.write_text("nonsense")
+    server.stop(signal.SIGHUP)
+    time.sleep(0.2)
+    assert status("new") == 200
+    server.stop(signal.SIGTERM)
+    _, err = server.process.communicate(timeout=5)
+    assert "1 keys of 1 tenants" in err
+    assert "the keys stay as they were" in err
+    assert "old" not in err
+
+
+def test_without_a_keys_file_a_hangup_ends_the_process(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    server.stop(signal.SIGHUP)
+    assert server.process.wait(5) == -signal.SIGHUP
 
 
 def test_an_idle_server_leaves_quickly(start: Callable[..., ServerProcess]) -> None:

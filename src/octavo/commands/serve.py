@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.commands.base import Command
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.config import EngineConfig
+from octavo.server.access import client_keys
 from octavo.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def share_pins(config: EngineConfig, server: ServerConfig) -> EngineConfig:
     """Where several tenants may pin, none may take the whole budget, unless that was asked for."""
-    if config.pin_tenant_share is None and len(set(server.accepted_keys)) > 1:
+    if config.pin_tenant_share is None and len({client.tenant for client in client_keys(server).values()}) > 1:
         return config.replace(pin_tenant_share=PIN_SHARE_OF_SEVERAL)
     return config
 

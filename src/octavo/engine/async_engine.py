@@ -176,6 +176,10 @@ class AsyncEngine:
         """Let a pin go; False where there is none of that id."""
         return await self._ask(lambda core: core.unpin(pin_id))
 
+    async def reset_prefix_cache(self) -> int:
+        """Give up every cached block that is neither used nor pinned; returns how many."""
+        return await self._ask(lambda core: core.reset_prefix_cache())
+
     async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
         """Asked in the engine's thread, between two steps: only there does the accounting stand still."""
         self._require_alive()

@@ -101,6 +101,7 @@ class EngineCore:
             priority=context.priority,
             tenant=context.tenant,
             cache_salt=context.cache_salt,
+            cache_group=context.cache_group,
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
         )

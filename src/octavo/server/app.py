@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 import octavo
 from octavo.errors import OctavoError, RequestError
-from octavo.server.auth import AdminKey, ApiKeys, RequireApiKey
+from octavo.server.access import Access
+from octavo.server.auth import AdminAccess, RequireApiKey, client_of
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
@@ -26,6 +27,7 @@ from octavo.server.errors import ApiError, LastResort, ModelMissingError, answer
 from octavo.server.generation import json_bytes
 from octavo.server.logprobs import TokenTexts
 from octavo.server.openapi import DOCS_PAGE, describe
+from octavo.server.origin import RefuseWebPages
 from octavo.server.prompts import checked_messages, encode_chat, offload
 from octavo.server.protocol import (
     ChatBody,
@@ -45,15 +47,28 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    engine: EngineClient, config: ServerConfig | None = None, in_flight: InFlight | None = None
+    engine: EngineClient,
+    config: ServerConfig | None = None,
+    in_flight: InFlight | None = None,
+    access: Access | None = None,
 ) -> Starlette:
-    """The application over a started engine. `in_flight` lets the caller end all requests at shutdown."""
+    """The application over a started engine.
+
+    Args:
+        in_flight: lets the caller end all requests at shutdown.
+        access: lets the caller reread the keys.
+    """
     config = ServerConfig() if config is None else config
+    access = Access(config) if access is None else access
     # Not `in_flight or …`: one that holds nothing yet is false.
-    api = Api(engine, config, InFlight() if in_flight is None else in_flight)
+    api = Api(engine, config, InFlight() if in_flight is None else in_flight, access)
     middleware = [Middleware(LastResort)]
-    if keys := config.accepted_keys:
-        middleware.append(Middleware(RequireApiKey, keys=ApiKeys(keys)))
+    if config.allowed_origins:
+        middleware.append(_cors(config))
+    if access.needs_key:
+        middleware.append(Middleware(RequireApiKey, keys=access.clients))
+    else:
+        middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
     app = Starlette(
         routes=[Route(path, handler, methods=[method]) for method, path, handler in api.routes()],
         exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
@@ -64,10 +79,23 @@ def create_app(
     return app
 
 
+def _cors(config: ServerConfig) -> Middleware:
+    """Lets pages of the allowed origins read the answers. Keys travel in headers that pages set: no cookies."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(config.allowed_origins),
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
+
+
 class Api:
     """The handlers. Each reads its body itself, so that a body over the limit is never held."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight, access: Access) -> None:
         self._engine = engine
         self._config = config
         self._in_flight = in_flight
@@ -76,7 +104,7 @@ class Api:
         texts = TokenTexts(engine)
         self._completions = Completions(engine, texts)
         self._chat = ChatCompletions(engine, texts)
-        self._admin = AdminKey(config.accepted_admin_key)
+        self._admin = AdminAccess(access.admins)
         self._metrics: Any = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -94,20 +122,21 @@ class Api:
             ("GET", "/debug/kv", self.debug_kv),
             ("GET", "/debug/pins", self.list_pins),
             ("DELETE", "/debug/pins/{pin_id}", self.unpin),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/docs", self.docs),
         ]
 
     async def create_completion(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
-        answer = await self._completions.prepare(body, self._served_name(body.model), _tenant(request))
+        answer = await self._completions.prepare(body, self._served_name(body.model), client_of(request.scope))
         if body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))
 
     async def create_chat_completion(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
-        answer = await self._chat.prepare(body, self._served_name(body.model), _tenant(request))
+        answer = await self._chat.prepare(body, self._served_name(body.model), client_of(request.scope))
         if body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))
@@ -185,20 +214,24 @@ class Api:
         return Response(content, headers={"content-type": content_type})
 
     async def debug_kv(self, request: Request) -> Response:
-        self._admin.check(request.headers.get("authorization"))
+        self._admin.check(request)
         return _json(json_bytes(await self._engine.kv_report()))
 
     async def list_pins(self, request: Request) -> Response:
-        self._admin.check(request.headers.get("authorization"))
+        self._admin.check(request)
         pins = [{"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.pins()]
         return _json(json_bytes({"object": "list", "data": pins}))
 
     async def unpin(self, request: Request) -> Response:
-        self._admin.check(request.headers.get("authorization"))
+        self._admin.check(request)
         pin_id = request.path_params["pin_id"]
         if not await self._engine.unpin(pin_id):
             raise ApiError(404, f"There is no pin `{pin_id}`; it may have expired.", param="pin_id", code="no_such_pin")
         return _json(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._admin.check(request)
+        return _json(json_bytes({"evicted_blocks": await self._engine.reset_prefix_cache()}))
 
     async def openapi(self, request: Request) -> Response:
         return _json(json_bytes(describe(octavo.__version__)))
@@ -217,10 +250,6 @@ class Api:
         if model not in self._names:
             raise ModelMissingError(model)
         return model
-
-
-def _tenant(request: Request) -> str:
-    return str(request.scope.get("state", {}).get("tenant", ""))
 
 
 def _without_id(fields: dict[str, Any]) -> dict[str, Any]:

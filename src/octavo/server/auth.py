@@ -1,88 +1,103 @@
-"""API keys: who may ask, and to whom the work is accounted."""
+"""Who may ask, and to whom the work is accounted: the API key of a request, and what it opens."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
 from http import HTTPStatus
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
+from octavo.server.keys import ANYBODY, Client, KeyRing
 
 # Everything that makes the server work for a client, or tells what it serves. Probes stay open.
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 
-def tenant_of(api_key: str) -> str:
-    """A short name for the key's holder: stable across restarts, and the key cannot be read back from it."""
-    return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"octavo-tenant").hexdigest()
+def presented_key(scope: Scope) -> str | None:
+    """The key that a request carries: `Authorization: Bearer KEY` (OpenAI's) or `x-api-key: KEY` (Anthropic's)."""
+    authorization = api_key = None
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            authorization = value.decode("utf-8", "replace")
+        elif name == b"x-api-key":
+            api_key = value.decode("utf-8", "replace").strip()
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() == "bearer" and (key := key.strip()):
+        return str(key)
+    return api_key or None
 
 
-class ApiKeys:
-    """The accepted keys. Only digests are compared, so the time taken says nothing about a key or its length."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._tenants = {_digest(key): tenant_of(key) for key in keys}
-
-    def tenant(self, authorization: str | None) -> str:
-        """The tenant whose key an `Authorization` header carries; raises `ApiError` (401) where it has none."""
-        scheme, _, key = (authorization or "").partition(" ")
-        key = key.strip()
-        if scheme.lower() != "bearer" or not key:
-            raise _unauthorized("You didn't provide an API key: send it as the header 'Authorization: Bearer KEY'.")
-        found = None
-        digest = _digest(key)
-        for known, tenant in self._tenants.items():
-            # No early exit: which of the keys matched is nobody's business either.
-            if hmac.compare_digest(known, digest):
-                found = tenant
-        if found is None:
-            raise _unauthorized("Incorrect API key provided.")
-        return found
-
-
-class AdminKey:
-    """Who may look into the server: the holder of one key, and nobody where none is set."""
-
-    def __init__(self, key: str | None) -> None:
-        self._keys = None if key is None else ApiKeys([key])
-
-    def check(self, authorization: str | None) -> None:
-        """Raises `ApiError`: 403 where the server has no admin key, 401 where the header does not carry it."""
-        if self._keys is None:
-            message = "This server has no admin key: start it with --admin-key or OCTAVO_ADMIN_KEY to use /debug."
-            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
-        self._keys.tenant(authorization)
+def client_of(scope: Scope) -> Client:
+    """Who asks, as `RequireApiKey` found; anybody where no key is needed."""
+    client = scope.get("state", {}).get("client", ANYBODY)
+    assert isinstance(client, Client)
+    return client
 
 
 class RequireApiKey:
-    """Lets nothing through to the guarded paths without a key; leaves the tenant in `scope["state"]`."""
+    """Lets nothing through to the guarded paths without a key; leaves the client in `scope["state"]`."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _is_guarded(scope["path"]):
-            headers = dict(scope["headers"])
-            authorization: bytes | None = headers.get(b"authorization")
             try:
-                tenant = self._keys.tenant(None if authorization is None else authorization.decode("utf-8", "replace"))
+                client = authenticated(self._keys, scope)
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
+
+
+class AdminAccess:
+    """Who may look into the server and reset it: holders of admin keys, and nobody where there is none.
+
+    Args:
+        keys: those of clients and of admins; a client whose `admin` is false is a stranger here.
+    """
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+
+    def check(self, request: Request) -> None:
+        """Raises `ApiError`: 403 where the server has no admin key, 401 where the request does not carry one."""
+        if not any(client.admin for client in self._keys.clients):
+            message = (
+                "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with admin = "
+                "true in --keys-file, to use this."
+            )
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
+        if not authenticated(self._keys, request.scope).admin:
+            raise incorrect_key()
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request carries an admin's key."""
+        key = presented_key(request.scope)
+        client = None if key is None else self._keys.find(key)
+        return client is not None and client.admin
+
+
+def authenticated(keys: KeyRing, scope: Scope) -> Client:
+    """The client whose key a request carries; raises `ApiError` (401) where it has none."""
+    key = presented_key(scope)
+    if key is None:
+        raise _unauthorized("You didn't provide an API key: send it as the header 'Authorization: Bearer KEY'.")
+    client = keys.find(key)
+    if client is None:
+        raise incorrect_key()
+    return client
+
+
+def incorrect_key() -> ApiError:
+    return _unauthorized("Incorrect API key provided.")
 
 
 def _is_guarded(path: str) -> bool:
     return any(path == prefix or path.startswith(prefix + "/") for prefix in _GUARDED)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -7,11 +7,11 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.request import RequestContext
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.keys import Client
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.server.pinning import cache_marks
 from octavo.server.prompts import checked_messages, encode_chat
@@ -25,7 +25,7 @@ class ChatCompletions:
         self._engine = engine
         self._texts = texts
 
-    async def prepare(self, body: ChatBody, model: str, tenant: str) -> ChatAnswer:
+    async def prepare(self, body: ChatBody, model: str, client: Client) -> ChatAnswer:
         """Checks the body, renders its messages and encodes them; raises `RequestError`."""
         params = body.sampling_params(self._engine.vocab_size)
         messages = checked_messages(body.messages)
@@ -40,13 +40,7 @@ class ChatCompletions:
             template_variables=variables,
             marks=cache_marks(body.messages),
         )
-        context = RequestContext(
-            request_id=new_id("chatcmpl"),
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            tenant=tenant,
-            pins=prompt.pins,
-        )
+        context = client.context(new_id("chatcmpl"), body.priority, body.cache_salt, prompt.pins)
         job = Job(model, [prompt], params, context)
         return ChatAnswer(self._engine, self._texts, body, job, _echoed(body, messages))
 

@@ -7,11 +7,12 @@ from contextlib import aclosing
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.request import RequestContext, TokenLogprobs
+from octavo.request import TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.keys import Client
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.prompts import encode_prompts
 from octavo.server.protocol import CompletionBody
@@ -24,16 +25,11 @@ class Completions:
         self._engine = engine
         self._texts = texts
 
-    async def prepare(self, body: CompletionBody, model: str, tenant: str) -> CompletionAnswer:
+    async def prepare(self, body: CompletionBody, model: str, client: Client) -> CompletionAnswer:
         """Checks the body and encodes its prompts; raises `RequestError`."""
         params = body.sampling_params(self._engine.vocab_size)
         prompts = await encode_prompts(self._engine, body.prompt, body.add_special_tokens is not False)
-        context = RequestContext(
-            request_id=new_id("cmpl"),
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            tenant=tenant,
-        )
+        context = client.context(new_id("cmpl"), body.priority, body.cache_salt)
         job = Job(model, prompts, params, context)
         return CompletionAnswer(self._engine, self._texts, body, job)
 

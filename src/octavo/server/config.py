@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.config import option, parse_bytes
 from octavo.errors import ConfigError
+from octavo.server.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
@@ -23,10 +24,32 @@ class ServerConfig:
         (), "name that requests give for the model, instead of --model; may be given several times"
     )
     api_key: Sequence[str] = option(
-        (), f"key that clients must send; may be given several times; default: ${API_KEY_VARIABLE}, split at commas"
+        (),
+        "key that clients must send, each a tenant of its own; may be given several times, and shows in `ps`: prefer "
+        f"--keys-file, or ${API_KEY_VARIABLE} (the default), split at commas",
+    )
+    keys_file: str | None = option(
+        None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP: docs/operating.md"
     )
     admin_key: str | None = option(
-        None, f"key that opens /debug; without one nobody may ask there; default: ${ADMIN_KEY_VARIABLE}"
+        None,
+        "key that opens /debug and /reset_prefix_cache; without one, or a tenant with admin = true, nobody may ask "
+        f"there; default: ${ADMIN_KEY_VARIABLE}",
+    )
+    shared_prefix_cache: bool = option(
+        False, "all tenants share cached prefixes: faster, and each can find out what others have sent"
+    )
+    allow_unauthenticated: bool = option(
+        False, "listen on other addresses than loopback though no API key is asked for"
+    )
+    allowed_hosts: Sequence[str] = option(
+        (),
+        "without API keys: name that requests may have in their Host header beside addresses, localhost and the "
+        "machine's own name; may be given several times; *: any",
+    )
+    allowed_origins: Sequence[str] = option(
+        (),
+        "origin whose web pages may use the server (CORS), as https://chat.example; may be given several times; *: any",
     )
     max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
     shutdown_timeout: float = option(
@@ -34,13 +57,17 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key"):
+        for name in ("served_model_name", "api_key", "allowed_hosts", "allowed_origins"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not be empty")
-        if self.admin_key is not None and not self.admin_key.strip():
-            raise ConfigError("admin_key must not be empty")
+        for key in self.api_key:
+            check_key(key, "api_key")
+        if self.admin_key is not None:
+            check_key(self.admin_key, "admin_key")
+        if self.keys_file is not None and self.api_key:
+            raise ConfigError("give either keys_file or api_key: the file holds all keys")
         if isinstance(self.max_body_size, str):
             object.__setattr__(self, "max_body_size", parse_bytes(self.max_body_size))
         if self.body_limit < 1:
@@ -58,11 +85,29 @@ class ServerConfig:
     @property
     def accepted_admin_key(self) -> str | None:
         """The admin key given, or else that of the environment."""
-        return (self.admin_key or os.environ.get(ADMIN_KEY_VARIABLE, "")).strip() or None
+        if self.admin_key is not None:
+            return self.admin_key
+        return next(iter(_keys_of_environment(ADMIN_KEY_VARIABLE)), None)
 
     @property
     def accepted_keys(self) -> tuple[str, ...]:
-        """The keys given, or else those of the environment; none means that no key is asked for."""
-        if self.api_key:
+        """The keys given one by one, or else those of the environment.
+
+        Raises:
+            ConfigError: the environment variable is set, but holds no key: whoever set it meant to ask for one.
+        """
+        if self.api_key or self.keys_file is not None:
             return tuple(self.api_key)
-        return tuple(key for part in os.environ.get(API_KEY_VARIABLE, "").split(",") if (key := part.strip()))
+        return _keys_of_environment(API_KEY_VARIABLE)
+
+
+def _keys_of_environment(variable: str) -> tuple[str, ...]:
+    value = os.environ.get(variable)
+    if value is None:
+        return ()
+    keys = tuple(key for part in value.split(",") if (key := part.strip()))
+    if not keys:
+        raise ConfigError(f"the environment variable {variable} is set but holds no key: set one, or unset it")
+    for key in keys:
+        check_key(key, f"a key of ${variable}")
+    return keys

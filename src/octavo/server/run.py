@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.errors import ConfigError
+from octavo.server.access import Access
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
@@ -36,8 +38,21 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
         ConfigError: the address cannot be listened on.
         Exception: whatever `make_engine` raises.
     """
+    access = Access(config)
     with bind(config.host, config.port) as listener:
-        asyncio.run(serve_on(listener, make_engine(), config))
+        require_keys_beyond_loopback(listener, config, access)
+        asyncio.run(serve_on(listener, make_engine(), config, access))
+
+
+def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
+    """Refuse to serve other machines without keys, unless that was asked for; raises `ConfigError`."""
+    host = listener.getsockname()[0]
+    if access.needs_key or config.allow_unauthenticated or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        return
+    raise ConfigError(
+        f"other machines can reach {host}, and no API key is asked for: give --keys-file, or --allow-unauthenticated "
+        "to serve anybody who can connect"
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,14 +78,19 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {host}:{port}: {reason}; {advice}")
 
 
-async def serve_on(listener: socket.socket, engine: EngineClient, config: ServerConfig) -> None:
+async def serve_on(
+    listener: socket.socket, engine: EngineClient, config: ServerConfig, access: Access | None = None
+) -> None:
     """`serve`, with a bound socket and an engine that is not yet started.
 
     Raises:
         ConfigError: another process began to listen on the same port meanwhile.
     """
     in_flight = InFlight()
-    server = Server(create_app(engine, config, in_flight), config, in_flight, engine.model_name)
+    access = Access(config) if access is None else access
+    server = Server(create_app(engine, config, in_flight, access), config, in_flight, engine.model_name)
+    # Without a file to reread, a hangup ends the process, as ever.
+    server.on_hangup = None if config.keys_file is None else access.reread
     with server.handled_signals():
         await engine.start()
         try:
@@ -105,14 +125,20 @@ class Server(uvicorn.Server):
         self._model_name = model_name
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
+        self.on_hangup: Callable[[], None] | None = None
 
     @contextmanager
     def handled_signals(self) -> Generator[None, None, None]:
-        """SIGINT and SIGTERM end this server meanwhile. Only the main thread may ask for signals."""
+        """SIGINT and SIGTERM end this server meanwhile, SIGHUP calls `on_hangup`. Only the main thread may ask for
+        signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        if (on_hangup := self.on_hangup) is not None:
+            loop = asyncio.get_running_loop()
+            # In the loop: what a signal interrupts may be writing to the log.
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(on_hangup))
         try:
             yield
         finally:

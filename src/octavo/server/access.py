@@ -1,0 +1,61 @@
+"""Which keys a server accepts: made from its options, and anew when the keys file is reread."""
+
+from __future__ import annotations
+
+import logging
+
+from octavo.errors import ConfigError
+from octavo.server.config import ServerConfig
+from octavo.server.keys import Client, Digest, KeyRing, clients_of_keys, read_keys_file, sharing_all
+
+logger = logging.getLogger("octavo.server")
+
+
+class Access:
+    """The keys of clients and of admins.
+
+    Attributes:
+        clients: keys that open the API.
+        admins: these, and the admin key: what `/debug` is asked with. Who may look there is an `admin` client.
+
+    Raises:
+        ConfigError: the keys file, or the environment, holds no usable key.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        clients = client_keys(config)
+        self.clients = KeyRing(clients)
+        self.admins = KeyRing(self._with_admin(clients))
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.clients.clients)
+
+    def reread(self) -> None:
+        """Read the keys file again; where it cannot be used, the keys stay as they are and the log says why."""
+        if self._config.keys_file is None:
+            return
+        try:
+            clients = client_keys(self._config)
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+            return
+        self.clients.replace(clients)
+        self.admins.replace(self._with_admin(clients))
+        tenants = {client.tenant for client in clients.values()}
+        logger.info("reread %s: %d keys of %d tenants", self._config.keys_file, len(clients), len(tenants))
+
+    def _with_admin(self, clients: dict[Digest, Client]) -> dict[Digest, Client]:
+        admin_key = self._config.accepted_admin_key
+        return clients if admin_key is None else clients | clients_of_keys([admin_key], admin=True)
+
+
+def client_keys(config: ServerConfig) -> dict[Digest, Client]:
+    """The keys that clients may send, with whom each belongs to; empty where no key is asked for."""
+    if config.keys_file is not None:
+        clients = read_keys_file(config.keys_file)
+    else:
+        clients = clients_of_keys(config.accepted_keys)
+    return sharing_all(clients) if config.shared_prefix_cache else clients

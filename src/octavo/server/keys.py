@@ -1,0 +1,225 @@
+"""API keys and the tenants they belong to: from the command line, the environment, or a file that can be reread.
+
+    [tenants.ada]
+    keys = ["sk-ada-1", "sha256:9f86d081…"]     # in plain text, or the SHA-256 of the key in hexadecimal
+    cache_group = "lab"                          # shares cached prefixes with the tenants of this group
+
+    [tenants.operations]
+    keys = ["sk-ops"]
+    admin = true                                 # may use /debug and what resets the cache
+
+Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range that its requests
+may give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError, RequestError
+from octavo.request import PinRequest, RequestContext
+
+logger = logging.getLogger("octavo.server")
+
+MAX_FILE_BYTES = 4 * 2**20
+MAX_KEY_LENGTH = 1024
+# Tenants' names are labels of metrics and parts of log lines.
+_NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
+_HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_FIELDS = ("admin", "cache_group", "priority")
+
+Digest = bytes
+"""SHA-256 of a key."""
+
+
+def tenant_of(api_key: str) -> str:
+    """A short name for the key's holder: stable across restarts, and the key cannot be read back from it."""
+    return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"octavo-tenant").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """Whom a request comes from, and what that tenant may do.
+
+    Attributes:
+        tenant: whom the work is accounted to; empty where no API key is asked for.
+        cache_group: its tenants share cached prefixes; None: this tenant shares them with nobody.
+        min_priority, max_priority: what `priority` a request may give (lower is served first); None: what the server
+            allows anybody. In the file `priority = [min, max]`; a tenant may not go before others unless that says so.
+        admin: may use /debug and what resets the cache.
+    """
+
+    tenant: str = ""
+    cache_group: str | None = None
+    min_priority: int | None = 0
+    max_priority: int | None = None
+    admin: bool = False
+
+    def context(
+        self, request_id: str, priority: int | None, cache_salt: str | None, pins: tuple[PinRequest, ...] = ()
+    ) -> RequestContext:
+        """What accompanies a request of this client to the engine; raises `RequestError` for a priority out of range.
+
+        Without one the request gets 0, or what of the client's range is nearest to it.
+        """
+        low = -inf if self.min_priority is None else self.min_priority
+        high = inf if self.max_priority is None else self.max_priority
+        if priority is None:
+            priority = int(min(max(0, low), high))
+        elif not low <= priority <= high:
+            allowed = f"at least {low}" if high == inf else f"between {low} and {high}"
+            raise RequestError(f"priority must be {allowed} for this API key", param="priority")
+        return RequestContext(
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt or "",
+            tenant=self.tenant,
+            cache_group=self.cache_group,
+            pins=pins,
+        )
+
+
+ANYBODY = Client(min_priority=None)
+"""Who asks where no API key is needed."""
+
+
+class KeyRing:
+    """The keys that are accepted, and whose they are.
+
+    A key is looked up by a digest under a secret of this process: however often somebody guesses, the time that it
+    takes says nothing about any key. Keys themselves are not kept.
+    """
+
+    def __init__(self, clients: Mapping[Digest, Client]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._clients: dict[bytes, tuple[Digest, Client]] = {}
+        self.replace(clients)
+
+    def replace(self, clients: Mapping[Digest, Client]) -> None:
+        """From now on these are the keys; requests that were let in go on."""
+        self._clients = {self._sealed(digest): (digest, client) for digest, client in clients.items()}
+
+    def find(self, key: str) -> Client | None:
+        """The client whose key this is."""
+        digest = digest_of(key)
+        known, client = self._clients.get(self._sealed(digest), (b"", None))
+        return client if hmac.compare_digest(known, digest) else None
+
+    @property
+    def clients(self) -> list[Client]:
+        """One per key."""
+        return [client for _, client in self._clients.values()]
+
+    def _sealed(self, digest: Digest) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()
+
+
+def digest_of(key: str) -> Digest:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def clients_of_keys(keys: Iterable[str], *, admin: bool = False) -> dict[Digest, Client]:
+    """Keys given one by one: each is a tenant of its own, whose name is made from the key."""
+    return {digest_of(key): Client(tenant=tenant_of(key), admin=admin) for key in keys}
+
+
+def sharing_all(clients: Mapping[Digest, Client]) -> dict[Digest, Client]:
+    """The same clients, who share cached prefixes with each other whatever their groups are."""
+    return {digest: replace(client, cache_group="") for digest, client in clients.items()}
+
+
+def read_keys_file(path: str) -> dict[Digest, Client]:
+    """The clients of a keys file.
+
+    Raises:
+        ConfigError: it cannot be read, says something unknown or impossible, or holds no key; no message has a key.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the keys file {path}: {error.strerror or error}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"the keys file {path} holds {len(raw)} bytes; at most {MAX_FILE_BYTES} are read")
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("other users of this machine can read the keys file %s: chmod 600 it", path)
+    try:
+        parsed = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        # TOMLDecodeError and UnicodeDecodeError are ValueErrors. Neither repeats the file's text.
+        raise ConfigError(f"the keys file {path} is no TOML: {error}") from None
+    try:
+        return _clients(parsed)
+    except ConfigError as error:
+        raise ConfigError(f"keys file {path}: {error}") from None
+
+
+def _clients(parsed: dict[str, Any]) -> dict[Digest, Client]:
+    tenants = parsed.pop("tenants", {})
+    if parsed:
+        raise ConfigError(f"unknown table {next(iter(parsed))!r}; tenants are written as [tenants.NAME]")
+    if not isinstance(tenants, dict) or not all(isinstance(entry, dict) for entry in tenants.values()):
+        raise ConfigError("tenants are written as [tenants.NAME]")
+    clients: dict[Digest, Client] = {}
+    for name, entry in tenants.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"a tenant's name must be 1 to 64 letters, digits or ._@:-, got {name[:80]!r}")
+        keys = entry.pop("keys", None)
+        if not isinstance(keys, list) or not keys:
+            raise ConfigError(f"tenants.{name} needs keys, a list of at least one")
+        client = Client(tenant=name, **_checked_fields(entry, f"tenants.{name}"))
+        for number, key in enumerate(keys):
+            digest = _file_digest(key, f"tenants.{name}.keys[{number}]")
+            if digest in clients:
+                raise ConfigError(f"tenants.{name}.keys[{number}] is a key of tenant {clients[digest].tenant} too")
+            clients[digest] = client
+    if not clients:
+        raise ConfigError("there is no key in it")
+    return clients
+
+
+def _file_digest(key: object, where: str) -> Digest:
+    if isinstance(key, str) and (match := _HASH.fullmatch(key)):
+        return bytes.fromhex(match[1])
+    if isinstance(key, str) and key.startswith("sha256:"):
+        raise ConfigError(f"{where} must have 64 hexadecimal digits after sha256:")
+    check_key(key, where)
+    assert isinstance(key, str)
+    return digest_of(key)
+
+
+def check_key(key: object, where: str) -> None:
+    """Refuse what no client could send as a header; raises `ConfigError`, which does not repeat the key."""
+    if not isinstance(key, str) or not key:
+        raise ConfigError(f"{where} must not be empty")
+    if len(key) > MAX_KEY_LENGTH or not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"{where} must be at most {MAX_KEY_LENGTH} printable ASCII characters without spaces")
+
+
+def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a `Client` besides its name, each of its type and in its range."""
+    if unknown := sorted(set(entry) - set(_FIELDS)):
+        raise ConfigError(f"{where} has an unknown field {unknown[0][:80]!r}; known: keys, {', '.join(_FIELDS)}")
+    if not isinstance(entry.get("admin", False), bool):
+        raise ConfigError(f"{where}.admin must be true or false")
+    group = entry.get("cache_group")
+    if group is not None and not (isinstance(group, str) and _NAME.fullmatch(group)):
+        raise ConfigError(f"{where}.cache_group must be 1 to 64 letters, digits or ._@:-")
+    checked = dict(entry)
+    if (bounds := checked.pop("priority", None)) is not None:
+        integers = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]
+        if not integers or bounds[0] > bounds[1]:
+            raise ConfigError(f"{where}.priority must be a range as [0, 10], the lower number first")
+        checked |= {"min_priority": bounds[0], "max_priority": bounds[1]}
+    return checked

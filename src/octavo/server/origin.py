@@ -1,0 +1,86 @@
+"""What keeps web pages away from a server that asks for no key.
+
+Any page can make its reader's browser send requests to 127.0.0.1, and by DNS rebinding (a name of the page's own that
+turns into 127.0.0.1) even read the answers. Three things tell such requests from a program's:
+
+    Host           names the page's own domain after rebinding: only this server's names, and addresses, are served
+    Origin         sent by browsers with every POST from a page: only this server's own pages and allowed ones may ask
+    Content-Type   a page sends application/json to another origin only after a preflight, which nobody answers here
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from http import HTTPStatus
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.errors import ApiError
+
+ANY = "*"
+
+
+class RefuseWebPages:
+    """Refuses what a web page of another origin made a browser send.
+
+    Args:
+        hosts: names under which the server may be asked, beside addresses, `localhost` and the machine's own; `*`: any.
+        origins: origins whose pages may use the server, as `https://chat.example`; `*`: any.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        self._app = app
+        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = headers.get(b"host", "").lower()
+        if host and ANY not in self._hosts and not self._is_own(host_name(host)):
+            message = "The Host header names no name of this server; --allowed-hosts adds names."
+            raise ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed")
+        origin = headers.get(b"origin", "").lower()
+        if origin and not self._allows(origin, host):
+            message = "Pages of this origin may not use this server; --allowed-origins adds origins."
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
+        if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", "")):
+            message = "Send the body as 'Content-Type: application/json': without API keys this server takes no other."
+            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+    def _is_own(self, name: str) -> bool:
+        # An address cannot be rebound: whoever wrote it there has connected to it.
+        return name in self._hosts or _is_address(name)
+
+    def _allows(self, origin: str, host: str) -> bool:
+        own = origin.split("://", 1)[-1] == host and origin.startswith(("http://", "https://"))
+        return own or ANY in self._origins or origin in self._origins
+
+
+def host_name(host: str) -> str:
+    """'example:8000' -> 'example'; '[::1]:8000' -> '::1'."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_json(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == "application/json"
