@@ -204,11 +204,15 @@ def modules_loaded_by(statement: str) -> set[str]:
     [
         "import octavo",
         "import octavo.cli",
-        "import octavo.scheduler.scheduler, octavo.kvcache.manager, octavo.planner.calculator",
+        "import octavo.planner.calculator, octavo.planner.deployment",
     ],
 )
-def test_what_needs_no_model_starts_without_torch(statement: str) -> None:
+def test_what_needs_no_model_starts_without_torch_and_numpy(statement: str) -> None:
     assert not (HEAVY | WEB | {"numpy"}) & modules_loaded_by(statement)
+
+
+def test_bookkeeping_starts_without_torch() -> None:
+    assert not (HEAVY | WEB) & modules_loaded_by("import octavo.scheduler.scheduler, octavo.kvcache.manager")
 
 
 def test_a_native_model_is_loaded_without_transformers_and_without_a_web_framework() -> None:

@@ -240,6 +240,7 @@ class Request:
 
     Attributes:
         prompt_token_ids: shared by all sequences, and never changed.
+        full_blocks: the prompt packed and hashed, as `KVCacheManager.hash_prompt` leaves it for itself; None before.
         priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
@@ -262,6 +263,7 @@ class Request:
     cache_group: str | None = None
     seed: int = 0
     pins: tuple[PinRequest, ...] = ()
+    full_blocks: object = None
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)

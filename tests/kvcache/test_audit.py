@@ -31,7 +31,8 @@ def busy_manager() -> KVCacheManager:
 
 
 def _drop_a_note(kv: KVCacheManager) -> None:
-    kv.ledger._origins.popitem()
+    block = next(iter(kv.prefix_cache))
+    kv.ledger._sources[block] = None
 
 
 def _forget_a_place(kv: KVCacheManager) -> None:
@@ -39,7 +40,13 @@ def _forget_a_place(kv: KVCacheManager) -> None:
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
-    kv.ledger._firsts[b"gone"] = next(iter(kv.ledger._firsts.values()))
+    kv.ledger._firsts.put(b"gone" * 4, kv.pool._free[0])
+
+
+def _lose_a_key(kv: KVCacheManager) -> None:
+    index = kv.prefix_cache._index
+    entry = next(iter(index)) + 1
+    index._keys[16 * entry] ^= 255
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
@@ -50,6 +57,9 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop(next(iter(kv.prefix_cache))), "disagree"),
     "a lost note": (_drop_a_note, "published or noted, not both"),
     "a note too many": (_remember_what_is_gone, "a first block is remembered that is not published"),
+    "a lost key": (_lose_a_key, "is not found by its key"),
+    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),
+    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),
     "a lost host block": (lambda kv: kv.swap.host._free.pop(), "free: False, held: False"),
     "a host block of nobody": (lambda kv: kv.swap.host.holders.popitem(), "host block"),
     "a lost hope": (_forget_a_place, "and is not noted there"),

@@ -1,7 +1,10 @@
+import dataclasses
+
 import pytest
 
 from octavo.errors import CacheError
 from octavo.kvcache.block import NULL_BLOCK, BlockState
+from octavo.kvcache.hashing import FullBlocks
 from octavo.kvcache.prefix.hashed import HashedPrefixCache
 from tests.kvcache.caches import FULL, admit_and_compute, compute, make_manager, make_sequence, sliding
 
@@ -93,14 +96,19 @@ def test_salts_do_not_share_blocks() -> None:
     assert manager.match(make_sequence(list(range(9)), salt="a")).num_tokens == 8
 
 
-def test_a_colliding_key_does_not_hand_out_another_prompts_block() -> None:
-    manager = make_manager(block_size=4)
-    admit_and_compute(manager, make_sequence([1, 2, 3, 4, 5]))
-    assert isinstance(manager.prefix_cache, HashedPrefixCache)
-    chain = manager.prefix_cache.chain("")
-    chain.extend([1, 2, 3, 4])
-    chain.tokens[0] = b"another prompt's"
-    assert manager.prefix_cache.get(0, chain, 0) is None
+@pytest.mark.parametrize("place", [0, 3, 15, 16, 17, 39])
+def test_a_colliding_key_does_not_hand_out_another_prompts_block(place: int) -> None:
+    manager = make_manager(num_blocks=50, block_size=4)
+    seq = make_sequence(list(range(161)))
+    admit_and_compute(manager, seq)
+    cache, mine = manager.prefix_cache, seq.request.full_blocks
+    assert isinstance(cache, HashedPrefixCache)
+    assert isinstance(mine, FullBlocks)
+    assert len(cache.leading(0, cache.chain("", mine), 40)) == 40
+    tokens = mine.tokens[: 16 * place] + b"another prompt's" + mine.tokens[16 * place + 16 :]
+    chain = cache.chain("", dataclasses.replace(mine, tokens=tokens))
+    assert cache.get(0, chain, place) is None
+    assert len(cache.leading(0, chain, 40)) == place
 
 
 def test_without_prefix_caching_nothing_is_hashed_found_or_kept() -> None:
@@ -166,7 +174,7 @@ def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
     assert hit.num_tokens == 20
     full, window = hit.tables
     assert NULL_BLOCK not in full
-    assert window[:4] == [NULL_BLOCK] * 4
+    assert list(window[:4]) == [NULL_BLOCK] * 4
     assert window[4] != NULL_BLOCK
 
 

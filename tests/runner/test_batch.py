@@ -44,7 +44,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine
             first = 0 if window is None else max(0, item.start - window + 1) // BLOCK
             last = (item.end - 1) // BLOCK + 1
             got = attention.groups[group].block_tables[row, first:last].tolist()
-            assert got == table[first:last], "every block that one of the step's tokens attends to"
+            assert got == list(table[first:last]), "every block that one of the step's tokens attends to"
     assert batch.token_ids.tolist() == tokens
     assert attention.positions.tolist() == positions
     assert attention.query_start.tolist() == starts

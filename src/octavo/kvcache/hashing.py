@@ -4,18 +4,38 @@
 
 H is blake2b with a digest of 128 bits. Nothing of a process or machine goes in, so memory, disk, remote store and
 router agree on the keys, across restarts.
+
+A prompt is hashed once, in whatever thread made the request, and all that is computed of it shares the result:
+
+    FullBlocks of the prompt (never changes) ──┬── TokenChain of sequence 0: + blocks of its own output
+                                               ├── TokenChain of sequence 1: + blocks of its own output
+                                               └── pins, by their number of blocks
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from octavo.kvcache.block import BlockHash
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+# Tokens packed and hashed before other threads get the GIL: about half a millisecond's.
+_SLICE_TOKENS = 4096
+
+Keys = npt.NDArray[np.uint64]
+"""[blocks, 2]: 16 bytes each."""
+
+Tokens = npt.NDArray[np.int32]
+"""[blocks, block_size]"""
 
 
 def root_hash(*parts: str) -> BlockHash:
@@ -38,67 +58,130 @@ def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
     return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
 
 
-class TokenChain:
-    """The full blocks of one token sequence, packed once each as the sequence grows.
+def chain_hashes(parent: BlockHash, packed: bytes, block_size: int) -> bytes:
+    """The keys, one after another, of the full blocks that follow `parent`; `packed` holds whole blocks."""
+    width = block_size * TOKEN_BYTES
+    keys = []
+    key: bytes = parent
+    for start in range(0, len(packed), width):
+        key = blake2b(key + packed[start : start + width], digest_size=DIGEST_BYTES).digest()
+        keys.append(key)
+    return b"".join(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class FullBlocks:
+    """The full blocks of a prompt, packed and hashed; shared by all sequences of a request.
 
     Attributes:
-        tokens: the token ids of full block i, as `token_bytes`.
+        tokens: packed token ids, `block_size` a block.
+        keys: 16 bytes a block.
     """
 
-    __slots__ = ("block_size", "tokens")
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.tokens: list[bytes] = []
+    root: BlockHash
+    block_size: int
+    tokens: bytes = b""
+    keys: bytes = b""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.keys) // DIGEST_BYTES
+
+    @classmethod
+    def of(cls, root: BlockHash, block_size: int, token_ids: Sequence[int]) -> FullBlocks:
+        """Pack and hash a prompt. Any thread may: of a long one, other threads get their turn between slices."""
+        end = len(token_ids) // block_size * block_size
+        step = max(1, _SLICE_TOKENS // block_size) * block_size
+        tokens: list[bytes] = []
+        keys: list[bytes] = []
+        parent = root
+        for start in range(0, end, step):
+            if start:
+                time.sleep(0)
+            packed = token_bytes(token_ids[start : min(start + step, end)])
+            tokens.append(packed)
+            keys.append(chain_hashes(parent, packed, block_size))
+            parent = BlockHash(keys[-1][-DIGEST_BYTES:])
+        return cls(root, block_size, b"".join(tokens), b"".join(keys))
+
+
+class TokenChain:
+    """The full blocks of one token sequence and their keys, each packed and hashed once as the sequence grows.
+
+    Args:
+        prompt: the blocks that it begins with; they are shared, not copied.
+    """
+
+    __slots__ = ("_keys", "_num_shared", "_shared", "_tokens", "_width", "block_size", "root")
+
+    def __init__(self, prompt: FullBlocks) -> None:
+        self.root = prompt.root
+        self.block_size = prompt.block_size
+        self._shared = prompt
+        self._num_shared = len(prompt)
+        self._width = prompt.block_size * TOKEN_BYTES
+        self._tokens = bytearray()
+        self._keys = bytearray()
+
+    def __len__(self) -> int:
+        return self._num_shared + len(self._keys) // DIGEST_BYTES
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in the full blocks of `token_ids` that are not in the chain yet."""
-        size = self.block_size
-        for index in range(len(self.tokens), len(token_ids) // size):
-            self._append(token_bytes(token_ids[index * size : (index + 1) * size]))
+        self.grow(len(token_ids), lambda start, end: token_ids[start:end])
+
+    def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
+        """Take in the full blocks of a sequence of `num_tokens` tokens, of which `read` gives any slice."""
+        have, size = len(self), self.block_size
+        wanted = num_tokens // size
+        if wanted > have:
+            packed = token_bytes(read(have * size, wanted * size))
+            self._tokens += packed
+            self._keys += chain_hashes(self.key(have), packed, size)
 
     def copy(self) -> Self:
-        """For a fork: the common past is not packed again."""
-        raise NotImplementedError
-
-    def key(self, length: int) -> Hashable:
-        """Stands for the first `length` full blocks under this salt: equal where those are, and else unlike."""
-        raise NotImplementedError
-
-    def _append(self, packed: bytes) -> None:
-        self.tokens.append(packed)
-
-
-class HashChain(TokenChain):
-    """The keys of one token sequence's full blocks, computed once each as the sequence grows.
-
-    Attributes:
-        hashes: key of full block i.
-        tokens: compared on a hit, so that a collision of keys cannot hand out another prompt's block.
-    """
-
-    __slots__ = ("hashes", "root")
-
-    def __init__(self, root: BlockHash, block_size: int) -> None:
-        super().__init__(block_size)
-        self.root = root
-        self.hashes: list[BlockHash] = []
-
-    def copy(self) -> Self:
-        twin = type(self)(self.root, self.block_size)
-        twin.hashes = self.hashes.copy()
-        twin.tokens = self.tokens.copy()
+        """For a fork: the prompt is shared, the blocks of output are copied."""
+        twin = type(self)(self._shared)
+        twin._tokens = self._tokens[:]
+        twin._keys = self._keys[:]
         return twin
 
     def key(self, length: int) -> BlockHash:
-        return self.hashes[length - 1] if length else self.root
+        """Stands for the first `length` full blocks under this root: equal where those are, and else unlike."""
+        if length == 0:
+            return self.root
+        start = (length - 1) * DIGEST_BYTES
+        if length <= self._num_shared:
+            return BlockHash(self._shared.keys[start : start + DIGEST_BYTES])
+        start -= self._num_shared * DIGEST_BYTES
+        return BlockHash(bytes(self._keys[start : start + DIGEST_BYTES]))
 
-    def _append(self, packed: bytes) -> None:
-        self.hashes.append(child_hash(self.hashes[-1] if self.hashes else self.root, packed))
-        self.tokens.append(packed)
+    def tokens(self, start: int, end: int) -> bytes:
+        """The packed token ids of full blocks `start .. end`."""
+        width, split = self._width, self._num_shared
+        if end <= split:
+            return self._shared.tokens[start * width : end * width]
+        own = bytes(self._tokens[max(0, start - split) * width : (end - split) * width])
+        return own if start >= split else self._shared.tokens[start * width :] + own
+
+    def rows(self, start: int, end: int) -> Iterator[tuple[Keys, Tokens]]:
+        """Keys and token ids of full blocks `start .. end` as arrays, in one or two pieces."""
+        split, width = self._num_shared, self._width
+        if start < (middle := min(end, split)):
+            yield self._rows(memoryview(self._shared.keys), memoryview(self._shared.tokens), start, middle)
+        if end > (middle := max(start, split)):
+            # Copies: what is exported as an array could not grow.
+            first, last = middle - split, end - split
+            keys, tokens = (
+                self._keys[first * DIGEST_BYTES : last * DIGEST_BYTES],
+                self._tokens[first * width : last * width],
+            )
+            yield self._rows(memoryview(keys), memoryview(tokens), 0, last - first)
+
+    def _rows(self, keys: memoryview, tokens: memoryview, start: int, end: int) -> tuple[Keys, Tokens]:
+        return (
+            np.frombuffer(keys[start * DIGEST_BYTES : end * DIGEST_BYTES], np.uint64).reshape(-1, 2),
+            np.frombuffer(tokens[start * self._width : end * self._width], np.int32).reshape(-1, self.block_size),
+        )
 
 
 class NullChain(TokenChain):
@@ -107,9 +190,9 @@ class NullChain(TokenChain):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(1)
+        super().__init__(FullBlocks(BlockHash(b""), 1))
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
         return
 
     def copy(self) -> Self:

@@ -2,36 +2,34 @@
 
 The pool counts and the prefix cache finds; neither knows whose a block is or what became of one that is gone. The
 ledger notes that when a block is published or evicted, and is asked once per request and by `/debug/kv`. What it
-remembers is bounded by the pool: one note a published block, and the latest evictions.
+remembers is bounded by the pool, and lies in arrays by block id: one note a published block, and the latest evictions.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
-from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain
+from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
-TOKEN_BYTES = 4
-# Evictions remembered per block of the pool, and at most: a note takes some 300 bytes.
-EVICTIONS_PER_BLOCK = 4
+# Evictions are remembered for as many blocks as the pool has, and at most for so many.
 MAX_EVICTIONS = 65_536
 
 
-class _Origin(NamedTuple):
-    """Where a published block comes from: `key` stands for the prefix that it ends, `parent` for the one before it."""
+class _Source(NamedTuple):
+    """Who computed a published block; one object for all blocks of a request's step."""
 
-    key: Hashable
-    parent: Hashable
-    tokens: bytes
-    first: bool
     tenant: str
     scope: str
     request_id: RequestId
@@ -40,6 +38,35 @@ class _Origin(NamedTuple):
 class _Eviction(NamedTuple):
     at: float
     tenant: str
+
+
+class _Evictions:
+    """The latest evictions by key: a ring that forgets the oldest, in flat memory."""
+
+    BYTES_EACH = KeyIndex.BYTES_PER_ID + 8 + 8
+
+    def __init__(self, capacity: int) -> None:
+        self.index = KeyIndex(capacity)
+        self._at = array("d", bytes(8 * capacity))
+        self._tenants = [""] * capacity
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def add(self, key: bytes, at: float, tenant: str) -> None:
+        index, place = self.index, self._next
+        if (known := index.get(key)) is not None:
+            index.remove(known)
+        if index.get(index.key(place)) == place:
+            index.remove(place)
+        index.put(key, place)
+        self._at[place], self._tenants[place] = at, tenant
+        self._next = (place + 1) % len(self._tenants)
+
+    def get(self, key: bytes) -> _Eviction | None:
+        place = self.index.get(key)
+        return None if place is None else _Eviction(self._at[place], self._tenants[place])
 
 
 @dataclass(slots=True)
@@ -106,41 +133,56 @@ class Stock:
 class CacheLedger:
     """Notes of what is published and evicted; O(1) each.
 
+        by block id    key of the prefix that it ends | key of the one before it | who computed it
+
     Args:
         num_blocks: of the pool; bounds what is remembered.
+        tokens_of: the packed token ids of a published block.
         clock: seconds, never going back.
     """
 
-    def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.totals: dict[str, CacheTotals] = {}  # by tenant: as many as there are API keys
-        self._clock = clock
-        self._origins: dict[BlockId, _Origin] = {}
-        self._continued: dict[Hashable, _Origin] = {}  # by what they continue, the latest
-        self._firsts: dict[bytes, _Origin] = {}  # by tokens, whatever the scope, the latest
-        self._evictions: OrderedDict[Hashable, _Eviction] = OrderedDict()
-        self._max_evictions = min(EVICTIONS_PER_BLOCK * num_blocks, MAX_EVICTIONS)
+    # A key, two indices, a reference to the source, and the note of an eviction.
+    BYTES_PER_BLOCK = DIGEST_BYTES + 2 * KeyIndex.BYTES_PER_ID + 8 + _Evictions.BYTES_EACH
 
-    def published(self, block_id: BlockId, chain: TokenChain, index: int, request: Request) -> None:
-        """A request has computed full block `index` of the chain, and it is in the prefix cache now."""
-        parent, tokens = chain.key(index), chain.tokens[index]
-        key = chain.key(index + 1)
-        origin = _Origin(key, parent, tokens, not index, request.tenant, request.cache_scope, request.request_id)
-        self._origins[block_id] = self._continued[parent] = origin
-        if index == 0:
-            self._firsts[tokens] = origin
+    def __init__(
+        self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.totals: dict[str, CacheTotals] = {}  # by tenant: as many as there are API keys
+        self._tokens_of = tokens_of
+        self._clock = clock
+        self._keys = bytearray(DIGEST_BYTES * num_blocks)
+        self._continued = KeyIndex(num_blocks)  # by what they continue, the latest
+        self._firsts = KeyIndex(num_blocks)  # by tokens, whatever the scope, the latest
+        self._sources: list[_Source | None] = [None] * num_blocks
+        self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
+
+    @property
+    def num_evictions(self) -> int:
+        """Evictions that are remembered."""
+        return len(self._evictions)
+
+    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
+        """A request has computed full blocks of the chain, each given with its index, and all are cached now."""
+        source = _Source(request.tenant, request.cache_scope, request.request_id)
+        keys, sources, continued = self._keys, self._sources, self._continued
+        for block_id, index in blocks:
+            at = block_id * DIGEST_BYTES
+            keys[at : at + DIGEST_BYTES] = chain.key(index + 1)
+            sources[block_id] = source
+            continued.put(chain.key(index), block_id)
+            if index == 0:
+                self._firsts.put(_first_key(chain), block_id)
 
     def evicted(self, block_id: BlockId) -> None:
         """A cached block has given way."""
-        origin = self._origins.pop(block_id)
-        if self._continued.get(origin.parent) is origin:
-            del self._continued[origin.parent]
-        if origin.first and self._firsts.get(origin.tokens) is origin:
-            del self._firsts[origin.tokens]
-        evictions = self._evictions
-        evictions[origin.key] = _Eviction(self._clock(), origin.tenant)
-        evictions.move_to_end(origin.key)
-        if len(evictions) > self._max_evictions:
-            evictions.popitem(last=False)
+        source = self._sources[block_id]
+        assert source is not None  # the pool evicts nothing that was not published
+        self._sources[block_id] = None
+        for index in (self._continued, self._firsts):
+            if index.get(index.key(block_id)) == block_id:
+                index.remove(block_id)
+        at = block_id * DIGEST_BYTES
+        self._evictions.add(bytes(self._keys[at : at + DIGEST_BYTES]), self._clock(), source.tenant)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Why a prompt's cached prefix ends after that many blocks."""
@@ -154,15 +196,17 @@ class CacheLedger:
             return report(CacheOutcome.TOO_SHORT)
         if cached_blocks >= limit:
             return report(CacheOutcome.COMPLETE)
-        tokens = chain.tokens[cached_blocks]
         if (eviction := self._evictions.get(chain.key(cached_blocks + 1))) is not None:
             ago = self._clock() - eviction.at
             return replace(report(CacheOutcome.EVICTED, eviction.tenant), evicted_seconds_ago=ago)
-        rival = self._continued.get(chain.key(cached_blocks))
-        common = 0 if rival is None else _common_tokens(rival.tokens, tokens)
+        block_id = self._continued.get(chain.key(cached_blocks))
+        rival = self._source(block_id)
+        common = 0
+        if block_id is not None:
+            common = _common_tokens(self._tokens_of(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1))
         if rival is None or common + cached_blocks == 0:
             # Last, so that other scopes never change what is told of this one: it is cold there.
-            twin = self._firsts.get(tokens) if cached_blocks == 0 else None
+            twin = self._source(self._firsts.get(_first_key(chain))) if cached_blocks == 0 else None
             if twin is not None and twin.scope != request.cache_scope:
                 return report(CacheOutcome.SALT, twin.tenant)
             return report(CacheOutcome.COLD)
@@ -181,7 +225,7 @@ class CacheLedger:
             totals = self.totals[request.tenant] = CacheTotals()
         totals.add(report)
 
-    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[list[BlockId]], int]]) -> Stock:
+    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], int]]) -> Stock:
         """Every block by state and tenant. O(blocks).
 
         Args:
@@ -207,8 +251,8 @@ class CacheLedger:
             state = pool.state(block_id)
             states[state] += 1
             if state is not BlockState.FREE:
-                origin = self._origins.get(block_id)
-                tenant = holders[block_id] if origin is None else origin.tenant
+                source = self._sources[block_id] if self._sources else None
+                tenant = holders[block_id] if source is None else source.tenant
                 tenants.setdefault(tenant, Counter())[state] += 1
         holdings = [_holding(pool, request, blocks, away[name]) for name, (request, blocks) in held.items()]
         return Stock(states, tenants, holdings, swapped)
@@ -217,25 +261,29 @@ class CacheLedger:
         """The ledger's own invariants. O(blocks)."""
         for batch in in_slices(range(pool.num_blocks)):
             for i in batch:
-                if pool.is_published(BlockId(i)) != (i in self._origins):
+                noted = bool(self._sources) and self._sources[i] is not None
+                if pool.is_published(BlockId(i)) != noted:
                     yield f"block {i} is either published or noted, not both"
             yield None
-        # Each remembered block must be one that is noted: then as many notes are remembered as there are entries.
-        num_continued = num_firsts = 0
-        for origins in in_slices(self._origins.values()):
-            for origin in origins:
-                num_continued += self._continued.get(origin.parent) is origin
-                num_firsts += origin.first and self._firsts.get(origin.tokens) is origin
-            yield None
-        for name, number, index in (
-            ("continued", num_continued, self._continued),
-            ("first", num_firsts, self._firsts),
-        ):
-            if number != len(index):
-                yield f"a {name} block is remembered that is not published"
+        for name, index in (("continued", self._continued), ("first", self._firsts)):
+            for ids in in_slices(index):
+                for i in ids:
+                    if self._sources[i] is None:
+                        yield f"a {name} block is remembered that is not published: {i}"
+                yield None
+            yield from index.check()
+        yield from self._evictions.index.check()
         for tenant, totals in self.totals.items():
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
+
+    def _source(self, block_id: int | None) -> _Source | None:
+        return None if block_id is None else self._sources[block_id]
+
+
+def _first_key(chain: TokenChain) -> bytes:
+    """Stands for the tokens of the first full block, whatever the scope."""
+    return blake2b(chain.tokens(0, 1), digest_size=DIGEST_BYTES).digest()
 
 
 def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swapped: int) -> RequestHolding:

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Audit, Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.hashing import FullBlocks, TokenChain
 from octavo.kvcache.ledger import CacheLedger, Stock
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool
@@ -37,17 +37,24 @@ class PrefixHit:
     """
 
     num_tokens: int
-    tables: tuple[list[BlockId], ...]
+    tables: tuple[BlockTable, ...]
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one sequence holds. `num_slid` counts leading table entries given up to a window, per group."""
+    """What one sequence holds.
 
-    tables: list[list[BlockId]]
+    Attributes:
+        num_slid: leading table entries given up to a window, per group.
+        num_published: full blocks that the prefix cache was offered.
+        room: tokens that the sequence may write as things are: its tables have blocks for them, which nobody shares.
+    """
+
+    tables: list[BlockTable]
     chain: TokenChain
     num_slid: list[int]
     num_published: int = 0
+    room: int = 0
 
 
 DEFAULT_PIN_BUDGET = 0.25
@@ -82,17 +89,18 @@ class KVCacheManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
+        self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixCache)
         self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
+        prefix_cache.reserve(num_blocks)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._longest_prefix, clock)
-        self.ledger = CacheLedger(num_blocks, clock)
+        self.ledger = CacheLedger(num_blocks if caches else 0, prefix_cache.tokens, clock)
         self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
         self._windows = [group.sliding_window for group in spec.groups]
-        self.no_hit = PrefixHit(0, tuple([] for _ in self._windows))
-        self.caches_prefixes = not isinstance(prefix_cache, NullPrefixCache)
+        self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self._slides = any(window is not None for window in self._windows)
 
     @property
@@ -100,9 +108,13 @@ class KVCacheManager:
         """Share of the pool that sequences reference, 0 to 1."""
         return self.pool.num_active / (self.pool.num_blocks - 1)
 
-    def tables(self, seq: Sequence) -> list[list[BlockId]]:
+    def tables(self, seq: Sequence) -> list[BlockTable]:
         """The sequence's block tables, one per group: to read, not to change."""
         return self._holdings[seq.seq_id].tables
+
+    def hash_prompt(self, request: Request) -> None:
+        """Pack and hash a request's prompt, so that the thread that steps need not. Any thread may call it."""
+        request.full_blocks = self.prefix_cache.full_blocks(request.prompt_token_ids, request.cache_scope)
 
     def match(self, seq: Sequence) -> PrefixHit:
         """The longest cached prefix of a sequence that holds no block; takes nothing.
@@ -111,15 +123,15 @@ class KVCacheManager:
         attention, those inside the window otherwise.
         """
         holding = self._holding(seq)
-        holding.chain.extend(seq.token_ids)
+        holding.chain.grow(seq.num_tokens, seq.tokens)
         size = self.spec.block_size
         tables = self._longest_prefix(holding.chain, min(len(holding.chain), (seq.num_tokens - 1) // size))
         return PrefixHit(len(tables[0]) * size, tables)
 
-    def _longest_prefix(self, chain: TokenChain, hit: int) -> tuple[list[BlockId], ...]:
+    def _longest_prefix(self, chain: TokenChain, hit: int) -> tuple[BlockTable, ...]:
         """Per group the blocks of the longest cached prefix of at most `hit` full blocks, tables of one length."""
         size = self.spec.block_size
-        tables: list[list[BlockId]] = [[] for _ in self._windows]
+        tables = [new_table() for _ in self._windows]
         for group, window in enumerate(self._windows):
             if window is None:
                 tables[group] = self.prefix_cache.leading(group, chain, hit)
@@ -137,7 +149,7 @@ class KVCacheManager:
                 if missing is not None:
                     hit, settled = missing, False
                     break
-                tables[group] = [NULL_BLOCK] * first + [block for block in found if block is not None]
+                tables[group] = new_table([NULL_BLOCK] * first + [block for block in found if block is not None])
         return tuple(table[:hit] for table in tables)
 
     def bytes_by_state(self) -> dict[BlockState, int]:
@@ -159,9 +171,9 @@ class KVCacheManager:
 
     def pin(self, request: Request, wanted: PinRequest) -> PinReceipt:
         """Pin what is cached of the beginning of a request's prompt, as far as the tenant's share and the budget go."""
-        chain = self.prefix_cache.chain(request.cache_scope)
-        chain.extend(request.prompt_token_ids[: wanted.num_tokens])
-        pin = self.pins.pin(chain, request.cache_scope, request.tenant, wanted.ttl_seconds)
+        chain = self._prompt_chain(request)
+        length = min(len(chain), wanted.num_tokens // self.spec.block_size)
+        pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds)
         pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
 
@@ -190,18 +202,19 @@ class KVCacheManager:
         pool = self.pool
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         needed = sum(total - len(table) for table in hit.tables)
-        revived = {block for table in hit.tables for block in table if block and pool.is_evictable(block)}
-        if needed + len(revived) + reserve > pool.num_available:
+        revived = sum(map(pool.num_evictable, hit.tables))
+        if needed + revived + reserve > pool.num_available:
             return False
         for table in hit.tables:
-            for block in table:
-                if block != NULL_BLOCK:
-                    pool.acquire(block)
             if table:
+                pool.acquire_all(table)
                 pool.note_hit(table, seq.request.priority)
-        holding.tables = [table + pool.allocate(total - len(table)) for table in hit.tables]
         holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
+        holding.tables = [table[:] for table in hit.tables]
+        for table in holding.tables:
+            table.extend(pool.allocate(total - len(table)))
         holding.num_published = hit.num_tokens // self.spec.block_size
+        holding.room = total * self.spec.block_size
         return True
 
     def extend(self, seq: Sequence, num_new_tokens: int) -> Seq[BlockCopy] | None:
@@ -213,13 +226,13 @@ class KVCacheManager:
         Returns:
             The copies, or None where the pool has too few blocks; then nothing has changed.
         """
-        pool, size, start = self.pool, self.spec.block_size, seq.num_computed
-        tables = self._holdings[seq.seq_id].tables
+        start, holding = seq.num_computed, self._holdings[seq.seq_id]
+        if start + num_new_tokens <= holding.room:
+            return _NO_COPIES
+        pool, size, tables = self.pool, self.spec.block_size, holding.tables
         first, total = start // size, -(-(start + num_new_tokens) // size)
         shared = [table for table in tables if first < len(table) and pool.ref_counts[table[first]] > 1]
         needed = len(shared) + sum(total - len(table) for table in tables if total > len(table))
-        if needed == 0:
-            return _NO_COPIES
         if needed > pool.num_available:
             return None
         copies = []
@@ -230,6 +243,7 @@ class KVCacheManager:
         for table in tables:
             if total > len(table):
                 table.extend(pool.allocate(total - len(table)))
+        holding.room = total * size
         return copies
 
     def commit(self, seq: Sequence) -> None:
@@ -247,11 +261,11 @@ class KVCacheManager:
         if child.seq_id in self._holdings:
             raise CacheError(f"sequence {child.seq_id} is forked into while it holds blocks")
         for table in source.tables:
-            for block in table:
-                if block != NULL_BLOCK:
-                    self.pool.acquire(block)
+            self.pool.acquire_all(table)
+        # The next to write looks whether its block is shared.
+        source.room = 0
         self._holdings[child.seq_id] = _Holding(
-            [table.copy() for table in source.tables],
+            [table[:] for table in source.tables],
             source.chain.copy(),
             source.num_slid.copy(),
             source.num_published,
@@ -267,8 +281,9 @@ class KVCacheManager:
         Returns:
             Whether the host had room; if not, nothing has changed.
         """
-        tables = self._holdings[seq.seq_id].tables
-        return self.swap.swap_out(seq.seq_id, tables, self.spec.blocks_for_tokens(seq.num_computed))
+        holding = self._holdings[seq.seq_id]
+        holding.room = 0
+        return self.swap.swap_out(seq.seq_id, holding.tables, self.spec.blocks_for_tokens(seq.num_computed))
 
     def swap_in(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> Seq[BlockCopy] | None:
         """Bring a swapped sequence back and make room for `num_new_tokens` more, as `extend` does.
@@ -306,10 +321,10 @@ class KVCacheManager:
             self.swap.give_up(seq.seq_id)
         if (holding := self._holdings.get(seq.seq_id)) is not None:
             for table in holding.tables:
-                self.pool.release(reversed(table))
-            holding.tables = [[] for _ in self._windows]
+                self.pool.release_table(table)
+            holding.tables = [new_table() for _ in self._windows]
             holding.num_slid = [0] * len(self._windows)
-            holding.num_published = 0
+            holding.num_published = holding.room = 0
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is over: give back what it holds and remember nothing of it."""
@@ -382,6 +397,7 @@ class KVCacheManager:
                 if pool.is_published(BlockId(i)) != published[i]:
                     yield f"block {i}: the pool and the prefix cache disagree whether it is published"
             yield None
+        yield from self.prefix_cache.check()
         yield from self.pins.check()
         yield from self.ledger.check(pool)
         yield from self.swap.check()
@@ -394,14 +410,21 @@ class KVCacheManager:
     def _holding(self, seq: Sequence) -> _Holding:
         holding = self._holdings.get(seq.seq_id)
         if holding is None:
-            empty: list[list[BlockId]] = [[] for _ in self._windows]
-            chain = self.prefix_cache.chain(seq.request.cache_scope)
-            holding = self._holdings[seq.seq_id] = _Holding(empty, chain, [0] * len(empty))
+            tables = [new_table() for _ in self._windows]
+            chain = self._prompt_chain(seq.request)
+            holding = self._holdings[seq.seq_id] = _Holding(tables, chain, [0] * len(tables))
         return holding
+
+    def _prompt_chain(self, request: Request) -> TokenChain:
+        """A chain that begins with the full blocks of the prompt, which are hashed here where nobody did before."""
+        if not isinstance(request.full_blocks, FullBlocks):
+            self.hash_prompt(request)
+        chain: TokenChain = self.prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks))
+        return chain
 
     def _publish(self, seq: Sequence, holding: _Holding, filled: int) -> None:
         chain = holding.chain
-        chain.extend(seq.token_ids)
+        chain.grow(seq.num_tokens, seq.tokens)
         published = [
             (block, index)
             for index in range(holding.num_published, min(filled, len(chain)))
@@ -409,9 +432,10 @@ class KVCacheManager:
             if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
         ]
         # The tail first, as on release: what a step published together leaves by age from its end.
-        for block, index in reversed(published):
+        published.reverse()
+        for block, index in published:
             self.pool.mark_published(block, index, seq.request.priority)
-            self.ledger.published(block, chain, index, seq.request)
+        self.ledger.published(published, chain, seq.request)
         holding.num_published = filled
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:
@@ -422,6 +446,6 @@ class KVCacheManager:
             table, slid = holding.tables[group], holding.num_slid[group]
             first = min(max(0, num_computed - window + 1) // size, len(table))
             if first > slid:
-                self.pool.release(reversed(table[slid:first]))
-                table[slid:first] = [NULL_BLOCK] * (first - slid)
+                self.pool.release_table(table[slid:first])
+                table[slid:first] = new_table([NULL_BLOCK] * (first - slid))
                 holding.num_slid[group] = first

@@ -17,13 +17,15 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import inf
 
+import numpy as np
+
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, as_array, table_of
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 
-Tables = tuple[list[BlockId], ...]
+Tables = tuple[BlockTable, ...]
 FindPrefix = Callable[[TokenChain, int], Tables]
 
 
@@ -40,7 +42,7 @@ class Pin:
     pin_id: str
     tenant: str
     num_tokens: int
-    blocks: tuple[BlockId, ...]
+    blocks: BlockTable
     ttl_seconds: float
     expires_at: float
 
@@ -94,8 +96,8 @@ class PinTable:
         """Every pin, the soonest to expire first."""
         return iter(sorted(self._pins.values(), key=_expiry))
 
-    def pin(self, chain: TokenChain, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
-        """Pin what is cached of a chain's full blocks, as far as the tenant's share and the budget go.
+    def pin(self, chain: TokenChain, length: int, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
+        """Pin what is cached of a chain's first `length` full blocks, as far as the tenant's share and the budget go.
 
         The same prefix again renews its pin.
 
@@ -105,10 +107,10 @@ class PinTable:
         if not ttl_seconds > 0:
             raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
         self.expire()
-        length, blocks = self._affordable(chain, tenant)
+        length, blocks = self._affordable(chain, length, tenant)
         if not length:
             return None
-        digest = blake2b(root_hash(tenant, salt) + b"".join(chain.tokens[:length]), digest_size=8)
+        digest = blake2b(root_hash(tenant, salt) + chain.key(length), digest_size=8)
         pin_id = f"pin-{digest.hexdigest()}"
         expires_at = self.clock() + ttl_seconds
         known = self._pins.get(pin_id)
@@ -182,7 +184,7 @@ class PinTable:
             if len(blocks) > self.tenant_blocks:
                 yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
-    def _affordable(self, chain: TokenChain, tenant: str) -> tuple[int, tuple[BlockId, ...]]:
+    def _affordable(self, chain: TokenChain, length: int, tenant: str) -> tuple[int, BlockTable]:
         """The longest prefix of the chain that is cached and can be paid for: its full blocks, and what holds them.
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
@@ -190,20 +192,18 @@ class PinTable:
         pinned = self._pool.pin_counts
         own = self._held.get(tenant, Counter())
         room, own_room = self.budget_blocks - len(pinned), self.tenant_blocks - len(own)
-        length = len(chain)
         while length > 0:
             tables = self._find(chain, length)
             length = len(tables[0])
-            blocks = tuple(block for table in tables for block in table if block != NULL_BLOCK)
-            excess = max(
-                sum(block not in pinned for block in blocks) - room,
-                sum(block not in own for block in blocks) - own_room,
-            )
+            ids = np.concatenate([as_array(table) for table in tables])
+            blocks = table_of(ids[ids != NULL_BLOCK])
+            held = set(blocks)
+            excess = max(len(held - pinned.keys()) - room, len(held - own.keys()) - own_room)
             if excess <= 0:
                 return length, blocks
             # One block shorter frees at most one block of each group.
             length -= -(-excess // len(tables))
-        return 0, ()
+        return 0, table_of(np.empty(0, np.int32))
 
     def _release(self, pin: Pin) -> None:
         # The tail first, so that it is evicted before the head.

@@ -1,13 +1,20 @@
-"""The block pool: who is referenced how often, what is free, what may be evicted. O(1) an operation."""
+"""The block pool: who is referenced how often, what is free, what may be evicted. O(1) an operation and block."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, as_array
 from octavo.kvcache.eviction.base import EvictionPolicy
+
+# From so many blocks on, whole arrays of counts are changed at once.
+_MANY = 64
 
 
 class BlockPool:
@@ -23,17 +30,23 @@ class BlockPool:
     Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
     """
 
+    # A count, a published mark and a place in the free stack.
+    BYTES_PER_BLOCK = 4 + 1 + 4
+
     def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = array("i", bytes(4 * num_blocks))
         self.pin_counts: dict[BlockId, int] = {}  # of blocks with a pin, referenced or not
         self._num_pinned = 0
         self._published = bytearray(num_blocks)
-        self._free = [BlockId(i) for i in range(num_blocks - 1, 0, -1)]
+        self._free = array("i", range(num_blocks - 1, 0, -1))
         self._eviction = eviction
         self._on_evict = on_evict
+        # The same memory, for many at once.
+        self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
+        self._is_published = np.frombuffer(self._published, np.uint8)
 
     @property
     def num_free(self) -> int:
@@ -67,9 +80,15 @@ class BlockPool:
         """
         if count > self.num_available:
             raise CacheError(f"{count} blocks asked for, {self.num_available} available of {self.num_blocks - 1}")
-        taken = []
+        free = self._free
+        taken: list[BlockId] = []
+        if _MANY < count <= len(free):
+            taken = cast(list[BlockId], free[: -count - 1 : -1].tolist())
+            del free[-count:]
+            self._count_of[taken] = 1
+            return taken
         for _ in range(count):
-            block_id = self._free.pop() if self._free else self._evict()
+            block_id = BlockId(free.pop()) if free else self._evict()
             self.ref_counts[block_id] = 1
             taken.append(block_id)
         return taken
@@ -85,6 +104,23 @@ class BlockPool:
             else:
                 self._eviction.remove(block_id)
         self.ref_counts[block_id] = count + 1
+
+    def acquire_all(self, block_ids: Sequence[BlockId]) -> None:
+        """Add a reference to each; null blocks are passed over. No other block may stand in a table twice."""
+        if len(block_ids) <= _MANY:
+            for block_id in block_ids:
+                if block_id != NULL_BLOCK:
+                    self.acquire(block_id)
+            return
+        ids = as_array(block_ids)
+        ids = ids[ids != NULL_BLOCK]
+        unused = ids[self._count_of[ids] == 0]
+        if unused.size and (self.pin_counts or not self._is_published[unused].all()):
+            for block_id in ids.tolist():
+                self.acquire(block_id)
+            return
+        self._eviction.remove_all(unused)
+        self._count_of[ids] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """Drop one reference to each; null blocks are passed over.
@@ -107,12 +143,40 @@ class BlockPool:
                 else:
                     self._eviction.add(block_id)
 
-    def pin(self, block_ids: Iterable[BlockId]) -> None:
+    def release_table(self, block_ids: Sequence[BlockId]) -> None:
+        """The same of a whole table, from its tail, so that the tail is evicted before the head."""
+        if len(block_ids) <= _MANY:
+            self.release(reversed(block_ids))
+            return
+        ids = as_array(block_ids)[::-1]
+        ids = ids[ids != NULL_BLOCK]
+        counts = self._count_of[ids]
+        if not counts.all():
+            self.release(reversed(block_ids))  # says which is freed twice
+        self._count_of[ids] = counts - 1
+        last = ids[counts == 1]
+        published = self._is_published[last] != 0
+        self._free.frombytes(last[~published].tobytes())
+        cached = last[published]
+        if self.pin_counts:
+            pinned = np.fromiter((block_id in self.pin_counts for block_id in cached.tolist()), bool, len(cached))
+            self._num_pinned += int(pinned.sum())
+            cached = cached[~pinned]
+        self._eviction.add_all(cached)
+
+    def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Keep published blocks from being evicted until each pin is taken back; null blocks are passed over.
 
         Raises:
             CacheError: a block is not published: nothing could find it.
         """
+        ids = as_array(block_ids)
+        if len(ids) > _MANY and self._is_published[ids].all() and self.pin_counts.keys().isdisjoint(block_ids):
+            unused = ids[self._count_of[ids] == 0]
+            self._eviction.remove_all(unused)
+            self._num_pinned += len(unused)
+            self.pin_counts.update(dict.fromkeys(block_ids, 1))
+            return
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -178,12 +242,20 @@ class BlockPool:
         """Whether nobody references or pins it, but a prefix could: it is in the cached state."""
         return self.state(block_id) is BlockState.CACHED
 
+    def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
+        """How many of a table's published blocks are in the cached state."""
+        if len(block_ids) <= _MANY or self.pin_counts:
+            return sum(map(self.is_evictable, block_ids))
+        ids = as_array(block_ids)
+        return int((self._count_of[ids[ids != NULL_BLOCK]] == 0).sum())
+
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
 
     def check(self) -> Findings:
         """The pool's own invariants. O(blocks)."""
         free, cached = bytearray(self.num_blocks), bytearray(self.num_blocks)
+        held: Iterable[int]
         for marks, held in ((free, self._free), (cached, self._eviction)):
             for batch in in_slices(held):
                 for block_id in batch:
@@ -195,8 +267,8 @@ class BlockPool:
         if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
             yield "the null block is referenced, free or cached"
         num_pinned = 0
-        for batch in in_slices(self.pin_counts):
-            for block_id in batch:
+        for pins in in_slices(self.pin_counts):
+            for block_id in pins:
                 num_pinned += self.ref_counts[block_id] == 0
                 if not self._published[block_id]:
                     yield f"block {block_id} is pinned but not published"

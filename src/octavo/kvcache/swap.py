@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
 from octavo.kvcache.host_pool import BlockSwap, HostBlockId, HostPool
 from octavo.kvcache.pool import BlockPool
 from octavo.request import SequenceId
@@ -60,7 +60,7 @@ class SwapCounters:
 class _Away:
     """A swapped sequence's blocks that its tables do not hold: theirs are null until it returns."""
 
-    tables: list[list[BlockId]]
+    tables: list[BlockTable]
     host: dict[Place, HostBlockId] = field(default_factory=dict)
     cached: dict[Place, BlockId] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class SwapSpace:
         """Whether a swapped sequence holds blocks of the device that become available if it is given up."""
         return any(block != NULL_BLOCK for table in self._away[seq_id].tables for block in table)
 
-    def swap_out(self, seq_id: SequenceId, tables: list[list[BlockId]], num_blocks: int) -> bool:
+    def swap_out(self, seq_id: SequenceId, tables: list[BlockTable], num_blocks: int) -> bool:
         """Let go of a sequence's blocks, as the module says; its tables keep their shape, null where one has left.
 
         Args:
@@ -161,8 +161,8 @@ class SwapSpace:
             self._forget_hope(block, seq_id)
         self.counters.blocks_dropped += self.host.release(away.host.values())
         for table in away.tables:
-            self._pool.release(reversed(table))
-            table.clear()
+            self._pool.release_table(table)
+            del table[:]
 
     def on_evict(self, block_id: BlockId) -> None:
         """The pool gives this block's memory to another: who hoped for it takes its contents to the host."""

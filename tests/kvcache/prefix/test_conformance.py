@@ -42,16 +42,16 @@ def cache(request: pytest.FixtureRequest) -> PrefixCache[Any]:
 
 def test_a_published_block_is_found_by_its_tokens_and_all_before_them(cache: PrefixCache[Any]) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=7)
-    assert cache.leading(0, chain_of(cache, [1, 2, 3, 4, 9, 9]), 3) == [7, 8]
+    assert list(cache.leading(0, chain_of(cache, [1, 2, 3, 4, 9, 9]), 3)) == [7, 8]
     assert cache.get(0, chain_of(cache, [1, 2, 3, 4, 5, 6]), 2) == 9
     assert cache.get(0, chain_of(cache, [9, 2, 3, 4, 5, 6]), 2) is None
-    assert cache.leading(0, chain_of(cache, [3, 4]), 1) == []
+    assert list(cache.leading(0, chain_of(cache, [3, 4]), 1)) == []
 
 
 def test_a_prefix_is_cut_at_the_limit(cache: PrefixCache[Any]) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=7)
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
-    assert [cache.leading(0, chain, limit) for limit in range(4)] == [[], [7], [7, 8], [7, 8, 9]]
+    assert [list(cache.leading(0, chain, limit)) for limit in range(4)] == [[], [7], [7, 8], [7, 8, 9]]
 
 
 def test_the_first_of_two_equal_blocks_stays(cache: PrefixCache[Any]) -> None:
@@ -70,39 +70,39 @@ def test_a_block_is_published_once_only(cache: PrefixCache[Any]) -> None:
 
 def test_groups_and_salts_do_not_see_each_other(cache: PrefixCache[Any]) -> None:
     publish(cache, [1, 2, 3, 4], first_block=1, salt="a")
-    assert cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2) == []
-    assert cache.leading(0, chain_of(cache, [1, 2, 3, 4], "b"), 2) == []
+    assert list(cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2)) == []
+    assert list(cache.leading(0, chain_of(cache, [1, 2, 3, 4], "b"), 2)) == []
     publish(cache, [1, 2, 3, 4], first_block=3, salt="a", group=1)
-    assert cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2) == [3, 4]
+    assert list(cache.leading(1, chain_of(cache, [1, 2, 3, 4], "a"), 2)) == [3, 4]
 
 
 def test_a_dropped_block_leaves_a_hole_that_can_be_filled(cache: PrefixCache[Any]) -> None:
     publish(cache, [1, 2, 3, 4, 5, 6], first_block=1)
     cache.drop(BlockId(2))
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
-    assert cache.leading(0, chain, 3) == [1]
+    assert list(cache.leading(0, chain, 3)) == [1]
     assert cache.get(0, chain, 1) is None
     assert cache.get(0, chain, 2) == 3
     assert cache.put(0, chain, 1, BlockId(9))
-    assert cache.leading(0, chain, 3) == [1, 9, 3]
+    assert list(cache.leading(0, chain, 3)) == [1, 9, 3]
 
 
 def test_a_block_may_be_published_before_those_it_stands_on(cache: PrefixCache[Any]) -> None:
     chain = chain_of(cache, [1, 2, 3, 4, 5, 6])
     assert cache.put(1, chain, 2, BlockId(5))
-    assert cache.leading(1, chain, 3) == []
+    assert list(cache.leading(1, chain, 3)) == []
     assert cache.get(1, chain, 2) == 5
 
 
 def test_a_copied_chain_grows_on_its_own(cache: PrefixCache[Any]) -> None:
     publish(cache, [1, 2, 3, 4], first_block=1)
     parent = chain_of(cache, [1, 2])
-    assert cache.leading(0, parent, 1) == [1]
+    assert list(cache.leading(0, parent, 1)) == [1]
     child = parent.copy()
     child.extend([1, 2, 7, 8])
     parent.extend([1, 2, 3, 4])
-    assert cache.leading(0, parent, 2) == [1, 2]
-    assert cache.leading(0, child, 2) == [1]
+    assert list(cache.leading(0, parent, 2)) == [1, 2]
+    assert list(cache.leading(0, child, 2)) == [1]
     assert cache.put(0, child, 1, BlockId(5))
     assert (cache.get(0, parent, 1), cache.get(0, child, 1)) == (2, 5)
 
@@ -114,9 +114,9 @@ def test_what_is_all_dropped_is_all_forgotten(cache: PrefixCache[Any]) -> None:
     for block in list(cache):
         cache.drop(block)
     assert list(cache) == []
-    assert cache.leading(0, chain, 2) == []
+    assert list(cache.leading(0, chain, 2)) == []
     publish(cache, [1, 2, 3, 4], first_block=1)
-    assert cache.leading(0, chain, 2) == [1, 2]
+    assert list(cache.leading(0, chain, 2)) == [1, 2]
 
 
 def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:

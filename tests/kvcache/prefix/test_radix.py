@@ -156,9 +156,9 @@ def unreachable(manager: KVCacheManager) -> list[BlockId]:
     return [
         block
         for block in tree
-        if tree._windows[tree._places[block][1]] is None
+        if tree._windows[tree._place(block)[1]] is None
         and manager.pool.ref_counts[block] == 0
-        and tree._places[block][2] > 0
+        and tree._place(block)[2] > 0
         and tree.parent(block) is None
     ]
 

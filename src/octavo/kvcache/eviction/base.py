@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from octavo.kvcache.block import BlockId
+from octavo.kvcache.block import BlockId, BlockIds
 
 
 class EvictionPolicy(Protocol):
@@ -40,6 +40,12 @@ class EvictionPolicy(Protocol):
 
     def evict(self) -> BlockId:
         """Choose, remove and return a victim. Raises KeyError when there is none."""
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        """The same as `add` of each in turn."""
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        """The same as `remove` of each, in any order."""
 
     def restore(self, block_id: BlockId) -> None:
         """Hold the block that `evict` gave last, or one of those before it, again, in its old place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from octavo.kvcache.block import BlockId
+from octavo.kvcache.block import BlockId, BlockIds
 from octavo.kvcache.eviction.base import EvictionPolicy
 
 
@@ -59,6 +59,14 @@ class LeafFirstEviction:
         else:
             self._inner.remove(block_id)
         self._leave(block_id)
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.add(block_id)
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.remove(block_id)
 
     def evict(self) -> BlockId:
         while True:

@@ -9,7 +9,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 
 # Below this a heap is not worth cleaning.
 MIN_HEAP = 64
@@ -50,6 +50,14 @@ class RankedEviction(ABC):
         if len(self._heap) > 2 * len(self._held) + MIN_HEAP:
             self._heap = list(self._held.values())
             heapq.heapify(self._heap)
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.add(block_id)
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.remove(block_id)
 
     def evict(self) -> BlockId:
         while self._heap:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Iterator, Sequence
 
-from octavo.kvcache.block import BlockId
+import numpy as np
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
+
+_ABSENT = -1
 
 
 class LruEviction:
-    """Least recently used first, O(1). Sequences free their tail before their head, so tails go first."""
+    """Least recently used first, O(1). Sequences free their tail before their head, so tails go first.
+
+    A ring of block ids in two arrays, 8 bytes a block; the null block, which is never held, joins its ends:
+
+        null <─> oldest <─> … <─> newest <─> null
+    """
+
+    BYTES_PER_BLOCK = 8
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[BlockId, None] = OrderedDict()
+        self._next = array("i", [NULL_BLOCK])
+        self._previous = array("i", [NULL_BLOCK])
+        self._length = 0
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
         return
@@ -21,23 +34,77 @@ class LruEviction:
         return
 
     def add(self, block_id: BlockId) -> None:
-        self._blocks[block_id] = None
+        if block_id >= len(self._next):
+            self._grow(block_id)
+        self._insert(self._previous[NULL_BLOCK], block_id)
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        run = block_ids
+        if not run.size:
+            return
+        self._grow(int(run.max()))
+        first, last, newest = int(run[0]), int(run[-1]), self._previous[NULL_BLOCK]
+        following, preceding = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
+        following[run[:-1]] = run[1:]
+        preceding[run[1:]] = run[:-1]
+        self._next[newest], self._previous[first] = first, newest
+        self._next[last], self._previous[NULL_BLOCK] = NULL_BLOCK, last
+        self._length += len(run)
 
     def remove(self, block_id: BlockId) -> None:
-        del self._blocks[block_id]
+        if block_id not in self:
+            raise KeyError(block_id)
+        following, preceding = self._next[block_id], self._previous[block_id]
+        self._next[preceding] = following
+        self._previous[following] = preceding
+        self._next[block_id] = _ABSENT
+        self._length -= 1
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        # What one sequence gave up together lies here in one piece, the tail first.
+        run = block_ids[::-1]
+        if len(run) > 1 and run.max() < len(self._next):
+            following = np.frombuffer(self._next, np.int32)
+            if (following[run[:-1]] == run[1:]).all() and following[run[-1]] != _ABSENT:
+                before, after = self._previous[run[0]], self._next[run[-1]]
+                following[run] = _ABSENT
+                self._next[before], self._previous[after] = after, before
+                self._length -= len(run)
+                return
+        for block_id in block_ids.tolist():
+            self.remove(block_id)
 
     def evict(self) -> BlockId:
-        return self._blocks.popitem(last=False)[0]
+        if not self._length:
+            raise KeyError("no block is held")
+        block_id = BlockId(self._next[NULL_BLOCK])
+        self.remove(block_id)
+        return block_id
 
     def restore(self, block_id: BlockId) -> None:
-        self._blocks[block_id] = None
-        self._blocks.move_to_end(block_id, last=False)
+        self._insert(NULL_BLOCK, block_id)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._length
 
     def __contains__(self, block_id: object) -> bool:
-        return block_id in self._blocks
+        return isinstance(block_id, int) and 0 < block_id < len(self._next) and self._next[block_id] != _ABSENT
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._blocks)
+        block_id = NULL_BLOCK
+        for _ in range(self._length):
+            block_id = BlockId(self._next[block_id])
+            yield block_id
+
+    def _insert(self, preceding: int, block_id: BlockId) -> None:
+        following = self._next[preceding]
+        self._next[preceding] = self._previous[following] = block_id
+        self._previous[block_id], self._next[block_id] = preceding, following
+        self._length += 1
+
+    def _grow(self, block_id: int) -> None:
+        missing = block_id + 1 - len(self._next)
+        if missing > 0:
+            more = array("i", [_ABSENT]) * max(missing, len(self._next))
+            self._next.extend(more)
+            self._previous.extend(more)

@@ -6,11 +6,12 @@ it (`drop`). Blocks are put in only after their keys and values are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from octavo.kvcache.block import BlockId
-from octavo.kvcache.hashing import NullChain, TokenChain
+from octavo.kvcache.audit import Findings
+from octavo.kvcache.block import BlockHash, BlockId, BlockTable, new_table
+from octavo.kvcache.hashing import FullBlocks, NullChain, TokenChain
 
 ChainT = TypeVar("ChainT", bound=TokenChain)
 
@@ -21,10 +22,23 @@ class PrefixCache(Protocol[ChainT]):
     Generic in what it keeps per sequence: a chain is made, read and extended only by the cache that made it.
     """
 
-    def chain(self, salt: str) -> ChainT:
-        """An empty chain for a new sequence; sequences of different salts never share a block."""
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        """Of a prompt, packed and hashed for `chain`. O(tokens); reads nothing that changes: any thread may call it."""
 
-    def leading(self, group: int, chain: ChainT, limit: int) -> list[BlockId]:
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> ChainT:
+        """A chain for a new sequence; sequences of different salts never share a block.
+
+        Args:
+            prompt: what it begins with, as `full_blocks` made it under this salt; nothing by default.
+        """
+
+    def reserve(self, num_blocks: int) -> None:
+        """Block ids will be below `num_blocks`: set aside what that takes, rather than when they come."""
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        """The packed token ids of a published block."""
+
+    def leading(self, group: int, chain: ChainT, limit: int) -> BlockTable:
         """The blocks of full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
 
     def get(self, group: int, chain: ChainT, index: int) -> BlockId | None:
@@ -39,6 +53,9 @@ class PrefixCache(Protocol[ChainT]):
     def __iter__(self) -> Iterator[BlockId]:
         """Every published block; for audits."""
 
+    def check(self) -> Findings:
+        """The cache's own invariants. O(blocks)."""
+
 
 class NullPrefixCache:
     """No prefix caching, at no cost: nothing is packed, hashed, looked up or published."""
@@ -46,11 +63,20 @@ class NullPrefixCache:
     def __init__(self) -> None:
         self._chain = NullChain()
 
-    def chain(self, salt: str) -> NullChain:
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        return FullBlocks(BlockHash(b""), 1)
+
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> NullChain:
         return self._chain
 
-    def leading(self, group: int, chain: NullChain, limit: int) -> list[BlockId]:
-        return []
+    def reserve(self, num_blocks: int) -> None:
+        return
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        raise KeyError(block_id)
+
+    def leading(self, group: int, chain: NullChain, limit: int) -> BlockTable:
+        return new_table()
 
     def get(self, group: int, chain: NullChain, index: int) -> BlockId | None:
         return None
@@ -62,4 +88,7 @@ class NullPrefixCache:
         return
 
     def __iter__(self) -> Iterator[BlockId]:
+        return iter(())
+
+    def check(self) -> Findings:
         return iter(())

@@ -1,21 +1,25 @@
-"""Prefix caching by hash chain: one dictionary from (group, key) to block."""
+"""Prefix caching by hash chain: one table from key to block, and each block's tokens to compare on a hit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
-from octavo.kvcache.block import BlockHash, BlockId
-from octavo.kvcache.hashing import HashChain, root_hash
+import numpy as np
 
+from octavo.kvcache.audit import Findings, in_slices
+from octavo.kvcache.block import BlockHash, BlockId, BlockTable, new_table, table_of
+from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, root_hash
+from octavo.kvcache.key_index import KeyIndex
 
-class _Entry(NamedTuple):
-    block_id: BlockId
-    tokens: bytes
+# The first blocks of a prompt are looked up one by one, what follows in pieces: most prompts miss early.
+_ONE_BY_ONE = 16
+_PIECE = 8192
 
 
 class HashedPrefixCache:
     """An index by hash chain: a prefix of k full blocks is found in k look-ups, whoever computed it.
+
+    Per block one key in a `KeyIndex` and its tokens: flat memory, no objects.
 
     Args:
         identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
@@ -25,38 +29,104 @@ class HashedPrefixCache:
     def __init__(self, identity: tuple[str, ...], block_size: int) -> None:
         self._identity = (*identity, str(block_size))
         self._block_size = block_size
-        self._entries: dict[tuple[int, BlockHash], _Entry] = {}
-        self._keys: dict[BlockId, tuple[int, BlockHash]] = {}
-        self._roots: dict[str, BlockHash] = {"": root_hash(*self._identity, "")}
+        self._width = block_size * TOKEN_BYTES
+        self._index = KeyIndex()
+        self._tokens = bytearray()  # by block id, as the chain has them
+        self._published = bytearray()
+        self._unsalted_root = root_hash(*self._identity, "")
+        self.reserve(16)
 
-    def chain(self, salt: str) -> HashChain:
-        # Only the unsalted root is kept: salts come from clients and would grow without bound.
-        root = self._roots.get(salt) or root_hash(*self._identity, salt)
-        return HashChain(root, self._block_size)
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        return FullBlocks.of(self._root(salt), self._block_size, token_ids)
 
-    def leading(self, group: int, chain: HashChain, limit: int) -> list[BlockId]:
-        found = []
-        for key, tokens in zip(chain.hashes[:limit], chain.tokens, strict=False):
-            entry = self._entries.get((group, key))
-            if entry is None or entry.tokens != tokens:
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> TokenChain:
+        return TokenChain(FullBlocks(self._root(salt), self._block_size) if prompt is None else prompt)
+
+    def reserve(self, num_blocks: int) -> None:
+        missing = num_blocks - len(self._published)
+        if missing > 0:
+            self._index.reserve(num_blocks)
+            self._tokens.extend(bytes(missing * self._width))
+            self._published.extend(bytes(missing))
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        if not self._published[block_id]:
+            raise KeyError(block_id)
+        return bytes(self._tokens[block_id * self._width : (block_id + 1) * self._width])
+
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        found = new_table()
+        while len(found) < min(limit, _ONE_BY_ONE):
+            block_id = self.get(group, chain, len(found))
+            if block_id is None:
+                return found
+            found.append(block_id)
+        while len(found) < limit:
+            start = len(found)
+            end = min(limit, start + _PIECE)
+            found.extend(self._find(group, chain, start, end))
+            if len(found) < end:
                 break
-            found.append(entry.block_id)
         return found
 
-    def get(self, group: int, chain: HashChain, index: int) -> BlockId | None:
-        entry = self._entries.get((group, chain.hashes[index]))
-        return entry.block_id if entry is not None and entry.tokens == chain.tokens[index] else None
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        block_id = self._index.get(_group_key(group, chain.key(index + 1)))
+        if block_id is None:
+            return None
+        start = block_id * self._width
+        same = self._tokens[start : start + self._width] == chain.tokens(index, index + 1)
+        return BlockId(block_id) if same else None
 
-    def put(self, group: int, chain: HashChain, index: int, block_id: BlockId) -> bool:
-        key = (group, chain.hashes[index])
-        if key in self._entries or block_id in self._keys:
+    def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
+        if block_id >= len(self._published):
+            self.reserve(2 * block_id)
+        key = _group_key(group, chain.key(index + 1))
+        if self._published[block_id] or self._index.get(key) is not None:
             return False
-        self._entries[key] = _Entry(block_id, chain.tokens[index])
-        self._keys[block_id] = key
+        self._index.put(key, block_id)
+        self._tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
+        self._published[block_id] = 1
         return True
 
     def drop(self, block_id: BlockId) -> None:
-        del self._entries[self._keys.pop(block_id)]
+        self._index.remove(block_id)
+        self._published[block_id] = 0
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._keys)
+        return (BlockId(i) for i, published in enumerate(self._published) if published)
+
+    def check(self) -> Findings:
+        yield from self._index.check()
+        num_indexed = 0
+        for ids in in_slices(self._index):
+            for i in ids:
+                num_indexed += 1
+                if not self._published[i]:
+                    yield f"block {i} has a key, but is not published in the prefix cache"
+            yield None
+        if num_indexed != (num_published := sum(self._published)):
+            yield f"{num_published} blocks are published in the prefix cache, {num_indexed} have a key"
+
+    def _root(self, salt: str) -> BlockHash:
+        # Only the unsalted root is kept: salts come from clients and would grow without bound.
+        return root_hash(*self._identity, salt) if salt else self._unsalted_root
+
+    def _find(self, group: int, chain: TokenChain, start: int, end: int) -> BlockTable:
+        """The blocks of full blocks `start .. end` up to the first that is missing."""
+        slab = np.frombuffer(self._tokens, np.int32).reshape(-1, self._block_size)
+        found = new_table()
+        for keys, tokens in chain.rows(start, end):
+            ids = self._index.find(keys ^ np.array([0, group << 48], np.uint64) if group else keys)
+            missing = (ids < 0) | (slab[ids] != tokens).any(axis=1)
+            length = int(missing.argmax()) if missing.any() else len(ids)
+            found.extend(table_of(ids[:length]))
+            if length < len(ids):
+                break
+        return found
+
+
+def _group_key(group: int, key: bytes) -> bytes:
+    """The key of a group's block: each group of layers has blocks of its own for the same tokens."""
+    if not group:
+        return key
+    return key[:14] + (int.from_bytes(key[14:], "little") ^ group).to_bytes(2, "little")

@@ -14,11 +14,16 @@ holes are rare, by way of `parent` and `children`.
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId
-from octavo.kvcache.hashing import TokenChain
+import numpy as np
+
+from octavo.kvcache.audit import Findings, in_slices
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
+from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, root_hash
 
 
 class _Node:
@@ -26,7 +31,7 @@ class _Node:
 
     Attributes:
         start: index of the run's first block in its sequences.
-        tokens: packed token ids of the run's blocks.
+        tokens: packed token ids of the run's blocks, one after another.
         blocks: [group][offset in the run], null for a hole.
         children: by the packed tokens of their first block.
         sealed: the run has had an end beyond which something stood; it grows no more.
@@ -38,11 +43,13 @@ class _Node:
 
     __slots__ = ("alive", "blocks", "children", "parent", "salt", "sealed", "start", "tokens")
 
-    def __init__(self, parent: _Node | None, start: int, tokens: list[bytes], num_groups: int, salt: str = "") -> None:
+    def __init__(
+        self, parent: _Node | None, start: int, length: int, tokens: bytes, num_groups: int, salt: str = ""
+    ) -> None:
         self.parent = parent
         self.start = start
-        self.tokens = tokens
-        self.blocks: list[list[BlockId]] = [[NULL_BLOCK] * len(tokens) for _ in range(num_groups)]
+        self.tokens = bytearray(tokens)
+        self.blocks: list[BlockTable] = [_holes(length) for _ in range(num_groups)]
         self.children: dict[bytes, _Node] = {}
         self.salt = salt
         self.sealed = False
@@ -50,39 +57,30 @@ class _Node:
 
     @property
     def end(self) -> int:
-        return self.start + len(self.tokens)
+        return self.start + len(self.blocks[0])
 
 
 class RadixChain(TokenChain):
     """A sequence's full blocks and a cursor: the node it stands in, and how many blocks it has compared on the way."""
 
-    __slots__ = ("_keys", "compared", "node", "salt")
+    __slots__ = ("compared", "node", "salt")
 
-    def __init__(self, salt: str, block_size: int) -> None:
-        super().__init__(block_size)
-        self._keys = [hash(salt)]
+    def __init__(self, prompt: FullBlocks, salt: str = "") -> None:
+        super().__init__(prompt)
         self.salt = salt
         self.node: _Node | None = None
         self.compared = 0
 
     def copy(self) -> Self:
-        twin = type(self)(self.salt, self.block_size)
-        twin.tokens = self.tokens.copy()
-        twin.node, twin.compared = self.node, self.compared
-        twin._keys = self._keys.copy()
+        twin = super().copy()
+        twin.salt, twin.node, twin.compared = self.salt, self.node, self.compared
         return twin
-
-    def key(self, length: int) -> int:
-        # Python's own 64 bits suffice: these keys only say why something was not found, never what is.
-        keys = self._keys
-        for tokens in self.tokens[len(keys) - 1 : length]:
-            keys.append(hash((keys[-1], tokens)))
-        return keys[length]
 
 
 class RadixPrefixCache:
     """A radix tree per salt. A prefix of k blocks in e edges is found in e look-ups and k comparisons of packed tokens;
-    `get` and `put` one block further cost O(1), a split the length of the run's upper part. Nothing is hashed.
+    `get` and `put` one block further cost O(1), a split the length of the run's upper part. Nothing is found by its key
+    here: keys only tell the ledger and the pins which prefix is meant.
 
     Args:
         block_size: tokens per block.
@@ -91,32 +89,50 @@ class RadixPrefixCache:
 
     def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
         self._block_size = block_size
+        self._width = block_size * TOKEN_BYTES
         self._windows = tuple(windows)
         # A root lives as long as it has children: salts come from clients and would grow without bound.
         self._roots: dict[str, _Node] = {}
-        self._places: dict[BlockId, tuple[_Node, int, int]] = {}  # node, group, index
+        # Where each block stands, by its id.
+        self._nodes: list[_Node | None] = []
+        self._groups = array("H")
+        self._indices = array("i")
 
-    def chain(self, salt: str) -> RadixChain:
-        return RadixChain(salt, self._block_size)
+    def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
+        return FullBlocks.of(root_hash(salt), self._block_size, token_ids)
 
-    def leading(self, group: int, chain: RadixChain, limit: int) -> list[BlockId]:
-        found: list[BlockId] = []
-        node = self._roots.get(chain.salt)
-        tokens, at = chain.tokens, 0
-        limit = min(limit, len(tokens))
+    def chain(self, salt: str, prompt: FullBlocks | None = None) -> RadixChain:
+        return RadixChain(FullBlocks(root_hash(salt), self._block_size) if prompt is None else prompt, salt)
+
+    def reserve(self, num_blocks: int) -> None:
+        missing = num_blocks - len(self._nodes)
+        if missing > 0:
+            self._nodes += [None] * missing
+            self._groups.frombytes(bytes(2 * missing))
+            self._indices.frombytes(bytes(4 * missing))
+
+    def tokens(self, block_id: BlockId) -> bytes:
+        node, _, index = self._place(block_id)
+        start = (index - node.start) * self._width
+        return bytes(node.tokens[start : start + self._width])
+
+    def leading(self, group: int, chain: RadixChain, limit: int) -> BlockTable:
+        found = new_table()
+        node, at = self._roots.get(chain.salt), 0
+        limit = min(limit, len(chain))
         while node is not None and at < limit:
-            child = node.children.get(tokens[at])
+            child = node.children.get(chain.tokens(at, at + 1))
             if child is None:
                 break
-            common = _common_length(child.tokens, tokens, at, limit)
+            common = self._common_length(child, chain, at, limit)
             at += common
             chain.node, chain.compared = child, at
             run = child.blocks[group][:common]
             if NULL_BLOCK in run:
-                found += run[: run.index(NULL_BLOCK)]
+                found.extend(run[: run.index(NULL_BLOCK)])
                 break
-            found += run
-            if common < len(child.tokens):
+            found.extend(run)
+            if at < child.end:
                 break
             node = child
         return found
@@ -126,25 +142,28 @@ class RadixPrefixCache:
         return None if node is None else node.blocks[group][index - node.start] or None
 
     def put(self, group: int, chain: RadixChain, index: int, block_id: BlockId) -> bool:
-        if block_id in self._places:
+        if block_id >= len(self._nodes):
+            self.reserve(2 * block_id)
+        if self._nodes[block_id] is not None:
             return False
         node = self._seek(chain, index) or self._insert(chain, index)
         run, offset = node.blocks[group], index - node.start
         if run[offset] != NULL_BLOCK:
             return False
         run[offset] = block_id
-        self._places[block_id] = (node, group, index)
+        self._nodes[block_id], self._groups[block_id], self._indices[block_id] = node, group, index
         return True
 
     def drop(self, block_id: BlockId) -> None:
-        node, group, index = self._places.pop(block_id)
+        node, group, index = self._place(block_id)
+        self._nodes[block_id] = None
         node.blocks[group][index - node.start] = NULL_BLOCK
         if not node.children and index == node.end - 1:
             self._prune(node)
 
     def parent(self, block_id: BlockId) -> BlockId | None:
         """The block right before this one in its group; None at the start, at a hole, and under a sliding window."""
-        node, group, index = self._places[block_id]
+        node, group, index = self._place(block_id)
         if index == 0 or self._windows[group] is not None:
             return None
         if index > node.start:
@@ -153,7 +172,7 @@ class RadixPrefixCache:
 
     def children(self, block_id: BlockId) -> Sequence[BlockId]:
         """The blocks right after this one in its group; none under a sliding window."""
-        node, group, index = self._places[block_id]
+        node, group, index = self._place(block_id)
         if self._windows[group] is not None:
             return ()
         if index + 1 < node.end:
@@ -164,7 +183,23 @@ class RadixPrefixCache:
         return [block for child in node.children.values() if (block := child.blocks[group][0]) != NULL_BLOCK]
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._places)
+        return (BlockId(i) for i, node in enumerate(self._nodes) if node is not None)
+
+    def check(self) -> Findings:
+        for blocks in in_slices(self):
+            for block in blocks:
+                node, group, index = self._place(block)
+                there = node.alive and node.start <= index < node.end
+                if not there or node.blocks[group][index - node.start] != block:
+                    yield f"block {block} is not where the radix tree has it: group {group}, position {index}"
+            yield None
+
+    def _place(self, block_id: BlockId) -> tuple[_Node, int, int]:
+        """Node, group, and index in its sequences."""
+        node = self._nodes[block_id]
+        if node is None:
+            raise KeyError(block_id)
+        return node, self._groups[block_id], self._indices[block_id]
 
     def _seek(self, chain: RadixChain, index: int) -> _Node | None:
         """The node that holds position `index` of the chain, or None; leaves the cursor where the two part."""
@@ -175,16 +210,15 @@ class RadixPrefixCache:
             node = self._roots.get(chain.salt)
         compared = 0
         if node is not None:
-            tokens, limit = chain.tokens, index + 1
+            limit = index + 1
             compared = min(chain.compared, node.end)
             while compared < limit:
                 if compared < node.end:
-                    run = node.tokens[compared - node.start : limit - node.start]
-                    compared += _common_length(run, tokens, compared, limit)
+                    compared += self._common_length(node, chain, compared, limit)
                     if compared < node.end:
                         break
                     continue
-                child = node.children.get(tokens[compared])
+                child = node.children.get(chain.tokens(compared, compared + 1))
                 if child is None:
                     break
                 node = child
@@ -196,20 +230,20 @@ class RadixPrefixCache:
         node, at = chain.node, chain.compared
         groups = len(self._windows)
         if node is None:
-            node = self._roots[chain.salt] = _Node(None, 0, [], groups, chain.salt)
+            node = self._roots[chain.salt] = _Node(None, 0, 0, b"", groups, chain.salt)
             node.sealed = True
         elif at < node.end:
             node = self._split(node, at)
-        tokens = chain.tokens[at : index + 1]
+        length, tokens = index + 1 - at, chain.tokens(at, index + 1)
         if node.sealed:
-            child = _Node(node, at, tokens, groups)
-            node.children[tokens[0]] = child
+            child = _Node(node, at, length, tokens, groups)
+            node.children[tokens[: self._width]] = child
             node = child
         else:
             # Only a leaf is unsealed: a sequence that grows by single blocks remains one run.
             node.tokens += tokens
             for run in node.blocks:
-                run += [NULL_BLOCK] * len(tokens)
+                run.extend(_holes(length))
         chain.node, chain.compared = node, index + 1
         return node
 
@@ -217,30 +251,31 @@ class RadixPrefixCache:
         """Cut the run before position `at`; returns the upper part, a new node."""
         parent, length = node.parent, at - node.start
         assert parent is not None
-        upper = _Node(parent, node.start, node.tokens[:length], len(self._windows))
+        width = self._width
+        upper = _Node(parent, node.start, 0, bytes(node.tokens[: length * width]), len(self._windows))
         upper.sealed = True
-        parent.children[upper.tokens[0]] = upper
+        parent.children[bytes(upper.tokens[:width])] = upper
         for group, run in enumerate(node.blocks):
             upper.blocks[group] = run[:length]
-            for index, block in enumerate(run[:length], node.start):
+            for block in upper.blocks[group]:
                 if block != NULL_BLOCK:
-                    self._places[block] = (upper, group, index)
+                    self._nodes[block] = upper
             del run[:length]
-        del node.tokens[:length]
+        del node.tokens[: length * width]
         node.start, node.parent = at, upper
-        upper.children[node.tokens[0]] = node
+        upper.children[bytes(node.tokens[:width])] = node
         return upper
 
     def _prune(self, node: _Node) -> None:
         """Cut positions off the node's end that hold nothing, and then those they stood on. Amortised O(1)."""
         while not node.children:
-            length = len(node.tokens)
+            length = before = len(node.blocks[0])
             while length and not any(run[length - 1] for run in node.blocks):
                 length -= 1
             if length:
-                if length < len(node.tokens):
+                if length < before:
                     node.sealed = True
-                    del node.tokens[length:]
+                    del node.tokens[length * self._width :]
                     for run in node.blocks:
                         del run[length:]
                 return
@@ -248,16 +283,20 @@ class RadixPrefixCache:
             if node.parent is None:
                 del self._roots[node.salt]
                 return
-            del node.parent.children[node.tokens[0]]
+            del node.parent.children[bytes(node.tokens[: self._width])]
             node = node.parent
 
+    def _common_length(self, node: _Node, chain: RadixChain, start: int, limit: int) -> int:
+        """How many blocks of the node from position `start` on equal the chain's there, up to position `limit`."""
+        width, end = self._width, min(limit, node.end)
+        ours = chain.tokens(start, end)
+        theirs = node.tokens[(start - node.start) * width : (end - node.start) * width]
+        # Mostly all are equal, which is one comparison of memory.
+        if ours == theirs:
+            return end - start
+        differ = np.frombuffer(ours, np.int32) != np.frombuffer(theirs, np.int32)
+        return int(differ.argmax()) // self._block_size
 
-def _common_length(run: list[bytes], tokens: list[bytes], start: int, limit: int) -> int:
-    """How many blocks of the run equal `tokens[start:limit]` from its beginning."""
-    most = min(len(run), limit - start)
-    if most == 1:
-        return int(run[0] == tokens[start])
-    # Comparing whole lists is a hundred times faster than comparing block by block, and mostly all are equal.
-    if run[:most] == tokens[start : start + most]:
-        return most
-    return next(i for i in range(most) if run[i] != tokens[start + i])
+
+def _holes(length: int) -> BlockTable:
+    return new_table(itertools.repeat(NULL_BLOCK, length))

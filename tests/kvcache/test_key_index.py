@@ -1,0 +1,53 @@
+"""The flat table of keys against a dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kvcache.audit import problems
+from octavo.kvcache.key_index import KeyIndex
+
+# Few keys of few beginnings, so that they collide, move back over each other and wrap around.
+KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(40)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    capacity=st.integers(1, 40),
+    factor=st.sampled_from([1, 1 << 63 | 1, (1 << 64) - 1]),
+    operations=st.lists(st.tuples(st.booleans(), st.integers(0, 39), st.integers(0, 39)), max_size=120),
+)
+def test_any_history_leaves_what_a_dictionary_would_hold(
+    capacity: int, factor: int, operations: list[tuple[bool, int, int]]
+) -> None:
+    index = KeyIndex(capacity)
+    index._factor = factor  # the least random ones
+    model: dict[bytes, int] = {}
+    for is_put, which, entry_id in operations:
+        if is_put:
+            if entry_id not in model.values():
+                index.put(KEYS[which], entry_id)
+                model[KEYS[which]] = entry_id
+        elif entry_id in model.values():
+            index.remove(entry_id)
+            model = {key: known for key, known in model.items() if known != entry_id}
+        else:
+            with pytest.raises(KeyError):
+                index.remove(entry_id)
+    assert problems(index.check()) == []
+    assert (len(index), sorted(index)) == (len(model), sorted(model.values()))
+    expected = [model.get(key) for key in KEYS]
+    assert [index.get(key) for key in KEYS] == expected
+    many = index.find(np.frombuffer(b"".join(KEYS), np.uint64).reshape(-1, 2))
+    assert many.tolist() == [-1 if known is None else known for known in expected]
+
+
+def test_a_damaged_table_is_reported() -> None:
+    index = KeyIndex(4)
+    index._factor = 1 << 63 | 1  # the home is the beginning's lowest bit: not that of another key
+    index.put(KEYS[3], 2)
+    index._keys[3 * 16 : 4 * 16] = KEYS[4]
+    assert problems(index.check()) == ["id 2 is not found by its key"]
