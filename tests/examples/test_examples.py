@@ -1,0 +1,61 @@
+"""The scripts in examples/ run as they are written, and show what they say they show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import running_server
+from tests.server.fake_engine import FakeEngine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `main` of examples/NAME.py with the given arguments; returns what it prints."""
+
+    def run(name: str, *arguments: Any) -> str:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*map(str, arguments))
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_example_has_a_test() -> None:
+    tested = {name.removeprefix("test_").removesuffix("_runs") for name in globals() if name.endswith("_runs")}
+    assert tested == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def test_generate_runs(example: Callable[..., str], tiny_llama: Path) -> None:
+    assert example("generate", tiny_llama).count(" -> ") == 3
+
+
+def test_stream_chat_runs(example: Callable[..., str]) -> None:
+    with running_server(FakeEngine(), shutdown_timeout=0) as server:
+        printed = example("stream_chat", server.url, server.engine.model_name)
+    assert re.search(r"\[\d+ prompt tokens, 64 completion tokens\]", printed)
+
+
+def test_shared_prefix_runs(example: Callable[..., str]) -> None:
+    cached = [int(line.split()[0]) for line in example("shared_prefix").splitlines()]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 100
+
+
+def test_samples_and_beams_runs(example: Callable[..., str], tiny_llama: Path) -> None:
+    assert example("samples_and_beams", tiny_llama).count("log-probability") == 4 + 2 + 2
+
+
+def test_pins_runs(example: Callable[..., str]) -> None:
+    pinned, kept = (int(number) for number in re.findall(r"(\d+) of \d+ (?:prompt )?tokens", example("pins")))
+    assert 0 < pinned <= kept
+
+
+def test_plan_memory_runs(example: Callable[..., str]) -> None:
+    assert "327,680 bytes a token, 343.6 GB" in example("plan_memory")
