@@ -12,7 +12,7 @@ MODULES := $(VENV)/.modules
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test check lint format bench clean distclean FORCE
+.PHONY: install serve test coverage check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
 install: $(INSTALLED)
@@ -45,7 +45,11 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-check: lint test
+# The whole suite with line coverage; pyproject.toml has the floor.
+coverage: install
+	$(BIN)/python -m pytest --cov $(ARGS)
+
+check: lint coverage
 
 format: install
 	$(BIN)/ruff check --fix

@@ -1,7 +1,11 @@
+from __future__ import annotations
+
+import argparse
 import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,14 +19,14 @@ COMMAND_LINES = [[], *([c.name] for c in COMMANDS), *(["bench", b.name] for b in
 
 
 @pytest.mark.parametrize("argv", COMMAND_LINES, ids=" ".join)
-def test_every_command_has_help(argv, capsys):
+def test_every_command_has_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main([*argv, "--help"])
     assert leaving.value.code == 0
     assert capsys.readouterr().out.startswith("usage: " + " ".join(["octavo", *argv]))
 
 
-def test_version_is_the_packages(capsys):
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main(["--version"])
     assert leaving.value.code == 0
@@ -30,15 +34,15 @@ def test_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize("argv", [[], ["sing"], ["bench"], ["serve", "--port", "x"], ["serve", "--max-num-seq", "3"]])
-def test_wrong_usage_exits_with_2(argv, capsys):
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main(argv)
     assert leaving.value.code == 2
     assert "usage: octavo" in capsys.readouterr().err
 
 
-def parser_whose_command_raises(monkeypatch, error):
-    def run(args):
+def parser_whose_command_raises(monkeypatch: pytest.MonkeyPatch, error: ConfigError | Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         raise error
 
     parser = cli.build_parser()
@@ -47,36 +51,40 @@ def parser_whose_command_raises(monkeypatch, error):
     monkeypatch.setattr(parser, "parse_args", lambda argv: type("Args", (), {"run": staticmethod(run)}))
 
 
-def test_an_error_of_octavos_is_one_line_without_a_traceback(monkeypatch, capsys):
+def test_an_error_of_octavos_is_one_line_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser_whose_command_raises(monkeypatch, ConfigError("a message\nof two lines"))
     assert cli.main([]) == 1
     assert capsys.readouterr().err == "octavo: error: a message of two lines\n"
 
 
-def test_ctrl_c_exits_with_130_and_says_nothing(monkeypatch, capsys):
+def test_ctrl_c_exits_with_130_and_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser_whose_command_raises(monkeypatch, KeyboardInterrupt())
     assert cli.main([]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_an_invalid_option_of_the_engine_is_told_before_anything_is_loaded(capsys):
+def test_an_invalid_option_of_the_engine_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--max-num-seqs", "0"]) == 1
     assert capsys.readouterr().err == "octavo: error: max_num_seqs must be at least 1, got 0\n"
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from octavo.cli import build_parser; build_parser().format_help(); print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "numpy", "transformers", "fastapi", "uvicorn", "httpx", "tqdm", "tokenizers"}
     assert not heavy & set(modules)
 
 
-def test_the_module_runs_as_the_command():
+def test_the_module_runs_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"octavo \S+\n", done.stdout)
 
 
-def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = "import sys\nfrom octavo import cli\n"

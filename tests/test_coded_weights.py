@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,7 +44,7 @@ def trained(outputs: int, inputs: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("make", [random_bits, trained])
 @settings(max_examples=40, deadline=None)
 @given(outputs=st.integers(1, 100), inputs=st.integers(1, 70), seed=st.integers(0, 99))
-def test_every_bit_comes_back(make, outputs, inputs, seed):
+def test_every_bit_comes_back(make: Callable[..., Any], outputs: int, inputs: int, seed: int) -> None:
     weight = make(outputs, inputs, seed)
     coded = PackedWeight.pack(weight).coded()
     ids = torch.arange(outputs).flip(0)
@@ -58,7 +61,9 @@ def test_every_bit_comes_back(make, outputs, inputs, seed):
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_products_have_the_bits_of_the_plain_weight(level, rows, outputs, inputs, with_bias, threads, seed):
+def test_products_have_the_bits_of_the_plain_weight(
+    level: str, rows: int, outputs: int, inputs: int, with_bias: bool, threads: int, seed: int
+) -> None:
     kernels.force_isa(level)
     kernels.set_num_threads(threads)
     plain = PackedWeight.pack(trained(outputs, inputs, seed))
@@ -70,7 +75,7 @@ def test_products_have_the_bits_of_the_plain_weight(level, rows, outputs, inputs
 
 @every_level
 @pytest.mark.parametrize("rows", [1, 30])
-def test_a_gated_product_has_them_too(level, rows):
+def test_a_gated_product_has_them_too(level: str, rows: int) -> None:
     kernels.force_isa(level)
     plain = PackedWeight.empty("bfloat16", 96, 64)
     plain.put(trained(48, 64, 1), 0, 2)
@@ -82,7 +87,7 @@ def test_a_gated_product_has_them_too(level, rows):
     )
 
 
-def test_a_weight_is_coded_where_that_pays():
+def test_a_weight_is_coded_where_that_pays() -> None:
     kernels.force_isa(kernels.supported_isas()[-1])
     normal = PackedWeight.pack(torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16())
     compact = normal.compact()
@@ -97,7 +102,7 @@ def test_a_weight_is_coded_where_that_pays():
     assert normal.compact() is normal
 
 
-def test_what_is_not_bf16_or_not_coded_is_refused():
+def test_what_is_not_bf16_or_not_coded_is_refused() -> None:
     with pytest.raises(ValueError, match="only a bfloat16 weight is coded, this one is float32"):
         PackedWeight.pack(torch.ones(4, 4)).coded()
     coded = PackedWeight.pack(torch.ones(40, 8).bfloat16()).coded()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -36,7 +37,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert error < TOLERANCE[actual.dtype], error
 
 
-def stored_blocks(name: str, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stored_blocks(name: Any, outputs: int, inputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of a random weight as a GGUF file holds them, and its exact values in float64."""
     kind = gguf.GGMLQuantizationType[name]
     blocks = gguf.quantize(randn(outputs, inputs, dtype=torch.float32, seed=seed).numpy(), kind)
@@ -53,7 +54,7 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     return (steps.double() * (whole.double() / 127.0 / finer.double())).nan_to_num(0.0).flatten(-2)
 
 
-def gated(name: str, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> PackedWeight:
+def gated(name: Any, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> PackedWeight:
     weight = PackedWeight.empty(name, 2 * len(gate), inputs)
     weight.put(gate, 0, 2)
     weight.put(up, 16, 2)
@@ -71,7 +72,9 @@ def gated(name: str, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> Packe
     wide_out=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_agree_with_float64(level, dtype, rows, outputs, inputs, with_bias, wide_out, seed):
+def test_products_agree_with_float64(
+    level: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int, with_bias: bool, wide_out: bool, seed: int
+) -> None:
     kernels.force_isa(level)
     out_dtype = torch.float32 if wide_out else dtype
     x, weight = randn(rows, inputs, dtype=dtype, seed=seed), randn(outputs, inputs, dtype=dtype, seed=seed + 1)
@@ -92,7 +95,9 @@ def test_products_agree_with_float64(level, dtype, rows, outputs, inputs, with_b
     with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_quantised_products_agree_with_float64(level, dtype, name, rows, outputs, blocks, with_bias, seed):
+def test_quantised_products_agree_with_float64(
+    level: str, dtype: torch.dtype, name: Any, rows: int, outputs: int, blocks: int, with_bias: bool, seed: int
+) -> None:
     kernels.force_isa(level)
     stored, exact = stored_blocks(name, outputs, blocks * 32, seed)
     weight = PackedWeight.pack_quantised(name, stored, blocks * 32)
@@ -105,7 +110,7 @@ def test_quantised_products_agree_with_float64(level, dtype, name, rows, outputs
 @every_level
 @every_dtype
 @every_quant
-def test_blocks_of_a_row_keep_their_precision_beside_larger_ones(level, dtype, name):
+def test_blocks_of_a_row_keep_their_precision_beside_larger_ones(level: str, dtype: torch.dtype, name: Any) -> None:
     kernels.force_isa(level)
     stored, exact = stored_blocks(name, 40, 32 * 6, seed=3)
     weight = PackedWeight.pack_quantised(name, stored, 32 * 6)
@@ -128,7 +133,7 @@ def test_blocks_of_a_row_keep_their_precision_beside_larger_ones(level, dtype, n
 @every_dtype
 @every_quant
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_with_no_number_spoils_itself_alone(level, dtype, name, poison):
+def test_a_row_with_no_number_spoils_itself_alone(level: str, dtype: torch.dtype, name: Any, poison: float) -> None:
     kernels.force_isa(level)
     weight = PackedWeight.pack_quantised(name, stored_blocks(name, 40, 96, seed=3)[0], 96)
     x = randn(11, 96, dtype=dtype, seed=4)
@@ -147,7 +152,9 @@ def test_a_row_with_no_number_spoils_itself_alone(level, dtype, name, poison):
 @pytest.mark.parametrize("name", ["own", *QUANTISED])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(level, dtype, name, activation, with_bias):
+def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(
+    level: str, dtype: torch.dtype, name: Any, activation: Any, with_bias: bool
+) -> None:
     kernels.force_isa(level)
     own = {torch.bfloat16: "bfloat16", torch.float32: "float32"}[dtype]
     parts = [
@@ -155,7 +162,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(level, dtype, name
         for seed in (1, 2)
     ]
     bias = randn(96, dtype=dtype, seed=3) if with_bias else None
-    fused, plain = gated(own if name == "own" else name, *parts, 64), PackedWeight.empty(fused_name(name, own), 96, 64)
+    fused, plain = gated(own if name == "own" else name, *parts, 64), PackedWeight.empty(fused_name(name, own), 96, 64)  # type: ignore[arg-type, call-arg]
     plain.put(torch.cat(parts))
     interleaved = None if bias is None else bias.view(2, 3, 16).transpose(0, 1).reshape(-1)
     x = randn(30, 64, dtype=dtype, seed=0)
@@ -163,16 +170,16 @@ def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(level, dtype, name
     assert torch.equal(fused.linear(x, interleaved, activation=activation), gate(plain.linear(x, bias)))
 
 
-def fused_name(name: str, own: str) -> Any:
+def fused_name(name: Any, own: str) -> Any:
     return own if name == "own" else name
 
 
 @every_level
-def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level):
+def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level: str) -> None:
     kernels.force_isa(level)
     x = randn(210, 192, dtype=torch.bfloat16, seed=0)
     weights = [PackedWeight.pack(randn(300, 192, dtype=torch.bfloat16, seed=1))]
-    weights += [PackedWeight.pack_quantised(name, stored_blocks(name, 300, 192, 2)[0], 192) for name in QUANTISED]
+    weights += [PackedWeight.pack_quantised(name, stored_blocks(name, 300, 192, 2)[0], 192) for name in QUANTISED]  # type: ignore[arg-type]
     cases = [(weight, x) for weight in weights]
     cases.append((PackedWeight.pack(randn(300, 192, dtype=torch.float32, seed=1)), x.float()))
     for weight, inputs in cases:
@@ -189,7 +196,7 @@ def test_a_rows_products_have_the_same_bits_in_any_batch_and_thread_count(level)
 @every_dtype
 @settings(max_examples=20, deadline=None)
 @given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=4), inputs=st.integers(1, 70))
-def test_rows_come_back_as_they_were_put_wherever_they_lie(dtype, parts, inputs):
+def test_rows_come_back_as_they_were_put_wherever_they_lie(dtype: torch.dtype, parts: list[int], inputs: int) -> None:
     whole = randn(sum(parts), inputs, dtype=dtype, seed=0)
     weight, first = PackedWeight.empty(kernels.FLOAT_FORMATS[dtype], len(whole), inputs), 0
     for part in whole.split(parts):
@@ -202,18 +209,18 @@ def test_rows_come_back_as_they_were_put_wherever_they_lie(dtype, parts, inputs)
 
 @every_dtype
 @every_quant
-def test_quantised_rows_come_back_dequantised(dtype, name):
+def test_quantised_rows_come_back_dequantised(dtype: torch.dtype, name: Any) -> None:
     stored, exact = stored_blocks(name, 50, 96, seed=0)
     weight = PackedWeight.pack_quantised(name, stored, 96)
     assert torch.equal(weight.rows(torch.arange(50), dtype), exact.float().to(dtype))
 
 
-def test_a_quantised_weight_is_as_large_as_in_its_file():
+def test_a_quantised_weight_is_as_large_as_in_its_file() -> None:
     stored, _ = stored_blocks("Q4_1", 64, 96, seed=0)
     assert PackedWeight.pack_quantised("Q4_1", stored, 96).nbytes == stored.nbytes
 
 
-def test_strided_and_unaligned_rows_multiply_alike():
+def test_strided_and_unaligned_rows_multiply_alike() -> None:
     wide = randn(9, 201, dtype=torch.bfloat16, seed=0)
     weight = PackedWeight.pack(randn(40, 64, dtype=torch.bfloat16, seed=1))
     out = torch.zeros(9, 100, dtype=torch.bfloat16)
@@ -236,16 +243,16 @@ def bf16(*shape: int) -> torch.Tensor:
         (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), bf16(7)), r"bias must have shape \[8\]"),
         (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), out=bf16(1, 9)), r"out must have shape \[1, 8\]"),
         (lambda: PackedWeight.pack(bf16(8, 4)).linear(bf16(1, 4), activation="silu"), "a multiple of 32 outputs"),
-        (lambda: PackedWeight.pack(bf16(32, 4)).linear(bf16(1, 4), activation="relu"), "'relu' is not one of silu"),
+        (lambda: PackedWeight.pack(bf16(32, 4)).linear(bf16(1, 4), activation="relu"), "'relu' is not one of silu"),  # type: ignore[arg-type]
         (lambda: PackedWeight.pack(bf16(8, 4)).rows(torch.tensor([8]), torch.bfloat16), r"ids\[0\] is 8, must be in"),
         (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(3, 4), 6), "rows end at output 8 of 8"),
         (lambda: PackedWeight.pack(bf16(8, 4)).put(bf16(1, 4), 3, 2), "cannot be placed from output 3 in steps of 2"),
         (lambda: PackedWeight.pack(bf16(8, 4).half()), "must be bfloat16 or float32, got torch.float16"),
         (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 35).byte(), 64), "rows must have shape"),
         (lambda: PackedWeight.pack_quantised("Q4_0", torch.zeros(2, 36).byte(), 60), "a multiple of 32, got 60"),
-        (lambda: PackedWeight.pack_quantised("Q5_K", torch.zeros(2, 36).byte(), 64), "'Q5_K' is not one of bfloat16"),
+        (lambda: PackedWeight.pack_quantised("Q5_K", torch.zeros(2, 36).byte(), 64), "'Q5_K' is not one of bfloat16"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
-def test_a_bad_argument_is_a_value_error_with_the_numbers(call, message):
+def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def randn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @every_dtype
 @few_examples
 @shapes
-def test_rms_norm_agrees_with_float64_with_and_without_a_residual(level, dtype, rows, width, seed):
+def test_rms_norm_agrees_with_float64_with_and_without_a_residual(
+    level: str, dtype: torch.dtype, rows: int, width: int, seed: int
+) -> None:
     kernels.force_isa(level)
     x, residual = randn(rows, width, dtype=dtype, seed=seed), randn(rows, width, dtype=dtype, seed=seed + 1)
     weight = randn(width, dtype=dtype, seed=seed + 2)
@@ -69,7 +72,7 @@ def test_rms_norm_agrees_with_float64_with_and_without_a_residual(level, dtype, 
 
 
 @compiled
-def test_rms_norm_rounds_where_transformers_does():
+def test_rms_norm_rounds_where_transformers_does() -> None:
     x, weight = randn(64, 576, dtype=torch.bfloat16, seed=0), randn(576, dtype=torch.bfloat16, seed=1)
     wide = x.double()
     normal = (wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()).float().bfloat16()
@@ -81,7 +84,7 @@ def test_rms_norm_rounds_where_transformers_does():
 @every_dtype
 @few_examples
 @shapes
-def test_gated_activations_agree_with_float64(level, dtype, rows, width, seed):
+def test_gated_activations_agree_with_float64(level: str, dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     kernels.force_isa(level)
     gate_up = randn(rows, 2 * width, dtype=dtype, seed=seed) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
@@ -97,7 +100,7 @@ def test_gated_activations_agree_with_float64(level, dtype, rows, width, seed):
 
 @compiled
 @every_level
-def test_activations_saturate_without_nan(level):
+def test_activations_saturate_without_nan(level: str) -> None:
     kernels.force_isa(level)
     gate_up = torch.tensor([[-1e30, -200.0, -100.0, 0.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 100.0, 1e4]])
@@ -110,7 +113,9 @@ def test_activations_saturate_without_nan(level):
 @every_dtype
 @few_examples
 @given(rows=st.integers(0, 5), width=st.integers(1, 40_000), threads=st.integers(1, 3), data=st.data())
-def test_argmax_is_the_first_of_the_largest(level, dtype, rows, width, threads, data):
+def test_argmax_is_the_first_of_the_largest(
+    level: str, dtype: torch.dtype, rows: int, width: int, threads: int, data: st.DataObject
+) -> None:
     kernels.force_isa(level)
     kernels.set_num_threads(threads)
     logits = randn(rows, width, dtype=dtype, seed=data.draw(st.integers(0, 99)))
@@ -124,7 +129,7 @@ def test_argmax_is_the_first_of_the_largest(level, dtype, rows, width, threads, 
 @compiled
 @every_level
 @pytest.mark.parametrize("threads", [1, 3])
-def test_argmax_is_the_first_nan(level, threads):
+def test_argmax_is_the_first_nan(level: str, threads: int) -> None:
     kernels.force_isa(level)
     kernels.set_num_threads(threads)
     logits = torch.zeros(4, 40_000)
@@ -157,7 +162,16 @@ def layer_cache(dtype: torch.dtype, kv_heads: int, key_dim: int, value_dim: int,
     dims=st.sampled_from([(64, 64, 64), (32, 48, 32), (80, 80, 40), (128, 64, 20)]),
     seed=st.integers(0, 99),
 )
-def test_rope_write_rotates_and_stores(level, dtype, with_norm, tokens, kv_heads, share, dims, seed):
+def test_rope_write_rotates_and_stores(
+    level: str,
+    dtype: torch.dtype,
+    with_norm: bool,
+    tokens: int,
+    kv_heads: int,
+    share: int,
+    dims: tuple[int, int, int],
+    seed: int,
+) -> None:
     kernels.force_isa(level)
     key_dim, value_dim, rotary_dim = dims
     arena = layer_cache(dtype, kv_heads, key_dim, value_dim)
@@ -192,7 +206,7 @@ def test_rope_write_rotates_and_stores(level, dtype, with_norm, tokens, kv_heads
 @compiled
 @few_examples
 @given(copies=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=30, unique_by=lambda pair: pair[1]))
-def test_copies_read_every_source_before_they_write_a_destination(copies):
+def test_copies_read_every_source_before_they_write_a_destination(copies: list[tuple[int, int]]) -> None:
     arena = torch.randint(256, (20, 4096), dtype=torch.uint8)
     expected = arena.clone()
     for source, destination in copies:
@@ -203,7 +217,7 @@ def test_copies_read_every_source_before_they_write_a_destination(copies):
 
 @compiled
 @pytest.mark.parametrize("threads", [2, 3])
-def test_row_wise_bits_do_not_depend_on_threads(threads):
+def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
     x, weight = randn(500, 576, dtype=torch.bfloat16, seed=0), randn(576, dtype=torch.bfloat16, seed=1)
     kernels.set_num_threads(1)
     expected = kernels.rms_norm(x, weight, 1e-5), kernels.silu_mul(x)
@@ -226,7 +240,7 @@ def test_row_wise_bits_do_not_depend_on_threads(threads):
         (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, avx2, avx512, avx512_bf16"),
     ],
 )  # fmt: skip
-def test_a_bad_argument_is_a_value_error_with_the_numbers(call, message):
+def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -243,9 +257,9 @@ def test_a_bad_argument_is_a_value_error_with_the_numbers(call, message):
         ({"key_norm": torch.ones(31)}, r"key_norm must have shape \[32\]"),
     ],
 )
-def test_rope_write_refuses_what_does_not_exist(change, message):
+def test_rope_write_refuses_what_does_not_exist(change: dict[str, Any], message: str) -> None:
     kv = layer_cache(torch.float32, 1, 32, 32).layers[0]
-    good = {
+    good: dict[str, Any] = {
         "qkv": torch.zeros(2, 4 * 32),
         "key": kv.key,
         "value": kv.value,
@@ -267,20 +281,20 @@ def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedPro
 
 @compiled
 @every_level
-def test_the_environment_forces_a_level(level):
+def test_the_environment_forces_a_level(level: str) -> None:
     result = in_a_fresh_process("from octavo import kernels; print(kernels.isa())", OCTAVO_ISA=level)
     assert result.stdout.split() == [level], result.stderr
 
 
 @compiled
-def test_a_level_that_does_not_exist_is_a_clear_error():
+def test_a_level_that_does_not_exist_is_a_clear_error() -> None:
     result = in_a_fresh_process("from octavo import kernels", OCTAVO_ISA="mmx")
     assert result.returncode != 0
     assert "OCTAVO_ISA" in result.stderr
     assert "'mmx' is not one of portable, avx2, avx512, avx512_bf16" in result.stderr
 
 
-def test_without_the_library_the_reference_attends_and_one_warning_says_so():
+def test_without_the_library_the_reference_attends_and_one_warning_says_so() -> None:
     code = """
 import sys, logging
 logging.basicConfig(format="%(levelname)s %(message)s")

@@ -57,7 +57,7 @@ def test_outputs_come_in_the_order_of_the_prompts_whichever_ends_first(llm: LLM)
     lengths = [20, 3, 11, 1, 7]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     prompts = ["a block", {"prompt": "a table"}, IDS, {"prompt_token_ids": [9]}, "the queue"]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     assert [output.prompt for output in outputs] == ["a block", "a table", None, None, "the queue"]
     assert [output.prompt_token_ids for output in outputs] == [
@@ -221,7 +221,7 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt(make_llm
         core.step()
     first.priority = -1
     core.add(first)
-    outputs = {}
+    outputs = {}  # type: ignore[var-annotated]
     while core.has_work:
         outputs |= {output.request_id: output for output in core.step()}
     assert second.sequences[0].num_preemptions + first.sequences[0].num_preemptions > 0

@@ -8,18 +8,19 @@ import pytest
 
 from octavo import SamplingParams
 from octavo.errors import ConfigError, RequestError
+from octavo.llm import LLM
 from tests.conftest import MakeLLM
 
 PREFIX = {"prompt_token_ids": [(5 * i) % 300 for i in range(100)]}
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
 
-def flood(llm) -> None:
+def flood(llm: LLM) -> None:
     prompts = [{"prompt_token_ids": [(i * 41 + j * j) % 300 for j in range(200)]} for i in range(8)]
     llm.generate(prompts, ONE, use_tqdm=False)
 
 
-def cached_tokens(llm) -> int:
+def cached_tokens(llm: LLM) -> int:
     ((output),) = llm.generate({"prompt_token_ids": [*PREFIX["prompt_token_ids"], 1]}, ONE, use_tqdm=False)
     return output.num_cached_tokens
 

@@ -1,7 +1,10 @@
 """Sampling parameters: what is refused, by which field's name, and what is made of what is accepted."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -55,7 +58,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED)
-def test_a_bad_value_is_refused_by_its_field(field, value):
+def test_a_bad_value_is_refused_by_its_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as error:
         SamplingParams(**{field: value})
     assert error.value.param == field
@@ -79,52 +82,52 @@ def test_a_bad_value_is_refused_by_its_field(field, value):
         {"max_tokens": None, "min_tokens": 10**6},
     ],
 )
-def test_values_at_the_limits_are_accepted(params):
+def test_values_at_the_limits_are_accepted(params: dict[str, Any]) -> None:
     SamplingParams(**params)
 
 
-def test_one_stop_string_may_come_without_a_list():
+def test_one_stop_string_may_come_without_a_list() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-def test_top_k_of_minus_one_is_off():
+def test_top_k_of_minus_one_is_off() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
 
 
-def test_min_tokens_must_leave_room():
+def test_min_tokens_must_leave_room() -> None:
     with pytest.raises(RequestError, match=r"min_tokens \(5\) must not exceed max_tokens \(4\)"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-def test_stop_strings_need_text():
+def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="detokenize") as error:
         SamplingParams(stop="x", detokenize=False)
     assert error.value.param == "stop"
 
 
-def test_very_small_temperatures_are_greedy():
+def test_very_small_temperatures_are_greedy() -> None:
     assert SamplingParams(temperature=0.0).greedy
     assert SamplingParams(temperature=1e-6).greedy
     assert not SamplingParams(temperature=0.01).greedy
 
 
-def test_a_definite_limit_keeps_the_rest():
+def test_a_definite_limit_keeps_the_rest() -> None:
     params = SamplingParams(max_tokens=None, min_tokens=9, stop=["x"], top_k=-1, seed=3)
     limited = params.with_max_tokens(5)
     assert (limited.max_tokens, limited.min_tokens, limited.stop, limited.seed) == (5, 5, ("x",), 3)
 
 
-def test_parameters_do_not_change():
+def test_parameters_do_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
-        SamplingParams().top_k = 3
+        SamplingParams().top_k = 3  # type: ignore[misc]
     stop = ["a"]
     params = SamplingParams(stop=stop)
     stop.append("b")
     assert params.stop == ("a",)
 
 
-def test_the_callers_bias_may_change_afterwards():
+def test_the_callers_bias_may_change_afterwards() -> None:
     bias = {1: 2.0}
     params = SamplingParams(logit_bias=bias)
     bias[1] = 1e9

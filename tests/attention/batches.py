@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ class PagedSequences:
         rows = [self.tables[group][seq] + [0] * (width - len(self.tables[group][seq])) for seq in starts]
         return GroupBatch(self._tensor(rows, torch.int32), self._tensor(slots, torch.int64))
 
-    def _poison(self, blocks) -> None:
+    def _poison(self, blocks: Iterator[Any] | Any) -> None:
         for layer in self.arena.layers:
             for tensor in (layer.key, layer.value):
                 tensor[list(blocks) if not isinstance(blocks, range) else slice(None)] = float("nan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import kernels
+from octavo.attention.base import AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
+from octavo.storage.arena import LayerKV
 from tests.attention.batches import PagedSequences
 
 pytestmark = [
@@ -25,16 +28,24 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 LEVELS = kernels.supported_isas() if kernels.available() else []
 
 
-def exact(kv, query, batch, *, scale, softcap=None, sinks=None):
+def exact(
+    kv: LayerKV,
+    query: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention in float64, one token and head at a time: nothing of it is shared with any backend."""
     out = torch.zeros(query.shape[0], query.shape[1], kv.value.shape[3], dtype=torch.float64)
     tables = batch.groups[kv.group].block_tables
     for seq in range(batch.num_seqs):
         start, stop = batch.query_start[seq].item(), batch.query_start[seq + 1].item()
         context = batch.context_lens[seq].item()
-        key, value = kv.gather(tables[seq].long(), context)
+        key, value = kv.gather(tables[seq].long(), context)  # type: ignore[arg-type]
         share = query.shape[1] // key.shape[1]
-        for token, head in itertools.product(range(start, stop), range(query.shape[1])):
+        for token, head in itertools.product(range(start, stop), range(query.shape[1])):  # type: ignore[arg-type]
             position = context - stop + token
             low = 0 if kv.sliding_window is None else max(0, position - kv.sliding_window + 1)
             k = key[low : position + 1, head // share].double()
@@ -52,7 +63,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def fill(sequences: PagedSequences, batch, heads: int, seed: int = 0) -> torch.Tensor:
+def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int = 0) -> torch.Tensor:
     """Writes random keys and values for the step's tokens; returns random queries."""
     generator = torch.Generator().manual_seed(seed)
     for kv, layer in zip(sequences.kv, sequences.spec.layers, strict=True):
@@ -80,8 +91,20 @@ def fill(sequences: PagedSequences, batch, heads: int, seed: int = 0) -> torch.T
     seed=st.integers(0, 99),
 )
 def test_every_level_agrees_with_float64(
-    level, dtype, key_dim, value_dim, kv_heads, share, block_size, first, more, window, softcap, with_sinks, seed
-):
+    level: str,
+    dtype: str,
+    key_dim: int,
+    value_dim: int | None,
+    kv_heads: int,
+    share: int,
+    block_size: int,
+    first: list[int],
+    more: int,
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    seed: int,
+) -> None:
     kernels.force_isa(level)
     layer = LayerKVSpec(kv_heads, key_dim, value_dim or key_dim, window)
     sequences = PagedSequences([layer], block_size, len(first), max(first) + more, dtype=dtype, seed=seed)
@@ -101,7 +124,7 @@ def test_every_level_agrees_with_float64(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 700])
-def test_a_context_of_several_splits_agrees_with_float64(level, dtype, window):
+def test_a_context_of_several_splits_agrees_with_float64(level: str, dtype: str, window: int | None) -> None:
     kernels.force_isa(level)
     sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 1, 2600, dtype=dtype)
     fill(sequences, sequences.step({0: 2570}), 1)
@@ -112,7 +135,9 @@ def test_a_context_of_several_splits_agrees_with_float64(level, dtype, window):
         assert relative_error(actual, exact(sequences.kv[0], query, batch, scale=0.125)) < TOLERANCE[dtype]
 
 
-def attend_in_steps(dtype: str, window: int | None, steps: list[dict[int, int]], sinks=None) -> dict[int, torch.Tensor]:
+def attend_in_steps(
+    dtype: str, window: int | None, steps: list[dict[int, int]], sinks: None = None
+) -> dict[int, torch.Tensor]:
     """Every sequence's outputs, token by token, however its tokens were dealt into steps."""
     lengths = {0: 1300, 1: 90, 2: 700}
     sequences = PagedSequences([LayerKVSpec(2, 64, 64, window)], 16, 3, 1300, dtype=dtype)
@@ -137,7 +162,7 @@ def attend_in_steps(dtype: str, window: int | None, steps: list[dict[int, int]],
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
-def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level, dtype, window):
+def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtype: str, window: int | None) -> None:
     kernels.force_isa(level)
     whole = [{0: 1300, 1: 90, 2: 700}]
     alone = [{0: 1300}, {1: 90}, {2: 700}]
@@ -150,7 +175,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level, dtype, wi
         assert all(torch.equal(actual[seq], expected[seq]) for seq in expected), (threads, steps)
 
 
-def test_a_block_of_any_size_gives_the_same_bits():
+def test_a_block_of_any_size_gives_the_same_bits() -> None:
     results = []
     for block_size in (16, 64, 1024):
         sequences = PagedSequences([LayerKVSpec(1, 64, 64)], block_size, 1, 1000, dtype="bfloat16")
@@ -162,7 +187,7 @@ def test_a_block_of_any_size_gives_the_same_bits():
     assert torch.equal(results[0], results[2])
 
 
-def test_a_strided_query_out_of_a_fused_product_is_read_in_place():
+def test_a_strided_query_out_of_a_fused_product_is_read_in_place() -> None:
     sequences = PagedSequences([LayerKVSpec(1, 64, 64)], 16, 1, 40, dtype="float32")
     batch = sequences.step({0: 40})
     query = fill(sequences, batch, 3)
@@ -176,7 +201,7 @@ def test_a_strided_query_out_of_a_fused_product_is_read_in_place():
 @pytest.mark.parametrize(
     ("block_size", "dtype", "dim"), [(8, "float32", 64), (16, "float16", 64), (16, "float32", 40), (16, "float32", 288)]
 )
-def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size, dtype, dim):
+def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size: int, dtype: str, dim: int) -> None:
     sequences = PagedSequences([LayerKVSpec(1, dim, dim)], block_size, 1, 40, dtype=dtype)
     batch = sequences.step({0: 40})
     query = fill(sequences, batch, 2)
@@ -216,12 +241,12 @@ def native_arguments() -> dict:
         ({"scale": float("nan")}, "scale must be positive, got nan"),
     ],
 )
-def test_a_bad_argument_is_a_value_error_with_the_numbers(change, message):
+def test_a_bad_argument_is_a_value_error_with_the_numbers(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernels.attend(**{**native_arguments(), **change})
 
 
-def test_the_good_arguments_of_that_test_are_good(caplog):
+def test_the_good_arguments_of_that_test_are_good(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert kernels.attend(**native_arguments()).shape == (3, 4, 64)
     assert not caplog.records

@@ -1,3 +1,8 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.bench.fake_server import FakeServer
@@ -7,6 +12,6 @@ __all__ = ["fake_llm", "octavo_command"]
 
 
 @pytest.fixture
-def server():
+def server() -> Iterator[Any]:
     with FakeServer() as running:
         yield running

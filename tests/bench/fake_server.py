@@ -1,8 +1,12 @@
 """A completions server of a few lines, in a thread: two tokens a chunk, and whatever misbehaviour a test asks for."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 MODEL = "fake-model"
 MAX_MODEL_LEN = 64
@@ -16,28 +20,29 @@ class FakeServer:
             'no finish', 'silent' or 'slow'.
     """
 
-    def __init__(self):
-        self.misbehave = {}
+    def __init__(self) -> None:
+        self.misbehave: dict[int, str] = {}
         self.gives_token_ids = self.gives_usage = True
         self.chunk_delay_s = 0.0
-        self.bodies, self.headers = [], []
+        self.bodies: list[Any] = []
+        self.headers: list[dict[str, str]] = []
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
-    def __enter__(self):
+    def __enter__(self) -> FakeServer:
         self._thread.start()
         assert self._ready.wait(10)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: None) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
 
     @property
-    def base_url(self):
+    def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def _main(self):
+    async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
@@ -45,7 +50,7 @@ class FakeServer:
         async with server:
             await self._stop.wait()
 
-    async def _handle(self, reader, writer):
+    async def _handle(self, reader: Any, writer: Any) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             request_line, *lines = head.strip().split("\r\n")
@@ -58,19 +63,22 @@ class FakeServer:
         finally:
             writer.close()
 
-    async def _answer(self, path, headers, body, writer):
+    async def _answer(self, path: str, headers: dict[str, Any], body: bytes, writer: Any) -> None:
         if path == "/v1/models":
-            return _plain(writer, {"data": [{"id": MODEL, "max_model_len": MAX_MODEL_LEN}]})
+            _plain(writer, {"data": [{"id": MODEL, "max_model_len": MAX_MODEL_LEN}]})
+            return
         if path != "/v1/completions":
-            return _plain(writer, {})
+            _plain(writer, {})
+            return
         request = json.loads(body)
         self.bodies.append(request)
         self.headers.append(headers)
         what = self.misbehave.get(request["prompt"][0])
         if what == "http 503":
-            return _plain(writer, {"error": {"message": "busy"}}, "503 Service Unavailable")
+            _plain(writer, {"error": {"message": "busy"}}, "503 Service Unavailable")
+            return
         if what == "hang up":
-            return None
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
         for chunk in self._chunks(request, what):
             payload = chunk if isinstance(chunk, bytes) else json.dumps(chunk).encode()
@@ -79,11 +87,11 @@ class FakeServer:
             await writer.drain()
             await asyncio.sleep(30 if what == "slow" else self.chunk_delay_s)
             if what == "cut":
-                return None
+                return
         writer.write(b"0\r\n\r\n")
-        return None
+        return
 
-    def _chunks(self, request, what):
+    def _chunks(self, request: dict[str, Any], what: str | None) -> Iterator[Any]:
         left = 0 if what == "silent" else request["max_tokens"]
         while left > 0:
             count = min(2, left)
@@ -104,7 +112,7 @@ class FakeServer:
         yield b"[DONE]"
 
 
-def _plain(writer, body, status="200 OK"):
+def _plain(writer: Any, body: dict[str, Any], status: str = "200 OK") -> None:
     content = json.dumps(body).encode()
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\nContent-Type: application/json\r\n\r\n"
     writer.write(head.encode() + content)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 
 import pytest
@@ -5,6 +7,7 @@ import torch
 
 from octavo import kernels
 from octavo.bench.attention import AttentionCase, AttentionFigure, HeadCounts, cases, worst_slowdown
+from tests.commands.conftest import OctavoCommand
 
 BACKENDS = ["reference", pytest.param("native", marks=pytest.mark.skipif(not kernels.available(), reason="no kernels"))]
 HEADS = HeadCounts(4, 2, 32)
@@ -12,8 +15,8 @@ HEADS = HeadCounts(4, 2, 32)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "new_tokens"), [("decode", 1), ("prefill", 8)])
-def test_every_block_size_computes_the_same(backend, kind, new_tokens):
-    case = AttentionCase(kind, backend, HEADS, "float32", seqs=2, context=48, new_tokens=new_tokens)
+def test_every_block_size_computes_the_same(backend: str, kind: str, new_tokens: int) -> None:
+    case = AttentionCase(kind, backend, HEADS, "float32", seqs=2, context=48, new_tokens=new_tokens)  # type: ignore[arg-type]
     outputs = []
     for size in (16, 32, "max"):
         torch.manual_seed(0)
@@ -23,14 +26,14 @@ def test_every_block_size_computes_the_same(backend, kind, new_tokens):
         torch.testing.assert_close(output, outputs[0])
 
 
-def test_work_is_counted_per_query_and_key_seen():
+def test_work_is_counted_per_query_and_key_seen() -> None:
     case = AttentionCase("prefill", "reference", HEADS, "bfloat16", seqs=1, context=3, new_tokens=2)
     assert case.flops == 4 * 4 * 32 * (2 + 3)
     assert case.kv_bytes == 3 * 2 * (32 + 32) * 2
     assert case.num_layers(working_set=10 * case.kv_bytes) == 10
 
 
-def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chunk_of_the_end():
+def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chunk_of_the_end() -> None:
     found = list(cases(["decode", "prefill"], ["reference"], [64, 256], decode_tokens=256, chunk=128))
     assert [(c.kind, c.seqs, c.context, c.new_tokens) for c in found] == [
         ("decode", 4, 64, 1),
@@ -40,8 +43,8 @@ def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chun
     ]
 
 
-def test_the_worst_slowdown_is_over_kinds_and_contexts_of_one_backend():
-    def figure(backend, block_size, slower):
+def test_the_worst_slowdown_is_over_kinds_and_contexts_of_one_backend() -> None:
+    def figure(backend: str, block_size: int, slower: float) -> AttentionFigure:
         return AttentionFigure("decode", backend, "bfloat16", 1, 512, 1, block_size, 5, 1.0, 1.0, 1.0, slower)
 
     figures = [figure("native", 16, 1.0), figure("native", 16, 1.5), figure("reference", 16, 9.0)]
@@ -49,7 +52,7 @@ def test_the_worst_slowdown_is_over_kinds_and_contexts_of_one_backend():
     assert worst_slowdown(figures, 32, "native") is None
 
 
-def test_the_command_compares_blocks_with_contiguous_memory(octavo_command):
+def test_the_command_compares_blocks_with_contiguous_memory(octavo_command: OctavoCommand) -> None:
     argv = ["--contexts", "32,64", "--heads", "4,2,32", "--decode-tokens", 64, "--chunk", 16, "--working-set-mib", 1]
     argv += ["--seconds", 0, "--num-threads", 1, "--attention-backend", "reference", "--block-sizes", "16,max"]
     code, out, _ = octavo_command("bench", "attention", *argv, "--json")
@@ -63,7 +66,7 @@ def test_the_command_compares_blocks_with_contiguous_memory(octavo_command):
 
 
 @pytest.mark.parametrize("heads", ["9,3", "9,2,64"])
-def test_heads_that_cannot_be_shared_out_are_refused(octavo_command, heads):
+def test_heads_that_cannot_be_shared_out_are_refused(octavo_command: OctavoCommand, heads: str) -> None:
     code, _, err = octavo_command("bench", "attention", "--heads", heads)
     assert code == 1
     assert "--heads must be Q,KV,DIM" in err

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import itertools
 
 import pytest
@@ -13,7 +15,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6), st.lists(st.integers(0, 500), max_size=20))
-def test_a_chunked_body_is_the_same_however_it_was_cut(chunks, places):
+def test_a_chunked_body_is_the_same_however_it_was_cut(chunks: list[bytes], places: list[int]) -> None:
     framed = b"".join(f"{len(chunk):X};ext=1\r\n".encode() + chunk + b"\r\n" for chunk in chunks) + b"0\r\n\r\n"
     decoder = BodyDecoder({"transfer-encoding": "chunked"})
     assert b"".join(decoder.feed(piece) for piece in cut(framed, places)) == b"".join(chunks)
@@ -21,48 +23,48 @@ def test_a_chunked_body_is_the_same_however_it_was_cut(chunks, places):
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 100), max_size=8))
-def test_a_body_of_given_length_ends_there(body, places):
+def test_a_body_of_given_length_ends_there(body: bytes, places: list[int]) -> None:
     decoder = BodyDecoder({"content-length": str(len(body))})
     assert b"".join(decoder.feed(piece) for piece in cut(body, places)) == body
     assert decoder.done
 
 
-def test_a_body_without_a_length_ends_with_the_connection():
+def test_a_body_without_a_length_ends_with_the_connection() -> None:
     decoder = BodyDecoder({})
     assert decoder.feed(b"abc") == b"abc"
     assert decoder.ends_with_connection
     assert not decoder.done
 
 
-def test_a_chunk_without_a_size_is_an_error():
+def test_a_chunk_without_a_size_is_an_error() -> None:
     with pytest.raises(ProtocolError):
         BodyDecoder({"transfer-encoding": "chunked"}).feed(b"zz\r\nabc")
 
 
 @given(st.lists(st.integers(0, 200), max_size=20), st.sampled_from(["\n", "\r\n"]))
-def test_events_are_the_same_however_the_stream_was_cut(places, newline):
+def test_events_are_the_same_however_the_stream_was_cut(places: list[int], newline: str) -> None:
     text = 'data: {"a": 1}~~: a comment~event: x~data:{"b": "é"}~~data: [DONE]~~'.replace("~", newline)
     events = EventLines()
     found = [payload for piece in cut(text.encode(), places) for payload in events.feed(piece)]
     assert found == [b'{"a": 1}', '{"b": "é"}'.encode(), b"[DONE]"]
 
 
-def test_urls_are_read_with_their_defaults():
+def test_urls_are_read_with_their_defaults() -> None:
     assert Endpoint.parse("http://localhost/v1") == Endpoint("localhost", 80, "/v1")
     assert Endpoint.parse("https://host:8443") == Endpoint("host", 8443, "/", tls=True)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
-def test_what_is_no_url_is_refused(url):
+def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="not an http URL"):
         Endpoint.parse(url)
 
 
-def test_a_head_gives_status_and_headers():
+def test_a_head_gives_status_and_headers() -> None:
     assert parse_head(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX: a:b") == (200, {"content-length": "5", "x": "a:b"})
 
 
 @pytest.mark.parametrize("head", [b"SSH-2.0-x", b"HTTP/1.1", b"HTTP/1.1 abc"])
-def test_what_is_not_http_is_refused(head):
+def test_what_is_not_http_is_refused(head: bytes) -> None:
     with pytest.raises(ProtocolError):
         parse_head(head)

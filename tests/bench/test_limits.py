@@ -1,11 +1,16 @@
+from __future__ import annotations
+
 import json
+from typing import Any
 
 import pytest
+
+from tests.commands.conftest import OctavoCommand
 
 SMALL = ["--seconds", 0, "--dram-mib", 2, "--cache-mib", 1, "--product", 64, "--num-threads", 1]
 
 
-def test_limits_are_reported_with_their_units_and_what_reached_them(octavo_command):
+def test_limits_are_reported_with_their_units_and_what_reached_them(octavo_command: OctavoCommand) -> None:
     code, out, _ = octavo_command("bench", "limits", *SMALL, "--json")
     assert code == 0
     result = json.loads(out.splitlines()[-1])
@@ -24,14 +29,14 @@ def test_limits_are_reported_with_their_units_and_what_reached_them(octavo_comma
         assert faster
 
 
-def test_without_json_there_is_a_table(octavo_command):
+def test_without_json_there_is_a_table(octavo_command: OctavoCommand) -> None:
     code, out, _ = octavo_command("bench", "limits", *SMALL)
     assert code == 0
     assert "read from DRAM" in out
 
 
 @pytest.mark.parametrize("argv", [["--num-threads", 0], ["--product", "x"]])
-def test_bad_settings_are_usage_errors(octavo_command, argv):
+def test_bad_settings_are_usage_errors(octavo_command: OctavoCommand, argv: list[Any]) -> None:
     code, _, err = octavo_command("bench", "limits", *argv)
     assert code == 2
     assert "must be at least 1" in err

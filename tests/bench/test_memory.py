@@ -1,5 +1,10 @@
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +14,9 @@ from octavo.bench.memory_report import markdown, require_matplotlib
 from octavo.bench.workload import named_workload
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.planner.model_shape import ModelShape
 from octavo.planner.sources import find_shape
+from tests.commands.conftest import OctavoCommand
 
 COST = StepCost(step_s=0.02, token_s=1e-4, context_byte_s=1e-12)
 """About what a 13B model costs on an A100: reading the weights is most of a decode step."""
@@ -17,18 +24,18 @@ SIMULATE = ["--simulate", "--model", "llama-2-7b", "--max-model-len", 2048]
 
 
 @pytest.fixture(scope="module")
-def llama():
+def llama() -> ModelShape:
     return find_shape("llama-2-7b")
 
 
 @pytest.fixture
-def same_threads():
+def same_threads() -> Iterator[Any]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_comes_on_top(llama):
+def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_comes_on_top(llama: ModelShape) -> None:
     config = EngineConfig(max_model_len=2048)
     budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     assert budget.num_bytes == 4 * 2048 * 524_288
@@ -36,13 +43,13 @@ def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_come
     assert budget.pool(16, config).usable_blocks == 4 * 2048 // 16
 
 
-def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama):
+def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama: ModelShape) -> None:
     config = EngineConfig(max_model_len=2048, kv_cache_memory=1000)
     with pytest.raises(ConfigError, match=r"1000 bytes do not hold one contiguous sequence of 2048 tokens.*1073741824"):
         CacheBudget.build(llama, config, 4)
 
 
-def test_a_step_costs_its_weights_its_tokens_and_its_context(llama):
+def test_a_step_costs_its_weights_its_tokens_and_its_context(llama: ModelShape) -> None:
     cost = StepCost.of_device(llama, "bfloat16", gb_per_s=1000, gflop_per_s=100_000)
     assert cost.step_s == pytest.approx(2 * llama.parameters.total / 1e12)
     assert cost.token_s == pytest.approx(2 * llama.parameters.total / 1e14)
@@ -54,12 +61,12 @@ def test_a_step_costs_its_weights_its_tokens_and_its_context(llama):
 
 
 @pytest.mark.parametrize("speeds", [(0, 1), (1, -1)])
-def test_a_speed_must_be_positive(llama, speeds):
+def test_a_speed_must_be_positive(llama: ModelShape, speeds: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="speeds must be above 0"):
         StepCost.of_device(llama, "bfloat16", *speeds)
 
 
-def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama):
+def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama: ModelShape) -> None:
     config = EngineConfig(max_model_len=2048, enable_prefix_caching=False)
     budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     played = {}
@@ -76,7 +83,9 @@ def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_onc
     assert paged.output_tokens == contiguous.output_tokens == sum(r.max_tokens for r in named_workload("mixed96"))
 
 
-def test_the_command_simulates_every_block_size_and_says_what_sharing_saves(octavo_command, tmp_path):
+def test_the_command_simulates_every_block_size_and_says_what_sharing_saves(
+    octavo_command: OctavoCommand, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     trace = tmp_path / "t.csv"
     rows = "\n".join(f"{i},alice,{300 * (i + 1)},{40 * (i + 1)}" for i in range(12))
@@ -104,7 +113,7 @@ def test_the_command_simulates_every_block_size_and_says_what_sharing_saves(octa
     assert (tmp_path / "deep" / "memory-1.5.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_json_there_are_markdown_tables(octavo_command):
+def test_without_json_there_are_markdown_tables(octavo_command: OctavoCommand) -> None:
     argv = ["--workload", "mixed4", "--block-sizes", "16", "--no-sharing"]
     code, out, _ = octavo_command("bench", "memory", *SIMULATE, *argv)
     assert code == 0
@@ -112,7 +121,9 @@ def test_without_json_there_are_markdown_tables(octavo_command):
     assert "Simulated: a step takes" in out
 
 
-def test_the_real_engine_plays_the_same_comparison(octavo_command, tiny_llama, same_threads):
+def test_the_real_engine_plays_the_same_comparison(
+    octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None
+) -> None:
     argv = ["--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--num-threads", 1, "--max-model-len", 128]
     argv += ["--workload", "alpaca6", "--contiguous-seqs", 2, "--runs", 2, "--sharing", "--samples", "2", "--json"]
     code, out, err = octavo_command("bench", "memory", *argv)
@@ -135,13 +146,13 @@ def test_the_real_engine_plays_the_same_comparison(octavo_command, tiny_llama, s
         (["--workload", "odd64"], "unknown workload"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(octavo_command, argv, message):
+def test_what_cannot_be_compared_is_refused(octavo_command: OctavoCommand, argv: list[str], message: str) -> None:
     code, _, err = octavo_command("bench", "memory", "--simulate", "--model", "llama-2-7b", *argv)
     assert code == 1
     assert message in err
 
 
-def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch):
+def test_a_missing_matplotlib_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[plot\]'"):
         require_matplotlib()

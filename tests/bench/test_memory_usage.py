@@ -1,8 +1,12 @@
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.memory_usage import MemoryObserver, Slots
+from octavo.bench.memory_usage import MemoryObserver, Moment, Slots
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -17,27 +21,36 @@ FULL, SLIDING = LayerKVSpec(1, 16, 16), LayerKVSpec(1, 16, 16, sliding_window=20
 class Bench:
     """A scheduler over a small pool, and an observer of it."""
 
-    def __init__(self, block_size=16, usable_blocks=8, *, layers=(FULL,), cache=None, extra_bytes=0, **limits):
+    def __init__(
+        self,
+        block_size: int = 16,
+        usable_blocks: int = 8,
+        *,
+        layers: tuple[Any, ...] = (FULL,),
+        cache: str | None = None,
+        extra_bytes: int = 0,
+        **limits: Any,
+    ) -> None:
         spec = KVCacheSpec.build(layers, block_size, "float32")
         kv = KVCacheManager(spec, usable_blocks + 1, *make_prefix_cache(cache, "lru", spec=spec))
         limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 128, "watermark": 0.0, **limits}
         self.scheduler = Scheduler(SchedulerConfig(**limits), kv)
         self.observer = MemoryObserver(self.scheduler, usable_blocks * spec.block_bytes + extra_bytes)
 
-    def add(self, name, num_prompt, num_output, n=1, first_token=0):
+    def add(self, name: str, num_prompt: int, num_output: int, n: int = 1, first_token: int = 0) -> None:
         params = SamplingParams(n=n, max_tokens=num_output, ignore_eos=True)
         prompt = list(range(first_token, first_token + num_prompt))
         request = Request(RequestId(name), prompt, params, arrival_time=float(len(self.scheduler.request_ids)))
         self.scheduler.add(request)
         self.observer.watch(request)
 
-    def step(self):
+    def step(self) -> Moment:
         plan = self.scheduler.schedule()
         self.scheduler.update(plan, StepResult(tuple(1000 + seq.index for seq in self.scheduler.drawing)))
         return self.observer.moment()
 
 
-def test_an_unfinished_block_is_reserved_as_far_as_the_output_will_reach_and_internal_beyond():
+def test_an_unfinished_block_is_reserved_as_far_as_the_output_will_reach_and_internal_beyond() -> None:
     bench = Bench()
     bench.add("a", num_prompt=18, num_output=8)
     moment = bench.step()
@@ -46,7 +59,7 @@ def test_an_unfinished_block_is_reserved_as_far_as_the_output_will_reach_and_int
     assert (moment.num_running, moment.blocks_held, moment.blocks_unshared) == (1, 2, 2)
 
 
-def test_a_contiguous_block_is_mostly_internal():
+def test_a_contiguous_block_is_mostly_internal() -> None:
     bench = Bench(block_size=128, usable_blocks=2)
     for name in "abc":
         bench.add(name, num_prompt=10, num_output=5)
@@ -55,7 +68,7 @@ def test_a_contiguous_block_is_mostly_internal():
     assert moment.memory_is_short
 
 
-def test_what_is_free_but_too_little_for_the_next_in_line_is_external():
+def test_what_is_free_but_too_little_for_the_next_in_line_is_external() -> None:
     bench = Bench(usable_blocks=4)
     bench.add("a", num_prompt=33, num_output=2)
     bench.add("b", num_prompt=20, num_output=2)
@@ -64,7 +77,7 @@ def test_what_is_free_but_too_little_for_the_next_in_line_is_external():
     assert moment.memory_is_short
 
 
-def test_what_is_free_is_idle_where_not_memory_but_the_number_of_sequences_is_the_limit():
+def test_what_is_free_is_idle_where_not_memory_but_the_number_of_sequences_is_the_limit() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("a", num_prompt=16, num_output=2)
     bench.add("b", num_prompt=16, num_output=2)
@@ -73,17 +86,17 @@ def test_what_is_free_is_idle_where_not_memory_but_the_number_of_sequences_is_th
     assert not moment.memory_is_short
 
 
-def test_what_a_budget_has_beyond_whole_blocks_is_external_for_good():
+def test_what_a_budget_has_beyond_whole_blocks_is_external_for_good() -> None:
     bench = Bench(extra_bytes=FULL.elements_per_token * 4 * 10)
     assert bench.observer.moment().slots == Slots(external=10, idle=8 * 16)
 
 
-def test_whole_blocks_that_the_pool_was_not_asked_for_are_idle():
+def test_whole_blocks_that_the_pool_was_not_asked_for_are_idle() -> None:
     bench = Bench(extra_bytes=FULL.elements_per_token * 4 * 32)
     assert bench.observer.moment().slots == Slots(idle=10 * 16)
 
 
-def test_shared_blocks_count_once_and_their_saving_is_over_the_blocks_without_sharing():
+def test_shared_blocks_count_once_and_their_saving_is_over_the_blocks_without_sharing() -> None:
     bench = Bench(usable_blocks=16)
     bench.add("a", num_prompt=40, num_output=10, n=4)
     bench.step()
@@ -95,13 +108,13 @@ def test_shared_blocks_count_once_and_their_saving_is_over_the_blocks_without_sh
     assert bench.observer.usage().sharing_saved == pytest.approx(1 - 6 / 12)
 
 
-def test_blocks_that_only_a_prefix_could_use_are_cached():
+def test_blocks_that_only_a_prefix_could_use_are_cached() -> None:
     bench = Bench(cache="hashed")
     bench.add("a", num_prompt=40, num_output=1)
     assert bench.step().slots == Slots(cached=32, idle=6 * 16)
 
 
-def test_averages_are_weighted_by_time_and_shares_are_of_the_time_that_memory_was_short():
+def test_averages_are_weighted_by_time_and_shares_are_of_the_time_that_memory_was_short() -> None:
     bench = Bench(usable_blocks=2)
     bench.add("a", num_prompt=16, num_output=17)
     bench.add("b", num_prompt=17, num_output=2)
@@ -117,7 +130,7 @@ def test_averages_are_weighted_by_time_and_shares_are_of_the_time_that_memory_wa
     assert usage.waste == 0.0
 
 
-def test_nothing_observed_is_no_division_by_zero():
+def test_nothing_observed_is_no_division_by_zero() -> None:
     usage = Bench().observer.usage()
     assert (usage.waste, usage.sharing_saved, usage.running_mean, usage.short_share) == (0.0, 0.0, 0.0, 0.0)
 
@@ -129,7 +142,9 @@ def test_nothing_observed_is_no_division_by_zero():
     cache=st.sampled_from([None, "hashed"]),
     layers=st.sampled_from([(FULL,), (FULL, SLIDING)]),
 )
-def test_every_slot_is_in_one_state_and_what_is_saved_is_never_negative(requests, block_size, cache, layers):
+def test_every_slot_is_in_one_state_and_what_is_saved_is_never_negative(
+    requests: list[tuple[int, int, int]], block_size: int, cache: str | None, layers: tuple[Any, ...]
+) -> None:
     bench = Bench(block_size, 2 * len(layers) * 128 // block_size, layers=layers, cache=cache)
     for index, (num_prompt, num_output, n) in enumerate(requests):
         bench.add(f"r{index}", num_prompt, num_output, n, first_token=100 * (index % 2))

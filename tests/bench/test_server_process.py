@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import sys
 
 import pytest
@@ -17,7 +19,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def test_a_server_is_awaited_passed_its_options_and_stopped():
+def test_a_server_is_awaited_passed_its_options_and_stopped() -> None:
     with running_server(["--max-num-seqs=3"], [sys.executable, "-c", HEALTHY]) as server:
         assert "--max-num-seqs=3" in fetch_json(server.base_url + "/health")
         assert server.startup_s > 0
@@ -25,7 +27,7 @@ def test_a_server_is_awaited_passed_its_options_and_stopped():
         fetch_json(server.base_url + "/health", timeout_s=1)
 
 
-def test_an_answer_that_is_an_error_is_told_with_its_status():
+def test_an_answer_that_is_an_error_is_told_with_its_status() -> None:
     with (
         running_server([], [sys.executable, "-c", HEALTHY]) as server,
         pytest.raises(ConfigError, match="answered 404"),
@@ -33,7 +35,7 @@ def test_an_answer_that_is_an_error_is_told_with_its_status():
         fetch_json(server.base_url + "/v1/models")
 
 
-def test_a_server_that_does_not_start_is_told_with_its_last_words():
+def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
     with (
         pytest.raises(ServerStartError, match="code 3 at its start: no such model"),
         running_server([], [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]),

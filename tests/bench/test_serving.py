@@ -1,42 +1,53 @@
+from __future__ import annotations
+
 import asyncio
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo.bench.serving import RequestRecord, Target, peak_concurrency, run_load, summary
 from octavo.bench.workload import BenchRequest
-from tests.bench.fake_server import MAX_MODEL_LEN, MODEL
+from tests.bench.fake_server import MAX_MODEL_LEN, MODEL, FakeServer
+from tests.commands.conftest import OctavoCommand
 
 
 def requests(count: int, max_tokens: int = 5) -> list[BenchRequest]:
     return [BenchRequest([i, 7, 7], max_tokens) for i in range(count)]
 
 
-def load(server, work, arrivals=None, max_concurrency=None, **target) -> list[RequestRecord]:
+def load(
+    server: FakeServer,
+    work: list[BenchRequest],
+    arrivals: list[float] | None = None,
+    max_concurrency: int | None = None,
+    **target: Any,
+) -> list[RequestRecord]:
     arrivals = arrivals or [0.0] * len(work)
     return asyncio.run(run_load(Target(server.base_url, MODEL, **target), work, arrivals, max_concurrency))
 
 
-def test_tokens_are_counted_by_their_ids_not_by_chunks(server):
+def test_tokens_are_counted_by_their_ids_not_by_chunks(server: FakeServer) -> None:
     server.gives_usage = False
     record = load(server, requests(1, max_tokens=5))[0]
     assert record.error is None
     assert (record.output_tokens, len(record.chunk_times)) == (5, 3)
 
 
-def test_without_ids_tokens_are_counted_by_usage(server):
+def test_without_ids_tokens_are_counted_by_usage(server: FakeServer) -> None:
     server.gives_token_ids = False
     record = load(server, requests(1, max_tokens=5))[0]
     assert (record.error, record.output_tokens, record.prompt_tokens, record.cached_tokens) == (None, 5, 3, 1)
 
 
-def test_an_answer_that_cannot_be_counted_is_an_error_rather_than_a_guess(server):
+def test_an_answer_that_cannot_be_counted_is_an_error_rather_than_a_guess(server: FakeServer) -> None:
     server.gives_token_ids = server.gives_usage = False
     assert load(server, requests(1))[0].error == "no token count"
 
 
-def test_requests_ask_for_a_fixed_number_of_greedy_tokens(server):
+def test_requests_ask_for_a_fixed_number_of_greedy_tokens(server: FakeServer) -> None:
     load(server, requests(1), api_key="secret")
     assert server.bodies[0] == {
         "model": MODEL,
@@ -51,13 +62,13 @@ def test_requests_ask_for_a_fixed_number_of_greedy_tokens(server):
     assert server.headers[0]["authorization"] == "Bearer secret"
 
 
-def test_the_field_that_a_strict_server_refuses_can_be_left_out(server):
+def test_the_field_that_a_strict_server_refuses_can_be_left_out(server: FakeServer) -> None:
     record = load(server, requests(1), return_token_ids=False)[0]
     assert "return_token_ids" not in server.bodies[0]
     assert record.output_tokens == 5
 
 
-def test_each_failure_is_counted_under_its_kind_and_harms_no_other_request(server):
+def test_each_failure_is_counted_under_its_kind_and_harms_no_other_request(server: FakeServer) -> None:
     kinds = ["http 503", "cut", "hang up", "error event", "garbage", "no finish", "silent", "slow"]
     server.misbehave = dict(enumerate(kinds))
     records = load(server, requests(len(kinds) + 2), timeout_s=1.0)
@@ -78,14 +89,14 @@ def test_each_failure_is_counted_under_its_kind_and_harms_no_other_request(serve
     assert figures["output_tokens"] == 10
 
 
-def test_nobody_listening_is_an_error_of_each_request(server):
+def test_nobody_listening_is_an_error_of_each_request(server: FakeServer) -> None:
     target = Target("http://127.0.0.1:9", MODEL)
     records = asyncio.run(run_load(target, requests(2), [0.0, 0.0]))
     assert {record.error for record in records} == {"cannot connect"}
     assert summary(records)["completed"] == 0
 
 
-def test_requests_go_out_when_they_are_due_whatever_became_of_the_others(server):
+def test_requests_go_out_when_they_are_due_whatever_became_of_the_others(server: FakeServer) -> None:
     server.misbehave = {0: "slow"}
     records = load(server, requests(3), arrivals=[0.0, 0.1, 0.2], timeout_s=0.8)
     assert records[0].error == "timeout"
@@ -94,7 +105,7 @@ def test_requests_go_out_when_they_are_due_whatever_became_of_the_others(server)
     assert records[2].finished_s < records[0].finished_s
 
 
-def test_waiting_for_a_slot_counts_from_the_schedule_but_not_from_the_sending(server):
+def test_waiting_for_a_slot_counts_from_the_schedule_but_not_from_the_sending(server: FakeServer) -> None:
     server.chunk_delay_s = 0.05
     records = load(server, requests(3, max_tokens=4), max_concurrency=1)
     assert peak_concurrency(records) == 1
@@ -104,8 +115,8 @@ def test_waiting_for_a_slot_counts_from_the_schedule_but_not_from_the_sending(se
     assert figures["e2e_from_schedule_ms"]["max"] > figures["e2e_ms"]["max"]
 
 
-def test_a_client_that_runs_late_says_so(server, monkeypatch):
-    async def main():
+def test_a_client_that_runs_late_says_so(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> Any | list[RequestRecord]:
         asyncio.get_running_loop().call_later(0.05, time.sleep, 0.2)
         return await run_load(Target(server.base_url, MODEL), requests(2), [0.0, 0.1])
 
@@ -113,7 +124,7 @@ def test_a_client_that_runs_late_says_so(server, monkeypatch):
     assert figures["client_late_ms"]["max"] > 100
 
 
-def test_latencies_are_what_the_times_say():
+def test_latencies_are_what_the_times_say() -> None:
     record = RequestRecord(1.0, 1.1, 1.25, 2.0, chunk_times=[1.5, 1.6, 1.9], prompt_tokens=10, output_tokens=5)
     figures = summary([record])
     assert figures["ttft_ms"]["p50"] == 250
@@ -127,17 +138,17 @@ def test_latencies_are_what_the_times_say():
     assert (figures["output_tok_s"], figures["total_tok_s"]) == (2.5, 7.5)
 
 
-def test_no_request_at_all_gives_a_report_of_nothing():
+def test_no_request_at_all_gives_a_report_of_nothing() -> None:
     figures = summary([])
     assert (figures["requests"], figures["output_tok_s"], figures["ttft_ms"]["p50"]) == (0, 0.0, None)
 
 
-def test_sixty_four_streams_at_once_all_complete(server):
+def test_sixty_four_streams_at_once_all_complete(server: FakeServer) -> None:
     records = load(server, requests(64, max_tokens=20))
     assert {(record.error, record.output_tokens) for record in records} == {(None, 20)}
 
 
-def test_bench_serve_measures_a_server_that_runs(server, octavo_command):
+def test_bench_serve_measures_a_server_that_runs(server: FakeServer, octavo_command: OctavoCommand) -> None:
     argv = ["--base-url", server.base_url + "/v1", "--workload", "random", "--num-prompts", 4, "--json"]
     code, out, err = octavo_command("bench", "serve", *argv, "--output-len", 6, "--request-rate", 200)
     assert (code, err) == (0, "")
@@ -147,7 +158,7 @@ def test_bench_serve_measures_a_server_that_runs(server, octavo_command):
     assert set(result["ttft_ms"]) == {"mean", "p50", "p90", "p95", "p99", "max"}
 
 
-def test_bench_serve_cuts_requests_to_the_models_limit(server, octavo_command):
+def test_bench_serve_cuts_requests_to_the_models_limit(server: FakeServer, octavo_command: OctavoCommand) -> None:
     argv = ["--base-url", server.base_url, "--workload", "random", "--num-prompts", 2, "--input-len", 500]
     code, out, _ = octavo_command("bench", "serve", *argv, "--output-len", 10, "--json")
     assert code == 0
@@ -155,7 +166,9 @@ def test_bench_serve_cuts_requests_to_the_models_limit(server, octavo_command):
     assert [len(body["prompt"]) for body in server.bodies[-2:]] == [MAX_MODEL_LEN - 10] * 2
 
 
-def test_bench_serve_follows_a_traces_arrivals_and_names_the_model(server, octavo_command, tmp_path):
+def test_bench_serve_follows_a_traces_arrivals_and_names_the_model(
+    server: FakeServer, octavo_command: OctavoCommand, tmp_path: Path
+) -> None:
     trace = [{"prompt_token_ids": [1, 2], "max_tokens": 2, "arrival_s": at} for at in (5.0, 5.25)]
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     argv = ["other-name", "--base-url", server.base_url, "--trace", tmp_path / "trace.json"]
@@ -167,7 +180,9 @@ def test_bench_serve_follows_a_traces_arrivals_and_names_the_model(server, octav
     assert float(out.split("duration s")[1].split()[0]) >= 0.25
 
 
-def test_bench_serve_with_failures_exits_with_1_and_still_reports(server, octavo_command, tmp_path):
+def test_bench_serve_with_failures_exits_with_1_and_still_reports(
+    server: FakeServer, octavo_command: OctavoCommand, tmp_path: Path
+) -> None:
     server.misbehave = {5: "http 503"}
     (tmp_path / "trace.json").write_text('[{"prompt_token_ids": [5], "max_tokens": 2}]')
     argv = ["--base-url", server.base_url, "--trace", tmp_path / "trace.json", "--json"]
@@ -188,7 +203,7 @@ def test_bench_serve_with_failures_exits_with_1_and_still_reports(server, octavo
         (["--workload", "single", "--num-prompts", "2"], "single holds 1 requests"),
     ],
 )
-def test_bench_serve_refuses_what_cannot_work(octavo_command, argv, message):
+def test_bench_serve_refuses_what_cannot_work(octavo_command: OctavoCommand, argv: list[str], message: str) -> None:
     code, _, err = octavo_command("bench", "serve", *argv)
     assert code == 1
     assert message in err

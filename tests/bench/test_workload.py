@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -20,7 +22,7 @@ from octavo.bench.workload import (
 from octavo.errors import ConfigError
 
 
-def fingerprint(requests) -> str:
+def fingerprint(requests: list[BenchRequest]) -> str:
     plain = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
@@ -34,29 +36,29 @@ def fingerprint(requests) -> str:
         ("shared64", "4332ce168e52a5f0"),
     ],
 )
-def test_named_workloads_are_the_ones_other_engines_were_measured_on(name, digest):
+def test_named_workloads_are_the_ones_other_engines_were_measured_on(name: str, digest: str) -> None:
     assert fingerprint(named_workload(name)) == digest
 
 
-def test_mixed64_has_the_published_number_of_tokens():
+def test_mixed64_has_the_published_number_of_tokens() -> None:
     requests = named_workload("mixed64")
     assert sum(len(r.prompt_token_ids) for r in requests) == 12_416
     assert sum(r.max_tokens for r in requests) == 6_027
 
 
-def test_a_prefill_is_one_long_prompt_and_one_token():
+def test_a_prefill_is_one_long_prompt_and_one_token() -> None:
     [request] = named_workload("prefill2048")
     assert (len(request.prompt_token_ids), request.max_tokens) == (2048, 1)
 
 
-def test_shared_workloads_share_512_tokens_and_no_more():
+def test_shared_workloads_share_512_tokens_and_no_more() -> None:
     first, second = named_workload("shared2")
     assert first.prompt_token_ids[:512] == second.prompt_token_ids[:512]
     assert first.prompt_token_ids[512] != second.prompt_token_ids[512]
 
 
 @pytest.mark.parametrize("name", ["", "uniform", "uniform0", "single2", "mixed-1", "other64"])
-def test_an_unknown_workload_is_refused_with_the_known_ones(name):
+def test_an_unknown_workload_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="uniformN"):
         named_workload(name)
 
@@ -64,7 +66,7 @@ def test_an_unknown_workload_is_refused_with_the_known_ones(name):
 @pytest.mark.parametrize(
     ("text", "low", "high"), [("128", 128, 128), ("uniform:16-20", 16, 20), ("lognormal:148,0.8", 1, 100_000)]
 )
-def test_lengths_are_drawn_from_what_was_written(text, low, high):
+def test_lengths_are_drawn_from_what_was_written(text: str, low: int, high: int) -> None:
     rng = random.Random(0)
     drawn = [Lengths.parse(text).draw(rng) for _ in range(500)]
     assert low <= min(drawn) <= max(drawn) <= high
@@ -73,12 +75,12 @@ def test_lengths_are_drawn_from_what_was_written(text, low, high):
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "uniform:5-2", "uniform:0-2", "lognormal:0,1", "normal:3,4", "1e3"])
-def test_lengths_that_make_no_sense_are_refused(text):
+def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="uniform:16-512"):
         Lengths.parse(text)
 
 
-def test_random_workloads_depend_on_the_seed_alone():
+def test_random_workloads_depend_on_the_seed_alone() -> None:
     lens = Lengths.parse("uniform:1-9")
     assert random_workload(5, lens, lens, seed=3) == random_workload(5, lens, lens, seed=3)
     assert random_workload(5, lens, lens, seed=3) != random_workload(5, lens, lens, seed=4)
@@ -88,7 +90,9 @@ lengths = st.integers(1, 60)
 
 
 @given(st.lists(st.tuples(lengths, lengths), max_size=5), st.integers(2, 40), st.none() | lengths, st.none() | lengths)
-def test_clipped_requests_fit_the_model_and_keep_their_heads(sizes, limit, max_prompt, max_output):
+def test_clipped_requests_fit_the_model_and_keep_their_heads(
+    sizes: list[tuple[int, int]], limit: int, max_prompt: int | None, max_output: int | None
+) -> None:
     requests = [BenchRequest(list(range(n)), out) for n, out in sizes]
     clipped, num_cut = clip(requests, max_model_len=limit, max_prompt_len=max_prompt, max_output_len=max_output)
     assert num_cut == sum(before != after for before, after in zip(requests, clipped, strict=True))
@@ -100,7 +104,7 @@ def test_clipped_requests_fit_the_model_and_keep_their_heads(sizes, limit, max_p
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
-def test_arrivals_have_the_asked_rate_and_burstiness(burstiness):
+def test_arrivals_have_the_asked_rate_and_burstiness(burstiness: float) -> None:
     times = arrival_times(20_000, 10.0, burstiness)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[0] == 0.0
@@ -109,18 +113,18 @@ def test_arrivals_have_the_asked_rate_and_burstiness(burstiness):
     assert variation == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
-def test_an_infinite_rate_sends_all_at_once():
+def test_an_infinite_rate_sends_all_at_once() -> None:
     assert arrival_times(3, math.inf) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("rate", "burstiness"), [(0, 1), (-1, 1), (math.nan, 1), (1, 0)])
-def test_rates_must_be_positive(rate, burstiness):
+def test_rates_must_be_positive(rate: float, burstiness: int) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         arrival_times(3, rate, burstiness)
 
 
 @pytest.mark.parametrize(("name", "prompt_mean", "output_mean"), [("sharegpt4000", 161, 338), ("alpaca4000", 19, 58)])
-def test_dialogues_have_the_mean_lengths_of_their_dataset(name, prompt_mean, output_mean):
+def test_dialogues_have_the_mean_lengths_of_their_dataset(name: str, prompt_mean: int, output_mean: int) -> None:
     requests = named_workload(name)
     assert statistics.fmean(len(r.prompt_token_ids) for r in requests) == pytest.approx(prompt_mean, rel=0.1)
     assert statistics.fmean(r.max_tokens for r in requests) == pytest.approx(output_mean, rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -34,7 +35,7 @@ def test_metadata_and_tensors_are_those_the_gguf_package_reads(path: Path) -> No
 
 def test_every_scalar_and_array_type_is_read(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "types.gguf", "llama")
-    values = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 2**31, "int32": -5}
+    values: dict[str, Any] = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 2**31, "int32": -5}
     values |= {"uint64": 2**40, "int64": -(2**40), "float32": 0.5, "float64": 0.1, "bool": True, "string": "ö"}
     for kind, value in values.items():
         getattr(writer, f"add_{kind}")(f"test.{kind}", value)
@@ -103,7 +104,7 @@ def test_the_configuration_comes_from_the_metadata(path: Path) -> None:
     assert config.runs_natively
     assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (320, 64, 96, 2)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim) == (4, 2, 16, 16)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, {2})
+    assert (config.bos_token_id, config.eos_token_ids) == (1, frozenset({2}))
     assert not config.tie_word_embeddings
 
 
@@ -154,9 +155,7 @@ def test_linear_scaling_is_read(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "mixture of 8 experts"),
     ],
 )
-def test_what_the_decoder_cannot_compute_is_refused_by_name(
-    keys: dict[str, object], words: str, tmp_path: Path
-) -> None:
+def test_what_the_decoder_cannot_compute_is_refused_by_name(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
     tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), keys=keys)
     with pytest.raises(UnsupportedModelError, match=words):
         gguf_model_config(GGUFFile(tmp_path / "x.gguf"))

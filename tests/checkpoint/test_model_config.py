@@ -155,7 +155,7 @@ def test_qwen_windows_the_layers_that_transformers_windows(
 ) -> None:
     stated = {"use_sliding_window": use, "sliding_window": window, "max_window_layers": first}
     if layer_types is not None:
-        stated["layer_types"] = layer_types
+        stated["layer_types"] = layer_types  # type: ignore[assignment]
     theirs = getattr(transformers, f"{family}Config")(num_hidden_layers=4, **stated)
     expected = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
     config = LLAMA | {"architectures": [f"{family}ForCausalLM"], "num_key_value_heads": 2} | stated

@@ -1,5 +1,10 @@
 """A stand-in for `octavo.LLM`: it answers every prompt with the words of a script, one token a word."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
 from octavo.config import EngineConfig
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError
@@ -13,28 +18,32 @@ WORDS = [f" word{i}" for i in range(4096)]
 class FakeLLM:
     """Remembers what it was asked; `on_token(index)` is called before each streamed token."""
 
-    last = None
-    on_token = staticmethod(lambda index: None)
+    last: Any = None
+    on_token: Any = staticmethod(lambda index: None)
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any) -> None:
         self.config = EngineConfig(**options)
         self.num_cache_resets = 0
         self.max_model_len = MAX_MODEL_LEN
-        self.prompts, self.params, self.conversations = [], [], []
-        self.use_tqdm = None
+        self.prompts: list[Any] = []
+        self.params: list[SamplingParams] = []
+        self.conversations: list[Any] = []
+        self.use_tqdm: bool | None = None
         self.closed = self.stream_closed = False
         type(self).last = self
 
-    def reset_prefix_cache(self):
+    def reset_prefix_cache(self) -> None:
         self.num_cache_resets += 1
 
-    def __enter__(self):
+    def __enter__(self) -> FakeLLM:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         self.closed = True
 
-    def generate(self, prompts, sampling_params, *, use_tqdm=True):
+    def generate(
+        self, prompts: list[Any], sampling_params: list[SamplingParams], *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         self.use_tqdm = use_tqdm
         self.prompts += prompts
         self.params += sampling_params
@@ -44,12 +53,14 @@ class FakeLLM:
         pairs = zip(prompts, sampling_params, strict=True)
         return [_answer(prompt.get("prompt"), prompt.get("prompt_token_ids"), params) for prompt, params in pairs]
 
-    def chat(self, conversations, sampling_params, *, use_tqdm=True):
+    def chat(
+        self, conversations: list[list[dict[str, str]]], sampling_params: list[SamplingParams], *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         self.conversations += conversations
         pairs = zip(conversations, sampling_params, strict=True)
         return [_answer(messages[-1]["content"], None, params) for messages, params in pairs]
 
-    def stream_chat(self, messages, params):
+    def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[Any]:
         self.conversations.append([dict(m) for m in messages])
         self.params.append(params)
         if messages[-1]["content"] == "refuse me":
@@ -63,9 +74,9 @@ class FakeLLM:
             self.stream_closed = True
 
 
-def _answer(text, token_ids, params: SamplingParams) -> RequestOutput:
+def _answer(text: str | None, token_ids: list[int] | None, params: SamplingParams) -> RequestOutput:
     token_ids = token_ids or list(range(len(text.split())))
-    ids = list(range(params.max_tokens))
+    ids = list(range(params.max_tokens))  # type: ignore[arg-type]
     words = "".join(WORDS[: params.max_tokens])
     outputs = [CompletionOutput(i, words, ids, finish_reason=FinishReason.LENGTH) for i in range(params.n)]
     return RequestOutput(RequestId("r"), text, token_ids, outputs, True, num_cached_tokens=2)

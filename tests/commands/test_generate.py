@@ -1,16 +1,23 @@
+from __future__ import annotations
+
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from octavo.sampling_params import SamplingParams
+from tests.commands.conftest import OctavoCommand
+from tests.commands.fake_llm import FakeLLM
 
 
 def lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_prompts_as_arguments_come_back_as_json_lines_in_order(octavo_command, fake_llm):
+def test_prompts_as_arguments_come_back_as_json_lines_in_order(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM]
+) -> None:
     code, out, _ = octavo_command("generate", "one two", "three", "--max-tokens", 2, "--max-num-seqs", 8)
     assert code == 0
     first, second = lines(out)
@@ -28,7 +35,9 @@ def test_prompts_as_arguments_come_back_as_json_lines_in_order(octavo_command, f
     assert fake_llm.last.closed
 
 
-def test_a_text_file_holds_one_prompt_a_line_and_empty_lines_are_skipped(octavo_command, fake_llm, tmp_path):
+def test_a_text_file_holds_one_prompt_a_line_and_empty_lines_are_skipped(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_text("first\n\nsecond é\n")
     code, out, _ = octavo_command("generate", "--input", tmp_path / "prompts.txt")
     assert code == 0
@@ -36,7 +45,9 @@ def test_a_text_file_holds_one_prompt_a_line_and_empty_lines_are_skipped(octavo_
     assert "é" in out
 
 
-def test_jsonl_lines_mix_kinds_of_prompts_and_override_sampling(octavo_command, fake_llm, tmp_path):
+def test_jsonl_lines_mix_kinds_of_prompts_and_override_sampling(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     entries = [
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
         {"prompt": "text", "temperature": 0.5, "logit_bias": {"3": 1.0}},
@@ -53,13 +64,17 @@ def test_jsonl_lines_mix_kinds_of_prompts_and_override_sampling(octavo_command, 
 
 
 @pytest.mark.parametrize("content", ["plain\n", '{"prompt": "plain"}\n'])
-def test_stdin_takes_either_form(octavo_command, fake_llm, monkeypatch, content):
+def test_stdin_takes_either_form(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(content))
     code, out, _ = octavo_command("generate", "--input", "-")
     assert (code, lines(out)[0]["prompt"]) == (0, "plain")
 
 
-def test_results_go_to_a_file_and_nothing_to_stdout(octavo_command, fake_llm, tmp_path):
+def test_results_go_to_a_file_and_nothing_to_stdout(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     code, out, _ = octavo_command("generate", "hi", "--output", tmp_path / "out.jsonl")
     assert (code, out) == (0, "")
     assert lines((tmp_path / "out.jsonl").read_text())[0]["prompt"] == "hi"
@@ -81,7 +96,9 @@ def test_results_go_to_a_file_and_nothing_to_stdout(octavo_command, fake_llm, tm
         ('{"prompt": "a", "stop": 3}', "line 2: stop must be a list"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number_and_no_model_is_loaded(octavo_command, fake_llm, tmp_path, line, message):
+def test_a_bad_line_is_named_by_its_number_and_no_model_is_loaded(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path, line: str, message: str
+) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "good"}\n' + line + "\n")
     code, out, err = octavo_command("generate", "--input", tmp_path / "in.jsonl")
     assert (code, out) == (1, "")
@@ -91,14 +108,16 @@ def test_a_bad_line_is_named_by_its_number_and_no_model_is_loaded(octavo_command
     assert fake_llm.last is None
 
 
-def test_further_bad_lines_are_counted(octavo_command, fake_llm, tmp_path):
+def test_further_bad_lines_are_counted(octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("{\n{\n{\n")
     _, _, err = octavo_command("generate", "--input", tmp_path / "in.jsonl")
     assert "line 1:" in err
     assert "(and 2 more bad lines)" in err
 
 
-def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(octavo_command, fake_llm, tmp_path):
+def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     (tmp_path / "in.txt").write_text("fine\n\nrefuse me\n")
     code, _, err = octavo_command("generate", "--input", tmp_path / "in.txt")
     assert (code, err) == (1, f"octavo: error: {tmp_path / 'in.txt'}, line 3: too long\n")
@@ -114,20 +133,24 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(octavo_command, f
         (["a", "--temperature", "-1"], "temperature must be at least 0"),
     ],
 )
-def test_what_cannot_work_is_told_before_a_model_is_loaded(octavo_command, fake_llm, argv, message):
+def test_what_cannot_work_is_told_before_a_model_is_loaded(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], argv: list[str], message: str
+) -> None:
     code, _, err = octavo_command("generate", *argv)
     assert code == 1
     assert message in err
     assert fake_llm.last is None
 
 
-def test_an_empty_file_and_a_binary_file_are_told(octavo_command, fake_llm, tmp_path):
+def test_an_empty_file_and_a_binary_file_are_told(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], tmp_path: Path
+) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     assert "holds no prompt" in octavo_command("generate", "--input", tmp_path / "empty.txt")[2]
     assert "not UTF-8" in octavo_command("generate", "--input", tmp_path / "binary.txt")[2]
 
 
-def test_the_progress_bar_shows_only_on_a_terminal(octavo_command, fake_llm):
+def test_the_progress_bar_shows_only_on_a_terminal(octavo_command: OctavoCommand, fake_llm: type[FakeLLM]) -> None:
     octavo_command("generate", "hi")
     assert fake_llm.last.use_tqdm is False

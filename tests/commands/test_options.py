@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import argparse
 from dataclasses import MISSING, asdict, fields
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +23,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 
 
-def engine_parser(**keywords) -> argparse.ArgumentParser:
+def engine_parser(**keywords: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_engine_options(parser, **keywords)
     return parser
@@ -57,27 +60,29 @@ ENGINE_CONFIGS = st.builds(
 
 
 @given(ENGINE_CONFIGS)
-def test_any_engine_config_survives_the_way_over_the_command_line(config):
+def test_any_engine_config_survives_the_way_over_the_command_line(config: EngineConfig) -> None:
     argv = engine_argv(asdict(config))
     assert EngineConfig.from_options(engine_options(engine_parser().parse_args(argv))) == config
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
-def test_every_field_has_a_flag_and_an_untouched_command_line_gives_the_defaults(config):
+def test_every_field_has_a_flag_and_an_untouched_command_line_gives_the_defaults(
+    config: type[EngineConfig] | type[ServerConfig],
+) -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, "options", config)
     assert all(flag(option.name) in parser.format_help() for option in fields(config))
     assert config(**given_options(parser.parse_args([]), config)) == config()
 
 
-def test_every_sampling_field_has_a_flag_and_the_defaults_are_its_own():
+def test_every_sampling_field_has_a_flag_and_the_defaults_are_its_own() -> None:
     parser = argparse.ArgumentParser()
     add_sampling_options(parser)
     assert all(flag(option.name) in parser.format_help() for option in fields(SamplingParams))
     assert sampling() == {}
 
 
-def test_sampling_flags_of_each_kind_are_read():
+def test_sampling_flags_of_each_kind_are_read() -> None:
     argv = ["--temperature", "0", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos"]
     argv += ["--logit-bias", '{"7": -100}', "--presence-penalty", "-1.5", "--seed", "3"]
     params = SamplingParams(**sampling(*argv))
@@ -93,14 +98,16 @@ def test_sampling_flags_of_each_kind_are_read():
 
 
 @pytest.mark.parametrize("argv", [["--stop-token-ids", "1;2"], ["--logit-bias", "[1]"], ["--logit-bias", "{"]])
-def test_a_sampling_value_that_cannot_be_read_is_a_usage_error(argv, capsys):
+def test_a_sampling_value_that_cannot_be_read_is_a_usage_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as leaving:
         sampling(*argv)
     assert leaving.value.code == 2
     assert argv[0] in capsys.readouterr().err
 
 
-def test_a_false_default_has_a_flag_that_says_no():
+def test_a_false_default_has_a_flag_that_says_no() -> None:
     parser = engine_parser()
     assert engine_options(parser.parse_args(["--no-enable-prefix-caching"])) == {"enable_prefix_caching": False}
 
@@ -108,23 +115,23 @@ def test_a_false_default_has_a_flag_that_says_no():
 @pytest.mark.parametrize(
     "argv", [["--block-size", "min"], ["--dtype", "int3"], ["--max-num-seqs", "many"], ["--max-num-seq", "3"]]
 )
-def test_a_bad_value_or_an_abbreviation_is_refused(argv):
+def test_a_bad_value_or_an_abbreviation_is_refused(argv: list[str]) -> None:
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         engine_parser().parse_args(argv)
 
 
-def test_the_model_may_stand_alone():
+def test_the_model_may_stand_alone() -> None:
     assert engine_options(engine_parser(positional_model=True).parse_args(["m.gguf"])) == {"model": "m.gguf"}
     assert engine_options(engine_parser(positional_model=True).parse_args([])) == {}
 
 
-def test_two_models_are_refused_rather_than_one_of_them_ignored():
+def test_two_models_are_refused_rather_than_one_of_them_ignored() -> None:
     with pytest.raises(ConfigError, match=r"a\.gguf.*b\.gguf"):
         engine_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]))
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
-def test_help_shows_each_default_that_has_a_value(config):
+def test_help_shows_each_default_that_has_a_value(config: type[EngineConfig] | type[ServerConfig]) -> None:
     parser = argparse.ArgumentParser(formatter_class=lambda prog: argparse.HelpFormatter(prog, width=400))
     add_options(parser, "options", config)
     help = parser.format_help()

@@ -1,6 +1,11 @@
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +19,10 @@ from tests.models.tiny import write_hf_model
 
 
 @pytest.fixture
-def plan(capsys):
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """The JSON that `octavo plan` ends with."""
 
-    def run(*argv):
+    def run(*argv: Path | int | str) -> dict[str, Any]:
         assert main(["plan", *map(str, argv), "--json"]) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -25,44 +30,44 @@ def plan(capsys):
 
 
 @pytest.fixture
-def refusal(capsys):
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """What `octavo plan` says on standard error when it cannot answer."""
 
-    def run(*argv):
+    def run(*argv: str) -> str:
         assert main(["plan", *map(str, argv)]) == 1
         return capsys.readouterr().err
 
     return run
 
 
-def test_llama_3_1_70b_at_4096_tokens_and_256_sequences(plan):
+def test_llama_3_1_70b_at_4096_tokens_and_256_sequences(plan: Callable[..., Any]) -> None:
     answer = plan("--model", "llama-3.1-70b", "--context", 4096, "--concurrency", 256)
     assert answer["kv_bytes_per_token"] == 327_680
     assert answer["kv_bytes_per_sequence"] == 1_342_177_280
     assert answer["kv_bytes_total"] == 343_597_383_680 == 320 * 2**30
 
 
-def test_llama_3_1_70b_at_8192_tokens_and_32_sequences_takes_85_9_gb(plan):
+def test_llama_3_1_70b_at_8192_tokens_and_32_sequences_takes_85_9_gb(plan: Callable[..., Any]) -> None:
     answer = plan("llama-3.1-70b", "--context", 8192, "--concurrency", 32)
     assert round(answer["kv_bytes_total"] / 1e9, 1) == 85.9
 
 
-def test_without_grouped_queries_it_would_take_687_gb(plan, tmp_path):
+def test_without_grouped_queries_it_would_take_687_gb(plan: Callable[..., Any], tmp_path: Path) -> None:
     row = {**KNOWN_MODELS["llama-3.1-70b"], "num_key_value_heads": 64}
     (tmp_path / "config.json").write_text(json.dumps(row))
     answer = plan(tmp_path, "--context", 8192, "--concurrency", 32, "--kv-cache-dtype", "float16")
     assert round(answer["kv_bytes_total"] / 1e9) == 687
 
 
-def test_llama_2_7b_takes_524288_bytes_a_token(plan):
+def test_llama_2_7b_takes_524288_bytes_a_token(plan: Callable[..., Any]) -> None:
     assert plan("llama-2-7b")["kv_bytes_per_token"] == 524_288
 
 
-def test_150_tokens_are_10_blocks_of_16(plan):
+def test_150_tokens_are_10_blocks_of_16(plan: Callable[..., Any]) -> None:
     assert plan("llama-2-7b", "--context", 150)["blocks_per_sequence"] == 10
 
 
-def test_every_dtype_that_the_allocator_has_is_answered_for(plan):
+def test_every_dtype_that_the_allocator_has_is_answered_for(plan: Callable[..., Any]) -> None:
     answer = plan("llama-2-7b", "--context", 160)
     assert {d: f["kv_bytes_per_sequence"] for d, f in answer["by_kv_dtype"].items()} == {
         dtype: 160 * 524_288 // 2 * size for dtype, size in DTYPE_BYTES.items()
@@ -70,7 +75,7 @@ def test_every_dtype_that_the_allocator_has_is_answered_for(plan):
     assert plan("llama-2-7b", "--kv-cache-dtype", "float32")["kv_bytes_per_token"] == 1_048_576
 
 
-def test_a_contiguous_allocator_reserves_max_model_len_for_each_sequence(plan):
+def test_a_contiguous_allocator_reserves_max_model_len_for_each_sequence(plan: Callable[..., Any]) -> None:
     options = ["llama-3.1-70b", "--context", 1000, "--max-model-len", 8192, "--concurrency", 7]
     paged = plan(*options)
     assert paged["contiguous"]["kv_bytes_per_sequence"] == 8192 * 327_680
@@ -79,7 +84,7 @@ def test_a_contiguous_allocator_reserves_max_model_len_for_each_sequence(plan):
     assert plan(*options, "--block-size", "max")["kv_bytes_total"] == paged["contiguous"]["kv_bytes_total"]
 
 
-def test_as_many_sequences_fit_as_memory_needed_for_them_says(plan):
+def test_as_many_sequences_fit_as_memory_needed_for_them_says(plan: Callable[..., Any]) -> None:
     options = ["llama-3.1-8b", "--context", 4096, "--max-num-seqs", 64]
     fitting = plan(*options, "--memory", "80GiB")
     count = fitting["memory"]["sequences_that_fit"]
@@ -92,7 +97,7 @@ def test_as_many_sequences_fit_as_memory_needed_for_them_says(plan):
     assert exact["memory"]["sequences_that_fit"] == count + 1
 
 
-def test_what_one_device_cannot_hold_is_given_a_number_of_devices_that_can(plan):
+def test_what_one_device_cannot_hold_is_given_a_number_of_devices_that_can(plan: Callable[..., Any]) -> None:
     options = ["llama-3.1-70b", "--context", 8192, "--concurrency", 32, "--memory", "80GiB"]
     answer = plan(*options)["memory"]
     assert (answer["fits"], answer["sequences_that_fit"]) == (False, 0)
@@ -101,7 +106,7 @@ def test_what_one_device_cannot_hold_is_given_a_number_of_devices_that_can(plan)
     assert plan(*options, "--tensor-parallel-size", devices // 2)["memory"]["fits"] is False
 
 
-def test_devices_divide_the_kv_heads_and_repeat_them_beyond_their_number(plan):
+def test_devices_divide_the_kv_heads_and_repeat_them_beyond_their_number(plan: Callable[..., Any]) -> None:
     options = ["llama-3.1-70b", "--context", 4096, "--tensor-parallel-size"]
     eight, sixteen = plan(*options, 8), plan(*options, 16)
     assert eight["kv_bytes_per_token"] == 327_680
@@ -110,7 +115,7 @@ def test_devices_divide_the_kv_heads_and_repeat_them_beyond_their_number(plan):
     assert "kept by 2 of the 16 devices" in sixteen["notes"][0]
 
 
-def test_sliding_windows_say_what_they_save(plan):
+def test_sliding_windows_say_what_they_save(plan: Callable[..., Any]) -> None:
     mistral = plan("mistral-7b-v0.1", "--context", 32768)
     assert mistral["blocks_per_sequence"] == 4096 // 16 + 1
     window = mistral["sliding_window"]
@@ -123,27 +128,29 @@ def test_sliding_windows_say_what_they_save(plan):
     assert plan("llama-3.1-8b")["sliding_window"] is None
 
 
-def test_deepseek_says_how_it_is_counted(plan):
+def test_deepseek_says_how_it_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("deepseek-v3", "--context", 4096)
     assert answer["kv_bytes_per_token"] == 61 * 128 * (192 + 128) * 2
     assert any("expanded from the latents" in note for note in answer["notes"])
     assert any("70,272 bytes a token" in note for note in answer["notes"])
 
 
-def test_the_default_is_the_packaged_model(plan):
+def test_the_default_is_the_packaged_model(plan: Callable[..., Any]) -> None:
     assert plan()["model"] == "smollm2"
     assert plan()["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2
 
 
-def test_a_folder_is_read(plan, tmp_path):
+def test_a_folder_is_read(plan: Callable[..., Any], tmp_path: Path) -> None:
     write_hf_model(tmp_path, "Qwen2")
     answer = plan("--model", tmp_path)
     assert (answer["kv_bytes_per_token"], answer["context"]) == (2 * 2 * (16 + 16) * 2, 256)
 
 
-def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(plan, tmp_path, monkeypatch):
+def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(
+    plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_hf_model(tmp_path, "Qwen3", tokenizer=True, tie_word_embeddings=True)
-    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "max_num_seqs": 64}
+    options: dict[str, Any] = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "max_num_seqs": 64}
     flags = [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), value)]
     answer = plan(*flags, "--memory", "32MiB")
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "32MiB")
@@ -153,7 +160,7 @@ def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(plan, tmp_pat
     engine.close()
 
 
-def test_the_table_names_the_same_figures(capsys):
+def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
     out = capsys.readouterr().out
     for figure in ("327,680 bytes", "1,342,177,280 bytes", "343,597,383,680 bytes (320.00 GiB)", "does not fit"):
@@ -161,7 +168,7 @@ def test_the_table_names_the_same_figures(capsys):
     assert "contiguous" in out
 
 
-def test_every_well_known_model_has_a_table(capsys):
+def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for name in KNOWN_MODELS:
         assert main(["plan", name, "--memory", "48GiB", "--context", "1024"]) == 0
     assert main(["plan", "--list"]) == 0
@@ -183,17 +190,21 @@ def test_every_well_known_model_has_a_table(capsys):
         (["a", "--model", "b"], "two models were given: a and --model b"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_the_numbers(refusal, argv, message):
+def test_what_cannot_be_answered_is_refused_with_the_numbers(
+    refusal: Callable[..., str], argv: list[str], message: str
+) -> None:
     assert message in refusal(*argv)
 
 
-def test_a_plan_needs_no_torch():
+def test_a_plan_needs_no_torch() -> None:
     code = "import sys; from octavo.cli import main; main(['plan', 'llama-2-7b']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(plan, capsys):
+def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(
+    plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ("llama-3.1-8b", "--device", "cpu", "--context", 4096, "--concurrency", 4)
     none, some = (plan(*options, "--swap-space", size) for size in ("0", "4GiB"))
     assert (none["swap_bytes"], some["swap_bytes"]) == (0, 4 * 2**30)
@@ -207,12 +218,12 @@ def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(plan, caps
     assert "swap space   4,294,967,296 bytes (4.00 GiB)" in capsys.readouterr().out
 
 
-def test_beside_a_gpu_the_swap_space_is_the_hosts(plan, capsys):
+def test_beside_a_gpu_the_swap_space_is_the_hosts(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     none, some = (plan("llama-3.1-8b", "--swap-space", size) for size in ("0", "4GiB"))
     assert none["memory_needed_per_device"] == some["memory_needed_per_device"]
     main(["plan", "llama-3.1-8b"])
     assert "(1.00 GiB), in the host's memory" in capsys.readouterr().out
 
 
-def test_a_swap_space_that_is_no_size_is_refused(refusal):
+def test_a_swap_space_that_is_no_size_is_refused(refusal: Callable[..., str]) -> None:
     assert "cannot read '-1' as a number of bytes" in refusal("llama-3.1-8b", "--swap-space=-1")

@@ -1,20 +1,25 @@
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 import octavo.server.run
 from octavo.commands.serve import share_pins
 from octavo.config import EngineConfig
 from octavo.server.config import ServerConfig
+from tests.commands.conftest import OctavoCommand
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The server options that `serve` was called with; the engine is not made."""
     calls = []
     monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config: calls.append(config))
     return calls
 
 
-def test_server_options_reach_the_server(octavo_command, served):
+def test_server_options_reach_the_server(octavo_command: OctavoCommand, served: list[Any]) -> None:
     argv = ["--port", 0, "--api-key", "a", "--api-key", "b", "--served-model-name", "m", "--max-body-size", "1MiB"]
     code, _, _ = octavo_command("serve", "model.gguf", *argv, "--shutdown-timeout", 1.5, "--max-num-seqs", 4)
     assert code == 0
@@ -31,7 +36,9 @@ def test_server_options_reach_the_server(octavo_command, served):
         (["--max-body-size", "0"], "max_body_size must be positive"),
     ],
 )
-def test_options_that_make_no_sense_are_told_before_the_server_starts(octavo_command, served, argv, message):
+def test_options_that_make_no_sense_are_told_before_the_server_starts(
+    octavo_command: OctavoCommand, served: list[Any], argv: list[str], message: str
+) -> None:
     code, _, err = octavo_command("serve", *argv)
     assert (code, served) == (1, [])
     assert message in err
@@ -41,11 +48,13 @@ def test_options_that_make_no_sense_are_told_before_the_server_starts(octavo_com
     ("keys", "given", "expected"),
     [([], None, None), (["a"], None, None), (["a", "a"], None, None), (["a", "b"], None, 0.5), (["a", "b"], 1.0, 1.0)],
 )
-def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(keys, given, expected):
+def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(
+    keys: list[str], given: float | None, expected: float | None
+) -> None:
     config = EngineConfig(pin_tenant_share=given)
     assert share_pins(config, ServerConfig(api_key=keys)).pin_tenant_share == expected
 
 
-def test_keys_of_the_environment_are_tenants_too(monkeypatch):
+def test_keys_of_the_environment_are_tenants_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a,b")
     assert share_pins(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5

@@ -98,7 +98,7 @@ async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineC
     slow_down(core, 0.01)
     async with started(core) as engine:
         other = asyncio.ensure_future(collect(engine, PROMPT, tokens(40)))
-        async with aclosing(engine.generate([9] * 100, tokens(900))) as outputs:
+        async with aclosing(engine.generate([9] * 100, tokens(900))) as outputs:  # type: ignore[type-var]
             await anext(outputs)
         steps = core.stats.num_steps
         await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
@@ -150,7 +150,7 @@ async def test_a_request_id_in_use_is_refused_and_its_holder_goes_on(core: Engin
 async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_requests(core: EngineCore) -> None:
     slow_down(core, 0.01)
     async with started(core) as engine:
-        async with aclosing(engine.generate([9] * 50, tokens(900), RequestContext(request_id="mine"))) as outputs:
+        async with aclosing(engine.generate([9] * 50, tokens(900), RequestContext(request_id="mine"))) as outputs:  # type: ignore[type-var]
             await anext(outputs)
         with pytest.raises(RequestError, match="'mine' is in use"):
             await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))

@@ -136,7 +136,7 @@ def test_an_abort_frees_the_blocks_at_once_and_returns_what_was_said(make_llm: M
     assert [(len(c.token_ids), c.finish_reason) for c in output.outputs] == [(4, "abort"), (4, "abort")]
     assert_idle(core)
     assert core.abort(request.request_id) is None
-    assert core.abort("unheard of") is None  # type: ignore[arg-type]
+    assert core.abort("unheard of") is None
 
 
 def test_what_has_never_run_is_aborted_without_output(make_llm: MakeLLM, tiny_llama: Path) -> None:

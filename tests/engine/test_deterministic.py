@@ -5,6 +5,7 @@ from __future__ import annotations
 import pydoc_data.topics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,9 +88,7 @@ def test_bfloat16_tokens_survive_preemption(alone: list[list[int]], preemption_m
         ({"dtype": "float16"}, "does not run on the native decoder"),
     ],
 )
-def test_deterministic_is_refused_where_it_cannot_be_kept(
-    tmp_path: Path, options: dict[str, object], reason: str
-) -> None:
+def test_deterministic_is_refused_where_it_cannot_be_kept(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     write_hf_model(tmp_path, "Llama")
     with pytest.raises(ConfigError, match=reason):
         LLM(str(tmp_path), deterministic=True, num_blocks=8, **options)

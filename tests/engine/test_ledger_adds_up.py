@@ -10,7 +10,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.request import FinishReason, Request, RequestContext, SequenceStatus
 from octavo.sampling_params import SamplingParams
-from tests.engine.test_same_tokens import thrash
+from tests.engine.test_same_tokens import thrash  # type: ignore[attr-defined]
 from tests.engine.tiny_engine import POISON, assert_drained, poison, tiny_core
 
 TENANTS = ("", "ada", "bob")
@@ -125,7 +125,7 @@ def test_a_step_whose_logits_are_unusable_leaves_no_host_block_behind_and_its_pr
         (away,) = [r for r in requests if where(core, r) == "swapped"]
         assert check(core, requests)["bytes"]["swapped"] > 0
         core.abort(next(r for r in requests if r is not away).request_id)
-        core.runner.model._embedding[away.sequences[0].token_ids[-1]] = float("nan")
+        core.runner.model._embedding[away.sequences[0].token_ids[-1]] = float("nan")  # type: ignore[attr-defined]
         core.step()
         assert away.sequences[0].finish_reason is FinishReason.ERROR
         assert core.stats.swapped_in_bytes == core.stats.swapped_out_bytes > 0

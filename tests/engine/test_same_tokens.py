@@ -30,7 +30,9 @@ def workload() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     for i in range(NUM_REQUESTS):
         own = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 20))]
         prompts.append({"prompt_token_ids": shared[: rng.choice([0, 0, 17, 32, 40])] + own})
-        how = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": i}
+        how: dict[str, Any] = (
+            {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": i}
+        )
         params.append(SamplingParams(max_tokens=rng.randint(8, 24), ignore_eos=True, logprobs=2, **how))
     return prompts, params
 
@@ -110,7 +112,7 @@ def test_preemption_changes_no_token(
 ) -> None:
     folder = request.getfixturevalue(model)
     prompts, params = workload()
-    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))  # type: ignore[operator]
     llm = make_llm(
         folder,
         block_size=4,
@@ -184,7 +186,7 @@ def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None
                 sum_ = whole[output.request_id]
                 sum_.text += delta.text
                 sum_.token_ids += delta.token_ids
-                sum_.logprobs += delta.logprobs or []
+                sum_.logprobs += delta.logprobs or []  # type: ignore[operator]
                 sum_.finish_reason = delta.finish_reason
     for request_id, wanted in zip(order, alone(make_llm, tiny_llama), strict=True):
         got = whole[request_id]

@@ -14,7 +14,7 @@ from octavo.runner import swapping
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed
 from tests.conftest import MakeLLM
-from tests.engine.test_same_tokens import alone, assert_same, thrash, workload
+from tests.engine.test_same_tokens import alone, assert_same, thrash, workload  # type: ignore[attr-defined]
 
 CACHES: list[dict[str, Any]] = [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
 
@@ -22,7 +22,7 @@ CACHES: list[dict[str, Any]] = [{"enable_prefix_caching": False}, {"prefix_cache
 def tight(**options: Any) -> dict[str, Any]:
     """A pool that holds the longest request and little more."""
     prompts, params = workload()
-    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+    longest = max(len(p["prompt_token_ids"]) + s.max_tokens for p, s in zip(prompts, params, strict=True))  # type: ignore[operator]
     return {"block_size": 4, "num_blocks": longest // 4 + 4, "max_num_batched_tokens": 24, **options}
 
 

@@ -107,7 +107,7 @@ def assert_generates_the_same(llm: Any, model: Any, vocab: int) -> None:
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_families(make_llm: MakeLLM, tmp_path: Path, family: str, block_size: int) -> None:
-    options = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
+    options: dict[str, Any] = {"Mistral": {"sliding_window": 11}, "Qwen3": {"head_dim": 32}}.get(family, {})
     model = write_hf_model(tmp_path, family, **options)
     llm = make_llm(tmp_path, block_size=block_size, max_num_batched_tokens=32)
     assert isinstance(llm.core.runner.model, LlamaDecoder)

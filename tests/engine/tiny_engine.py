@@ -48,7 +48,7 @@ def tiny_core(**options: Any) -> Iterator[EngineCore]:
 
 
 def poison(core: EngineCore) -> None:
-    core.runner.model._embedding[POISON] = float("nan")
+    core.runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
 
 
 def slow_down(core: EngineCore, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
@@ -59,12 +60,12 @@ _counter = iter(range(10**9))
 
 
 def make_request(
-    token_ids: list[int], salt: str = "", n: int = 1, *, tenant: str = "", group: str | None = None, **params: object
+    token_ids: list[int], salt: str = "", n: int = 1, *, tenant: str = "", group: str | None = None, **params: Any
 ) -> Request:
     return Request(
         request_id=RequestId(f"r{next(_counter)}"),
         prompt_token_ids=token_ids,
-        params=SamplingParams(n=n, **params),  # type: ignore[arg-type]
+        params=SamplingParams(n=n, **params),
         tenant=tenant,
         cache_group=group,
         cache_salt=salt,

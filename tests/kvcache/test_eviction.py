@@ -294,4 +294,4 @@ def test_the_order_is_that_of_a_list_sorted_by_rank_and_age(name: str) -> None:
             hold(policy, block)
             published[block], uses[block], priority[block] = now, 1, 0
         last[block] = now
-    assert evict_all(policy) == sorted(published, key=rank)
+    assert evict_all(policy) == sorted(published, key=rank)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
             for offset in range(self.block_size):
                 # Of a block that is not full, the rest was never written.
                 if (swap.device, offset) in self.written:
-                    self.host[swap.host, offset] = self.written[swap.device, offset]
+                    self.host[swap.host, offset] = self.written[swap.device, offset]  # type: ignore[assignment]
                 else:
                     self.host.pop((swap.host, offset), None)
         for copy in copies:
@@ -110,7 +110,7 @@ class CacheMachine(RuleBasedStateMachine):
         for swap in into:
             for offset in range(self.block_size):
                 if (swap.host, offset) in self.host:
-                    self.written[swap.device, offset] = self.host.pop((swap.host, offset))
+                    self.written[swap.device, offset] = self.host.pop((swap.host, offset))  # type: ignore[assignment]
         self.seen["out"] += len(out)
         self.seen["in"] += len(into)
         self.step_ends()
@@ -308,7 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = request.prompt_token_ids[: receipt.num_pinned_tokens]
             self.pinned[receipt.pin_id] = (tokens, request)
 
-    @precondition(lambda self: getattr(self, "pinned", None))
+    @precondition(lambda self: getattr(self, "pinned", None))  # type: ignore[arg-type, return-value]
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         self.manager.pins.unpin(data.draw(st.sampled_from(sorted(self.pinned))))

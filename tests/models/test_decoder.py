@@ -67,6 +67,9 @@ class StateDict:
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.tensors[name].to(dtype)
 
+    def raw(self, name: str) -> Any:
+        return None
+
 
 def build(case: str) -> Any:
     """A tiny random model of transformers', attending eagerly."""

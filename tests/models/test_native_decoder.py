@@ -71,7 +71,7 @@ def native(model: Any, dtype: torch.dtype, weights: Any = None, **options: Any) 
 
 
 @pytest.mark.parametrize("case", test_decoder.FAMILY)
-def test_logits_are_those_of_transformers(case, monkeypatch):
+def test_logits_are_those_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [37, 5, 21])
     ours = paged_logits(native(model, torch.float32), sequences, attention=NativeAttention())
@@ -80,7 +80,7 @@ def test_logits_are_those_of_transformers(case, monkeypatch):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("case", ["biases everywhere", "sliding window", "qwen2, half of it sliding", "qwen3"])
-def test_every_level_agrees_with_transformers(level, case, monkeypatch):
+def test_every_level_agrees_with_transformers(level: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.force_isa(level)
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [30, 9])
@@ -92,10 +92,10 @@ def test_every_level_agrees_with_transformers(level, case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", test_decoder.FAMILY)
-def test_bfloat16_is_that_of_the_python_decoder(case, monkeypatch):
+def test_bfloat16_is_that_of_the_python_decoder(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [40, 18])
-    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = paged_logits(native(model, torch.bfloat16), sequences, **options)
     python = LlamaDecoder(model_config(model), StateDict(model), dtype=torch.bfloat16)
     for actual, expected in zip(ours, paged_logits(python, sequences, **options), strict=True):
@@ -127,7 +127,9 @@ class Prompts:
 
 @pytest.mark.parametrize("level", [LEVELS[0], LEVELS[-1]] if LEVELS else [])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "Q4_1"])
-def test_a_tokens_logits_have_the_same_bits_in_any_batch_chunk_and_thread_count(level, kind, monkeypatch):
+def test_a_tokens_logits_have_the_same_bits_in_any_batch_chunk_and_thread_count(
+    level: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels.force_isa(level)
     model = build("tied head", monkeypatch)
     quantised = kind == "Q4_1"
@@ -157,14 +159,16 @@ def test_a_tokens_logits_have_the_same_bits_in_any_batch_chunk_and_thread_count(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("case", ["biases everywhere", "tied head"])
-def test_quantised_weights_compute_what_their_values_do(types, formats, case, monkeypatch):
+def test_quantised_weights_compute_what_their_values_do(
+    types: dict[str, Any], formats: list[str], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(case, monkeypatch)
     weights = StateDict(model, types)
     sequences = random_sequences(VOCAB, [40, 18])
-    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = native(model, torch.bfloat16, weights, quantised=True)
     plain = native(model, torch.bfloat16, weights)
-    assert [part.weight.format.removeprefix("coded ") for part in ours._layers[0].qkv.parts] == formats
+    assert [part.weight.format.removeprefix("coded ") for part in ours._layers[0].qkv.parts] == formats  # type: ignore[attr-defined]
     assert ours.weight_bytes < plain.weight_bytes or formats == ["bfloat16"]
     for actual, expected in zip(
         paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
@@ -172,18 +176,18 @@ def test_quantised_weights_compute_what_their_values_do(types, formats, case, mo
         assert (actual - expected).norm() < 0.1 * expected.norm()
 
 
-def test_float32_dequantises(monkeypatch):
+def test_float32_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("tied head", monkeypatch)
     weights = StateDict(model, {"proj": "Q4_0", "embed": "Q8_0"})
     ours = native(model, torch.float32, weights, quantised=True)
-    assert {part.weight.format for layer in ours._layers for part in layer.down.parts} == {"float32"}
+    assert {part.weight.format for layer in ours._layers for part in layer.down.parts} == {"float32"}  # type: ignore[attr-defined]
     sequences = random_sequences(VOCAB, [21])
     python = LlamaDecoder(model_config(model), weights, dtype=torch.float32)
     assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), paged_logits(python, sequences))
 
 
 @pytest.mark.parametrize("case", ["tied head", "grouped queries", "biases everywhere"])
-def test_what_the_weights_take_is_counted(case, monkeypatch):
+def test_what_the_weights_take_is_counted(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(case, monkeypatch)
     ours = native(model, torch.float32)
     linears = [linear for layer in ours._layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -198,7 +202,9 @@ def test_what_the_weights_take_is_counted(case, monkeypatch):
 
 @pytest.mark.parametrize("case", ["tied head", "biases everywhere", "qwen3"])
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_the_python_pass_serves_where_the_kernels_do_not_reach(case, block_size, monkeypatch):
+def test_the_python_pass_serves_where_the_kernels_do_not_reach(
+    case: str, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(case, monkeypatch)
     sequences = random_sequences(VOCAB, [37, 5])
     attention = NativeAttention() if block_size == 4 else ReferenceAttention()
@@ -206,7 +212,7 @@ def test_the_python_pass_serves_where_the_kernels_do_not_reach(case, block_size,
     assert_same_logits(ours, whole_logits(model, sequences))
 
 
-def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch):
+def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("grouped queries", monkeypatch)
     config, weights = model_config(model), StateDict(model)
     for changed in (
@@ -214,13 +220,19 @@ def test_what_the_kernels_do_not_support_goes_to_the_python_decoder(monkeypatch)
         {"ops": LayerOps()},
         {"dtype": torch.float16},
     ):
-        options = {"config": config, "weights": weights, "dtype": torch.float32, "device": CPU, **changed}
+        options: dict[str, Any] = {
+            "config": config,
+            "weights": weights,
+            "dtype": torch.float32,
+            "device": CPU,
+            **changed,
+        }
         assert type(make_decoder(**options)) is LlamaDecoder
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert type(make_decoder(config, weights, dtype=torch.float32, device=CPU)) is LlamaDecoder
 
 
-def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch):
+def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3", monkeypatch)
     [ids] = random_sequences(VOCAB, [12])
     [expected] = whole_logits(model, [ids])
@@ -234,7 +246,7 @@ def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch):
     assert none.shape == (0, VOCAB)
 
 
-def test_a_cache_may_be_exchanged(monkeypatch):
+def test_a_cache_may_be_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("sliding window", monkeypatch)
     ours = native(model, torch.float32)
     for seed in (0, 1):
@@ -256,7 +268,9 @@ def test_a_cache_may_be_exchanged(monkeypatch):
         ({"context_lens": [500]}, "needs 32 blocks for 500 tokens"),
     ],
 )
-def test_a_step_that_names_what_does_not_exist_is_a_value_error(change, message, monkeypatch):
+def test_a_step_that_names_what_does_not_exist_is_a_value_error(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = native(build("grouped queries", monkeypatch), torch.float32)
     paged = PagedSequences(ours.kv_layers, 16, 1, 20)
     batch = paged.step({0: 1})
@@ -270,7 +284,7 @@ def test_a_step_that_names_what_does_not_exist_is_a_value_error(change, message,
         ours.forward(ids, batch, paged.kv, NativeAttention(), rows)
 
 
-def test_a_misshaped_tensor_is_named_with_both_shapes(monkeypatch):
+def test_a_misshaped_tensor_is_named_with_both_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("grouped queries", monkeypatch)
     weights = StateDict(model, {"k_proj": "Q4_0"})
     weights.tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 64)
@@ -292,7 +306,7 @@ def test_a_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
     plain = make_decoder(config, weights, dtype=torch.bfloat16, device=CPU)
     assert ours.weight_bytes < 0.7 * plain.weight_bytes
     sequences = random_sequences(config.vocab_size, [40, 18])
-    options = {"attention": NativeAttention(), "dtype": "bfloat16"}
+    options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     for actual, expected in zip(
         paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
     ):

@@ -100,7 +100,7 @@ def _trained(vocab_size: int) -> str:
     return backend.to_str()
 
 
-def byte_level_backend(vocab_size: int = _SIZES["vocab_size"]) -> Backend:
+def byte_level_backend(vocab_size: int = _SIZES["vocab_size"]) -> Backend:  # type: ignore[assignment]
     return Backend.from_str(_trained(vocab_size))
 
 

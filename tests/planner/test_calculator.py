@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,7 +54,7 @@ def spec_of(name: str, dtype: str = "bfloat16") -> KVCacheSpec:
     return KVCacheSpec.build(find_shape(name).kv_layers, 16, dtype)
 
 
-def test_llama_3_1_70b_takes_320_gib_for_256_sequences_of_4096_tokens():
+def test_llama_3_1_70b_takes_320_gib_for_256_sequences_of_4096_tokens() -> None:
     cost = SequenceCost.of(spec_of("llama-3.1-70b"), 4096, 2048)
     assert cost.spec.bytes_per_token == 327_680
     assert cost.num_bytes == 1_342_177_280
@@ -58,7 +62,7 @@ def test_llama_3_1_70b_takes_320_gib_for_256_sequences_of_4096_tokens():
     assert round(cost.blocks_for(256) * cost.spec.block_bytes / 1e9, 1) == 343.6
 
 
-def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687():
+def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687() -> None:
     grouped = find_shape("llama-3.1-70b").kv_layers
     ungrouped = [LayerKVSpec(64, layer.key_dim, layer.value_dim) for layer in grouped]
     gigabytes = [
@@ -68,11 +72,11 @@ def test_grouped_query_attention_takes_86_gb_where_64_heads_would_take_687():
     assert [round(gigabytes[0], 1), round(gigabytes[1])] == [85.9, 687]
 
 
-def test_llama_2_7b_takes_524288_bytes_a_token():
+def test_llama_2_7b_takes_524288_bytes_a_token() -> None:
     assert spec_of("llama-2-7b", "float16").bytes_per_token == 524_288
 
 
-def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth():
+def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth() -> None:
     cost = SequenceCost.of(spec_of("llama-3.1-70b"), 150, 2048)
     assert cost.blocks == 10
     assert cost.waste == pytest.approx(10 / 160)
@@ -84,7 +88,9 @@ def test_150_tokens_take_10_blocks_of_16_and_waste_a_sixteenth():
     num_tokens=st.integers(1, 60),
     concurrency=st.integers(1, 5),
 )
-def test_the_cache_manager_takes_as_many_sequences_as_the_calculator_says(layers, block_size, num_tokens, concurrency):
+def test_the_cache_manager_takes_as_many_sequences_as_the_calculator_says(
+    layers: list[LayerKVSpec], block_size: int, num_tokens: int, concurrency: int
+) -> None:
     spec = KVCacheSpec.build(layers, block_size, "float32")
     cost = SequenceCost.of(spec, num_tokens, num_tokens)
     blocks = cost.blocks_for(concurrency)
@@ -103,7 +109,9 @@ def test_the_cache_manager_takes_as_many_sequences_as_the_calculator_says(layers
     budget=st.integers(3_000, 60_000),
     layers=st.lists(st.sampled_from([FULL, sliding(8)]), min_size=1, max_size=5),
 )
-def test_the_pool_takes_the_very_bytes_it_says_and_no_more_than_given(dtype, budget, layers):
+def test_the_pool_takes_the_very_bytes_it_says_and_no_more_than_given(
+    dtype: str, budget: int, layers: list[LayerKVSpec]
+) -> None:
     spec = KVCacheSpec.build(layers, 4, dtype)
     if smallest_pool(spec).num_bytes > budget:
         with pytest.raises(ConfigError, match=f"at least {1 + len(spec.groups)} are needed"):
@@ -113,19 +121,19 @@ def test_the_pool_takes_the_very_bytes_it_says_and_no_more_than_given(dtype, bud
     assert KVArena(spec, pool.num_blocks).nbytes == pool.num_bytes <= budget < pool.num_bytes + spec.block_bytes
 
 
-def test_a_pool_is_no_larger_than_its_sequences_can_use():
+def test_a_pool_is_no_larger_than_its_sequences_can_use() -> None:
     spec = KVCacheSpec.build([FULL], 4, "float32")
     assert pool_for_memory(spec, 2**30, max_num_seqs=3, max_model_len=10, max_step=64).usable_blocks == 9
 
 
-def test_a_contiguous_block_is_max_model_len_rounded_up_to_a_tile():
+def test_a_contiguous_block_is_max_model_len_rounded_up_to_a_tile() -> None:
     assert [block_tokens(32, 100), block_tokens("max", 100), block_tokens("max", 4096)] == [32, 112, 4096]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_decoders_weights_take_the_predicted_bytes(family, tied, dtype, tmp_path):
+def test_a_decoders_weights_take_the_predicted_bytes(family: str, tied: bool, dtype: str, tmp_path: Path) -> None:
     write_hf_model(tmp_path, family, tie_word_embeddings=tied)
     source = resolve_model(str(tmp_path))
     config = load_model_config(source)
@@ -139,7 +147,7 @@ def test_a_decoders_weights_take_the_predicted_bytes(family, tied, dtype, tmp_pa
     assert shape.kv_layers == model.kv_layers
 
 
-def test_the_packaged_models_weights_take_the_predicted_bytes():
+def test_the_packaged_models_weights_take_the_predicted_bytes() -> None:
     source = resolve_model("smollm2")
     config = load_model_config(source)
     model = LlamaDecoder(config, open_weights(source, config), dtype=torch.bfloat16)
@@ -148,7 +156,7 @@ def test_the_packaged_models_weights_take_the_predicted_bytes():
     assert find_shape("smollm2").kv_layers == find_shape("smollm2-135m").kv_layers
 
 
-def test_weights_through_transformers_take_the_predicted_bytes_within_a_per_cent(tmp_path):
+def test_weights_through_transformers_take_the_predicted_bytes_within_a_per_cent(tmp_path: Path) -> None:
     write_hf_model(
         tmp_path, "Gemma2", head_dim=16, sliding_window=32, vocab_size=2000, hidden_size=128, tie_word_embeddings=True
     )
@@ -159,7 +167,7 @@ def test_weights_through_transformers_take_the_predicted_bytes_within_a_per_cent
 
 @pytest.mark.skipif(not kernels.available(), reason="the reference attention's scores are not counted")
 @pytest.mark.parametrize("max_rows", [1, 64])
-def test_a_steps_tensors_take_what_is_estimated(max_rows, tmp_path):
+def test_a_steps_tensors_take_what_is_estimated(max_rows: int, tmp_path: Path) -> None:
     """By torch's own count of allocations, in a model whose layers are wider than its logits."""
     write_hf_model(
         tmp_path, "Llama", hidden_size=256, intermediate_size=1024, num_attention_heads=8, max_position_embeddings=512
@@ -172,7 +180,7 @@ def test_a_steps_tensors_take_what_is_estimated(max_rows, tmp_path):
     assert measured == pytest.approx(estimate, rel=0.02)
 
 
-def test_a_budget_leaves_what_weights_and_activations_leave():
+def test_a_budget_leaves_what_weights_and_activations_leave() -> None:
     assert MemoryBudget(1000, 400, 100).for_cache == 500
     assert MemoryBudget(1000, 400, 100, cache_share=0.4).for_cache == 240
     assert MemoryBudget(1000, 400, 500, cache_share=0.4).for_cache == 100

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -63,12 +65,12 @@ def known_shape(name: str) -> ModelShape:
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED_PARAMETERS.items())
-def test_a_row_counts_to_the_published_number_of_parameters(name, parameters):
+def test_a_row_counts_to_the_published_number_of_parameters(name: str, parameters: int) -> None:
     assert known_shape(name).parameters.total == parameters
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_every_row_is_a_model_found_by_its_own_name(name):
+def test_every_row_is_a_model_found_by_its_own_name(name: str) -> None:
     shape = find_shape(name)
     assert shape.name == name
     assert len(shape.kv_layers) == shape.num_layers
@@ -94,17 +96,17 @@ def test_every_row_is_a_model_found_by_its_own_name(name):
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )
-def test_hub_ids_and_other_spellings_are_understood(called, name):
+def test_hub_ids_and_other_spellings_are_understood(called: str, name: str) -> None:
     found = known_config(called)
     assert found is not None
     assert found[0] == name
 
 
-def test_a_version_that_is_not_the_models_is_not_guessed():
+def test_a_version_that_is_not_the_models_is_not_guessed() -> None:
     assert known_config("llama-3.4-70b") is None
 
 
-def test_the_nearest_names_come_first():
+def test_the_nearest_names_come_first() -> None:
     assert nearest_names("lama-3.1-70")[0] == "llama-3.1-70b"
     assert nearest_names("owner/Qwen2.5-14")[0] == "qwen2.5-14b"
     assert nearest_names("zzzzzz") == []
@@ -114,6 +116,6 @@ def test_the_nearest_names_come_first():
     ("name", "full", "sliding", "window"),
     [("mistral-7b-v0.1", 0, 32, 4096), ("gemma-2-9b", 21, 21, 4096), ("gemma-3-27b", 10, 52, 1024)],
 )
-def test_windows_are_those_of_the_family(name, full, sliding, window):
+def test_windows_are_those_of_the_family(name: str, full: int, sliding: int, window: int) -> None:
     windows = [layer.sliding_window for layer in known_shape(name).kv_layers]
     assert (windows.count(None), windows.count(window)) == (full, sliding)

@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +60,7 @@ def transformers_model(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_counted_as_transformers_builds_it(family, tmp_path):
+def test_a_family_is_counted_as_transformers_builds_it(family: str, tmp_path: Path) -> None:
     model = transformers_model(family)
     raw = model.config.to_dict() | {"tie_word_embeddings": model.config.tie_word_embeddings}
     shape = model_shape("tiny", hf_model_config(raw, tmp_path / "config.json"), raw)
@@ -66,7 +69,7 @@ def test_a_family_is_counted_as_transformers_builds_it(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_store_what_a_probe_of_the_model_finds(family, tmp_path):
+def test_layers_store_what_a_probe_of_the_model_finds(family: str, tmp_path: Path) -> None:
     model = transformers_model(family)
     raw = model.config.to_dict()
     shape = model_shape("tiny", hf_model_config(raw, tmp_path / "config.json"), raw)
@@ -74,7 +77,9 @@ def test_layers_store_what_a_probe_of_the_model_finds(family, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "every"), [("Gemma2", 2), ("Gemma3", 6)])
-def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(family, every, tmp_path):
+def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(
+    family: str, every: int, tmp_path: Path
+) -> None:
     raw = transformers_model(family).config.to_dict()
     listed = model_shape("tiny", hf_model_config(raw, tmp_path / "config.json"), raw).kv_layers
     del raw["layer_types"]
@@ -89,7 +94,13 @@ def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(family
     sizes=st.tuples(*[st.integers(1, 40)] * 6),
     flags=st.tuples(*[st.booleans()] * 5),
 )
-def test_native_families_are_counted_as_the_loader_expects_them(architecture, kv_heads, share, sizes, flags):
+def test_native_families_are_counted_as_the_loader_expects_them(
+    architecture: str,
+    kv_heads: int,
+    share: int,
+    sizes: tuple[int, int, int, int, int, int],
+    flags: tuple[bool, bool, bool, bool, bool],
+) -> None:
     vocab, hidden, inner, layers, head_dim, value_dim = sizes
     qkv_bias, output_bias, mlp_bias, qk_norm, tied = flags
     config = ModelConfig(
@@ -120,7 +131,7 @@ def test_native_families_are_counted_as_the_loader_expects_them(architecture, kv
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-70b", "qwen2.5-7b", "gemma-3-1b", "deepseek-v2", "mixtral-8x7b"])
-def test_devices_together_hold_at_least_the_whole_model_and_each_no_more_than_it(name):
+def test_devices_together_hold_at_least_the_whole_model_and_each_no_more_than_it(name: str) -> None:
     shape = find_shape(name)
     for devices in possible_groups(shape):
         part = divide(shape, devices)
@@ -128,26 +139,26 @@ def test_devices_together_hold_at_least_the_whole_model_and_each_no_more_than_it
         assert part.num_kv_heads == max(1, shape.num_kv_heads // devices)
 
 
-def test_kv_heads_are_divided_and_kept_by_several_devices_where_there_are_fewer_of_them():
+def test_kv_heads_are_divided_and_kept_by_several_devices_where_there_are_fewer_of_them() -> None:
     shape = find_shape("llama-3.1-70b")
     assert divide(shape, 4).num_kv_heads == 2
     assert divide(shape, 8).num_kv_heads == divide(shape, 16).num_kv_heads == 1
     assert divide(shape, 16).parameters.kv_projections == divide(shape, 8).parameters.kv_projections
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do():
+def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None:
     with pytest.raises(UnsupportedModelError, match=r"28 query and 4 KV heads .* 8 devices; possible: 1, 2, 4, 28"):
         divide(find_shape("qwen2.5-7b"), 8)
 
 
-def test_a_folder_needs_its_config_json_alone(tmp_path):
+def test_a_folder_needs_its_config_json_alone(tmp_path: Path) -> None:
     write_hf_model(tmp_path, "Qwen2")
     whole = find_shape(str(tmp_path)).parameters
     (tmp_path / "model.safetensors").unlink()
     assert find_shape(str(tmp_path)).parameters == whole
 
 
-def test_a_gguf_file_counts_as_the_folder_it_was_made_from(tmp_path):
+def test_a_gguf_file_counts_as_the_folder_it_was_made_from(tmp_path: Path) -> None:
     model = make_model("Llama")
     write_gguf(tmp_path / "tiny.gguf", model, quantization="Q8_0")
     shape = find_shape(str(tmp_path / "tiny.gguf"))
@@ -155,7 +166,7 @@ def test_a_gguf_file_counts_as_the_folder_it_was_made_from(tmp_path):
     assert shape.num_kv_heads == 2
 
 
-def test_another_architecture_is_counted_from_its_files(tmp_path):
+def test_another_architecture_is_counted_from_its_files(tmp_path: Path) -> None:
     config = transformers.PhiConfig(**SIZES)
     model = transformers.PhiForCausalLM(config)
     model.save_pretrained(tmp_path)
@@ -165,21 +176,21 @@ def test_another_architecture_is_counted_from_its_files(tmp_path):
         find_shape(str(tmp_path))
 
 
-def test_a_configuration_without_a_size_is_named(tmp_path):
+def test_a_configuration_without_a_size_is_named(tmp_path: Path) -> None:
     row = {key: value for key, value in KNOWN_MODELS["mixtral-8x7b"].items() if key != "num_local_experts"}
     (tmp_path / "config.json").write_text(json.dumps(row))
     with pytest.raises(CorruptModelError, match="num_experts"):
         find_shape(str(tmp_path))
 
 
-def test_an_unknown_model_is_refused_with_the_nearest_names():
+def test_an_unknown_model_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ModelNotFoundError, match=r"did you mean llama-3.1-70b"):
         find_shape("llma-3.1-70b")
     with pytest.raises(ModelNotFoundError, match="well-known model: Give a folder"):
         find_shape("no such/thing at all")
 
 
-def test_deepseek_is_counted_as_it_is_stored_and_says_what_latents_would_take():
+def test_deepseek_is_counted_as_it_is_stored_and_says_what_latents_would_take() -> None:
     shape = find_shape("deepseek-v3")
     assert shape.kv_layers[0].elements_per_token == 128 * (192 + 128)
     assert shape.latent_elements_per_token == 61 * (512 + 64)

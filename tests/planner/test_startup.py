@@ -1,7 +1,11 @@
+from __future__ import annotations
+
 import logging
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +23,13 @@ from tests.models.tiny import write_hf_model
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("a model")  # a name that the shell must not cut in two
     write_hf_model(folder, "Llama", tokenizer=True, vocab_size=4000)
     return str(folder)
 
 
-def sizing(available: int, model: str = "llama-3.1-8b", cache_share: float = 1.0, **options) -> StartSizing:
+def sizing(available: int, model: str = "llama-3.1-8b", cache_share: float = 1.0, **options: Any) -> StartSizing:
     config = EngineConfig(model=model, **options)
     return StartSizing(
         config=config,
@@ -57,7 +61,7 @@ def generate_a_token(config: EngineConfig) -> None:
     engine.close()
 
 
-def test_the_error_itemises_what_does_not_fit():
+def test_the_error_itemises_what_does_not_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         sizing(15 * 2**30).pool()
     message = str(caught.value)
@@ -72,7 +76,9 @@ def test_the_error_itemises_what_does_not_fit():
 
 @pytest.mark.parametrize("gibibytes", [15.0, 15.1, 15.2, 15.5])
 @pytest.mark.parametrize("options", [{}, {"block_size": "max"}, {"kv_cache_memory": "20GiB"}, {"num_blocks": 10_000}])
-def test_what_is_suggested_fits_and_holds_a_sequence_of_its_full_length(gibibytes, options):
+def test_what_is_suggested_fits_and_holds_a_sequence_of_its_full_length(
+    gibibytes: float, options: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         sizing(int(gibibytes * 2**30), **options).pool()
     config = suggested_config(caught.value)
@@ -82,12 +88,14 @@ def test_what_is_suggested_fits_and_holds_a_sequence_of_its_full_length(gibibyte
     assert smaller.budget.weights + smaller.budget.activations + pool.num_bytes <= int(gibibytes * 2**30)
 
 
-def test_weights_that_fit_no_way_get_no_command():
+def test_weights_that_fit_no_way_get_no_command() -> None:
     with pytest.raises(ConfigError, match=r"weights 14\.96 GiB.*No smaller length or batch.*octavo plan llama-3.1-8b"):
         sizing(10 * 2**30).pool()
 
 
-def test_an_engine_that_is_refused_names_a_command_that_starts(tiny_model, monkeypatch):
+def test_an_engine_that_is_refused_names_a_command_that_starts(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "4MiB")
     with pytest.raises(ConfigError, match=r"4\.00 MiB are available") as caught:
         build_engine(EngineConfig(model=tiny_model, device="cpu"))
@@ -97,14 +105,16 @@ def test_an_engine_that_is_refused_names_a_command_that_starts(tiny_model, monke
     generate_a_token(config)
 
 
-def test_a_model_is_refused_before_its_weights_are_read(tiny_model, monkeypatch):
+def test_a_model_is_refused_before_its_weights_are_read(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.engine.builder.open_weights", lambda *args: pytest.fail("the weights were opened"))
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "1MiB")
     with pytest.raises(ConfigError, match=r"1\.00 MiB are available"):
         build_engine(EngineConfig(model=tiny_model, device="cpu"))
 
 
-def test_a_model_that_only_its_loader_can_count_is_sized_once_it_is_loaded(tmp_path, monkeypatch):
+def test_a_model_that_only_its_loader_can_count_is_sized_once_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_hf_model(tmp_path, "Phi", tokenizer=True)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -117,9 +127,9 @@ def test_a_model_that_only_its_loader_can_count_is_sized_once_it_is_loaded(tmp_p
         build_engine(config)
 
 
-def test_what_is_planned_is_what_is_allocated(tiny_model, monkeypatch):
+def test_what_is_planned_is_what_is_allocated(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
-    options = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
     engine = build_engine(EngineConfig(model=tiny_model, **options))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, **options)
     assert engine.runner.arena.nbytes == predicted.pool().num_bytes
@@ -131,9 +141,11 @@ def test_what_is_planned_is_what_is_allocated(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize("swap_space", ["3MiB", "10MiB", 123_456])
-def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(tiny_model, monkeypatch, swap_space):
+def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, swap_space: int | str
+) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
-    options = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
     engine = build_engine(EngineConfig(model=tiny_model, swap_space=swap_space, preemption_mode="swap", **options))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, swap_space=swap_space, **options)
     assert engine.runner.host.nbytes == predicted.budget.swap
@@ -145,13 +157,20 @@ def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(t
     engine.close()
 
 
-def test_a_swap_space_over_the_memory_is_refused_itemised_with_one_that_would_start(tiny_model, monkeypatch):
+def test_a_swap_space_over_the_memory_is_refused_itemised_with_one_that_would_start(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "64MiB")
-    options = {"device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8, "preemption_mode": "swap"}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "preemption_mode": "swap",
+    }
     with pytest.raises(ConfigError, match=r"64\.00 MiB are available: .*, swap space 100\.00 MiB\.") as caught:
         build_engine(EngineConfig(model=tiny_model, swap_space="100MiB", **options))
     message = str(caught.value)
-    needed = parse_bytes(re.search(r"needs ([\d.]+ [KMG]iB)", message)[1])
+    needed = parse_bytes(re.search(r"needs ([\d.]+ [KMG]iB)", message)[1])  # type: ignore[index]
     items = re.findall(r"(?:weights|activations|KV cache at least|swap space) ([\d.]+ [KMG]iB)", message)
     assert needed == pytest.approx(sum(map(parse_bytes, items)), rel=0.01)
     config = suggested_config(caught.value)
@@ -160,9 +179,9 @@ def test_a_swap_space_over_the_memory_is_refused_itemised_with_one_that_would_st
     generate_a_token(config)
 
 
-def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_asked_for():
+def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_asked_for() -> None:
     weights = 16_060_522_496
-    both = {"kv_cache_memory": "4GiB", "swap_space": "4GiB"}
+    both: dict[str, Any] = {"kv_cache_memory": "4GiB", "swap_space": "4GiB"}
     with pytest.raises(ConfigError, match=r"KV cache 4\.00 GiB, swap space 4\.00 GiB") as caught:
         sizing(weights + 7 * 2**30, **both).pool()
     config = suggested_config(caught.value)
@@ -170,7 +189,7 @@ def test_a_cache_and_a_swap_space_that_do_not_fit_together_keep_the_cache_as_ask
     sizing(weights + 7 * 2**30, kv_cache_memory=config.kv_cache_memory, swap_space=config.swap_space).pool()
 
 
-def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog):
+def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     weights = 16_060_522_496
     plan = sizing(weights + 4 * 2**30, kv_cache_memory="3GiB")
     left = plan.budget.left - plan.pool().num_bytes
@@ -185,7 +204,7 @@ def test_by_default_the_swap_space_takes_what_is_left_and_says_so(caplog):
     assert recomputing.num_host_blocks(recomputing.pool()) == 0
 
 
-def test_beside_a_gpu_the_swap_space_is_held_to_the_hosts_memory():
+def test_beside_a_gpu_the_swap_space_is_held_to_the_hosts_memory() -> None:
     plan = replace(sizing(24 * 2**30, swap_space="8GiB"), host_available=6 * 2**30)
     pool = plan.pool()
     assert pool.num_bytes > 7 * 2**30, "the GPU's memory is the cache's alone"
@@ -197,24 +216,26 @@ def test_beside_a_gpu_the_swap_space_is_held_to_the_hosts_memory():
     assert replace(plan, config=EngineConfig(model=config.model)).num_host_blocks(pool) * plan.spec.block_bytes == 2**30
 
 
-def test_a_pool_too_short_for_max_model_len_starts_with_a_warning(tiny_model, caplog):
+def test_a_pool_too_short_for_max_model_len_starts_with_a_warning(
+    tiny_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "octavo"):
         generate_a_token(EngineConfig(model=tiny_model, device="cpu", num_blocks=4, block_size=16))
     assert "holds a sequence of at most 48 tokens, not of max_model_len (256)" in caplog.text
     assert "--max-model-len 48" in caplog.text
 
 
-def test_a_cache_too_small_for_a_token_is_refused_with_what_it_needs(tiny_model):
+def test_a_cache_too_small_for_a_token_is_refused_with_what_it_needs(tiny_model: str) -> None:
     with pytest.raises(ConfigError, match="at least 2 are needed: raise kv_cache_memory"):
         build_engine(EngineConfig(model=tiny_model, device="cpu", kv_cache_memory=1000))
 
 
-def test_max_model_len_over_the_models_own_is_refused(tiny_model):
+def test_max_model_len_over_the_models_own_is_refused(tiny_model: str) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len is 300, but .* was made for 256 tokens"):
         build_engine(EngineConfig(model=tiny_model, device="cpu", max_model_len=300))
 
 
-def test_a_cpus_cache_takes_its_share_of_what_the_weights_leave_and_more_only_where_it_must():
+def test_a_cpus_cache_takes_its_share_of_what_the_weights_leave_and_more_only_where_it_must() -> None:
     weights = 16_060_522_496
     share = sizing(weights + 10 * 2**30, cache_share=0.4)
     assert share.budget.for_cache == 4 * 2**30
@@ -222,14 +243,14 @@ def test_a_cpus_cache_takes_its_share_of_what_the_weights_leave_and_more_only_wh
     assert tight.pool().num_blocks == 2
 
 
-def test_a_command_leaves_defaults_unsaid_and_quotes_the_rest():
+def test_a_command_leaves_defaults_unsaid_and_quotes_the_rest() -> None:
     config = EngineConfig(model="my model", max_num_seqs=4, enable_prefix_caching=False, kv_cache_dtype="float32")
     assert serve_command(config) == (
         "octavo serve 'my model' --max-num-seqs 4 --kv-cache-dtype float32 --no-enable-prefix-caching"
     )
 
 
-def test_the_memory_limit_is_a_ceiling_and_no_more(monkeypatch):
+def test_the_memory_limit_is_a_ceiling_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "1KiB")
     assert [limited_memory(500), limited_memory(5000)] == [500, 1024]
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "much")

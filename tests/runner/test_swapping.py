@@ -65,7 +65,7 @@ def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVAr
     tier = SlowTier()
     mover = BlockMover(arena, tier, torch.device("cpu"))
     with torch.inference_mode():
-        mover.begin(StepPlan(swap_out=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))
+        mover.begin(StepPlan(swap_out=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))  # type: ignore[arg-type]
         assert numbers(arena.read_blocks([1, 2])) == [7, 2], "the step goes on before anything is stored"
         arena.write_blocks([2], torch.full((1, SPEC.block_bytes), 99, dtype=torch.uint8))
         tier.may_store.set()
@@ -77,7 +77,7 @@ def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVAr
 def test_what_comes_back_in_the_same_step_waits_until_it_is_stored(arena: KVArena) -> None:
     tier = SlowTier()
     mover = BlockMover(arena, tier, torch.device("cpu"))
-    mover.begin(StepPlan(swap_out=swaps((1, 5)), swap_in=swaps((3, 5))))
+    mover.begin(StepPlan(swap_out=swaps((1, 5)), swap_in=swaps((3, 5))))  # type: ignore[arg-type]
     assert numbers(arena.read_blocks([3])) == [1]
     mover.finish()
 
@@ -87,7 +87,7 @@ def test_pieces_arrive_each_in_its_place(arena: KVArena, monkeypatch: pytest.Mon
     tier = SlowTier()
     tier.may_store.set()
     mover = BlockMover(arena, tier, torch.device("cpu"))
-    mover.begin(StepPlan(swap_out=swaps(*((i, 7 - i) for i in range(1, 8)))))
+    mover.begin(StepPlan(swap_out=swaps(*((i, 7 - i) for i in range(1, 8)))))  # type: ignore[arg-type]
     mover.finish()
     assert numbers(tier.read(range(7))) == [7, 6, 5, 4, 3, 2, 1]
     assert len(tier.threads) == 4
@@ -97,7 +97,7 @@ def test_a_failure_to_store_is_raised_when_the_step_ends_and_once(arena: KVArena
     tier = SlowTier()
     tier.fails = True
     mover = BlockMover(arena, tier, torch.device("cpu"))
-    mover.begin(StepPlan(swap_out=swaps((1, 5))))
+    mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no memory"):
         mover.finish()
     mover.finish()
@@ -108,6 +108,6 @@ def test_little_is_stored_in_its_turn(arena: KVArena, monkeypatch: pytest.Monkey
     tier = SlowTier()
     mover = BlockMover(arena, tier, torch.device("cpu"))
     started = time.perf_counter()
-    mover.begin(StepPlan(swap_out=swaps((1, 5))))
+    mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
     assert time.perf_counter() - started >= 0.05
     assert tier.threads == [threading.get_ident()]

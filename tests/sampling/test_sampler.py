@@ -1,7 +1,11 @@
 """The sampler against exact distributions, a slow oracle, and transformers' logits processors."""
 
+from __future__ import annotations
+
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +26,15 @@ from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
 _ids = itertools.count()
 
 
-def make_sequence(prompt=(0,), output=(), *, seed=0, eos=(), request_id=None, **params) -> Sequence:
+def make_sequence(
+    prompt: Seq[int] = (0,),
+    output: Seq[int] = (),
+    *,
+    seed: int = 0,
+    eos: Seq[int] = (),
+    request_id: str | None = None,
+    **params: Any,
+) -> Sequence:
     request = Request(
         RequestId(request_id or f"r{next(_ids)}"), list(prompt), SamplingParams(**params), frozenset(eos), seed=seed
     )
@@ -44,11 +56,11 @@ def batch_of(sequences: Iterable[Sequence]) -> SamplingBatch:
     return SamplingBatch.of(states, [seq.num_output_tokens for seq in sequences])
 
 
-def sample(logits: torch.Tensor, sequences: Iterable[Sequence], row_of=None) -> list[SampleResult]:
+def sample(logits: torch.Tensor, sequences: Iterable[Sequence], row_of: list[int] | None = None) -> list[SampleResult]:
     return Sampler().sample(logits, batch_of(sequences), row_of).samples
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], row_of=None) -> list[int]:
+def draw(logits: torch.Tensor, sequences: list[Sequence], row_of: list[int] | None = None) -> list[int]:
     return [result.token_id for result in sample(logits, sequences, row_of)]
 
 
@@ -94,7 +106,7 @@ filters = st.fixed_dictionaries(
 
 
 @st.composite
-def logit_rows(draw_from, rows=1):
+def logit_rows(draw_from: Callable[..., Any], rows: int = 1) -> torch.Tensor:
     """Normal, flat, peaked, and coarse (hence full of equal values) logits, of vocabularies on both sides of the
     sizes at which chunks begin."""
     vocab = draw_from(st.sampled_from([2, 7, 100, 600, 5003]))
@@ -107,7 +119,7 @@ def logit_rows(draw_from, rows=1):
 
 @settings(max_examples=300, deadline=None)
 @given(logits=logit_rows(), params=filters, seed=st.integers(0, 2**64 - 1))
-def test_a_draw_agrees_with_the_oracle(logits, params, seed):
+def test_a_draw_agrees_with_the_oracle(logits: torch.Tensor, params: dict[str, Any], seed: int) -> None:
     seq = make_sequence(seed=seed, **params)
     probs, close = oracle_probs(logits[0].numpy(), seq.request.params)
     token, boundary = oracle_token(probs, seq)
@@ -117,10 +129,14 @@ def test_a_draw_agrees_with_the_oracle(logits, params, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_row_gives_the_same_token_alone_and_in_a_batch(data):
+def test_a_row_gives_the_same_token_alone_and_in_a_batch(data: st.DataObject) -> None:
     logits = data.draw(logit_rows(rows=8))
-    options = st.one_of(filters, st.just({"temperature": 0.0}), st.builds(dict, temperature=temperatures))
-    penalties = st.sampled_from([{}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "logprobs": 3}])
+    options: st.SearchStrategy[dict[str, Any]] = st.one_of(
+        filters, st.just({"temperature": 0.0}), st.builds(dict, temperature=temperatures)
+    )
+    penalties: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+        [{}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "logprobs": 3}]
+    )
     sequences = [
         make_sequence(prompt=[0, 1], output=[1, 0, 1][:i], seed=i, **data.draw(options), **data.draw(penalties))
         for i in range(8)
@@ -139,7 +155,7 @@ def test_a_row_gives_the_same_token_alone_and_in_a_batch(data):
         {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
     ],
 )
-def test_frequencies_match_the_exact_probabilities(params):
+def test_frequencies_match_the_exact_probabilities(params: dict[str, Any]) -> None:
     draws = 20_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2)
     sequences = [make_sequence(seed=seed, **params) for seed in range(draws)]
@@ -152,7 +168,7 @@ def test_frequencies_match_the_exact_probabilities(params):
     assert chi_square < 31.3
 
 
-def test_positions_of_one_sequence_are_as_independent_as_sequences():
+def test_positions_of_one_sequence_are_as_independent_as_sequences() -> None:
     logits = torch.zeros(1, 10)
     sequences = [make_sequence(output=[0] * position, seed=7) for position in range(2000)]
     tokens = np.array(draw(logits, sequences, [0] * 2000))
@@ -162,16 +178,16 @@ def test_positions_of_one_sequence_are_as_independent_as_sequences():
     assert ((pairs - 19.99) ** 2 / 19.99).sum() < 148.2
 
 
-def test_the_draw_depends_on_seed_and_position_only():
+def test_the_draw_depends_on_seed_and_position_only() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 500)).astype(np.float32))
     first = make_sequence(prompt=[1, 2, 3], output=[4, 5], seed=11)
     second = make_sequence(prompt=[9], output=[8, 7], seed=11, request_id="other")
     assert draw(logits, [first]) == draw(logits, [second])
 
 
-def test_uniforms_follow_the_published_splitmix64():
+def test_uniforms_follow_the_published_splitmix64() -> None:
     # The first output of SplitMix64 seeded with mix(seed + golden): computed here with Python's integers.
-    def mix(z):
+    def mix(z: int) -> int:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
@@ -187,26 +203,26 @@ def test_uniforms_follow_the_published_splitmix64():
 
 
 @pytest.mark.parametrize("vocab", [5, 4096, 49153])
-def test_greedy_takes_the_lowest_of_equals(vocab):
+def test_greedy_takes_the_lowest_of_equals(vocab: int) -> None:
     logits = torch.full((3, vocab), -1.0)
     logits[0, [3, 4]] = 2.0
     logits[1, vocab - 1] = 2.0
     assert draw(logits, [make_sequence(temperature=0.0) for _ in range(3)]) == [3, vocab - 1, 0]
 
 
-def test_greedy_uses_the_argmax_it_was_given():
+def test_greedy_uses_the_argmax_it_was_given() -> None:
     sampler = Sampler(greedy=lambda logits: torch.full((len(logits),), 2))
     assert sampler.sample(torch.zeros(1, 4), batch_of([make_sequence(temperature=0.0)])).token_ids == (2,)
 
 
-def test_several_sequences_may_share_a_row():
+def test_several_sequences_may_share_a_row() -> None:
     logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0]])
     sequences = [make_sequence(temperature=0.0) for _ in range(4)]
     assert draw(logits, sequences, [0, 0, 1, 0]) == [1, 1, 2, 1]
     assert draw(logits, sequences[:1], [1]) == [2]
 
 
-def test_a_shared_row_is_not_penalised_for_its_siblings():
+def test_a_shared_row_is_not_penalised_for_its_siblings() -> None:
     logits = torch.tensor([[1.0, 1.5]])
     penalised = make_sequence(output=[1], temperature=0.0, presence_penalty=1.0)
     plain = make_sequence(output=[1], temperature=0.0)
@@ -214,7 +230,7 @@ def test_a_shared_row_is_not_penalised_for_its_siblings():
     assert logits.tolist() == [[1.0, 1.5]]
 
 
-def test_bfloat16_logits_are_taken():
+def test_bfloat16_logits_are_taken() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.bfloat16)
     [result] = sample(logits, [make_sequence(temperature=0.0, logprobs=1)])
     assert result.token_id == 1
@@ -224,7 +240,7 @@ def test_bfloat16_logits_are_taken():
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("vocab", [6, 5000])
-def test_logits_without_a_distribution_name_their_request(params, value, vocab):
+def test_logits_without_a_distribution_name_their_request(params: dict[str, Any], value: float, vocab: int) -> None:
     logits = torch.zeros(2, vocab)
     logits[1, 3] = value
     sequences = [make_sequence(**params), make_sequence(request_id="the-bad-one", **params)]
@@ -234,12 +250,12 @@ def test_logits_without_a_distribution_name_their_request(params, value, vocab):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}])
-def test_a_row_whose_every_token_is_masked_is_an_error(params):
+def test_a_row_whose_every_token_is_masked_is_an_error(params: dict[str, Any]) -> None:
     with pytest.raises(LogitsError):
         draw(torch.full((1, 4), -torch.inf), [make_sequence(**params)])
 
 
-def test_tokens_masked_by_the_model_are_never_drawn():
+def test_tokens_masked_by_the_model_are_never_drawn() -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [17, 250]] = 0.0
     for params in ({}, {"top_k": 100}, {"top_p": 0.99}, {"min_p": 0.01}):
@@ -247,7 +263,7 @@ def test_tokens_masked_by_the_model_are_never_drawn():
         assert set(draw(logits, sequences, [0] * 40)) == {17, 250}
 
 
-def test_the_nucleus_of_a_flat_row_is_found_without_its_sort():
+def test_the_nucleus_of_a_flat_row_is_found_without_its_sort() -> None:
     # Equal values throughout: top_p keeps the first half by id, and no width of candidates can know that.
     logits = torch.zeros(1, 6000)
     sequences = [make_sequence(top_p=0.5, seed=seed) for seed in range(200)]
@@ -260,12 +276,12 @@ def test_the_nucleus_of_a_flat_row_is_found_without_its_sort():
     "params",
     [{"temperature": 1e300}, {"temperature": 1.1e-5}, {"repetition_penalty": 1e-300}, {"repetition_penalty": 1e300}],
 )
-def test_extreme_parameters_still_draw_a_token_that_is_not_masked(params):
+def test_extreme_parameters_still_draw_a_token_that_is_not_masked(params: dict[str, Any]) -> None:
     seq = make_sequence(prompt=[1, 2], eos=[1], min_tokens=1, **params)
     assert draw(torch.tensor([[0.5, 9.0, 2.0, -3.0]]), [seq])[0] != 1
 
 
-def test_equals_of_the_kth_stay():
+def test_equals_of_the_kth_stay() -> None:
     logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
     sequences = [make_sequence(top_k=2, temperature=4.0, seed=seed) for seed in range(200)]
     assert set(draw(logits, sequences, [0] * 200)) == {0, 1, 2, 3}
@@ -286,7 +302,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), params=filters)
-def test_the_oracle_keeps_what_transformers_keeps(seed, params):
+def test_the_oracle_keeps_what_transformers_keeps(seed: int, params: dict[str, Any]) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 200)).astype(np.float32)) * 3
     options = SamplingParams(**params)
     probs, close = oracle_probs(logits[0].numpy(), options)
@@ -301,7 +317,7 @@ def adjusted(logits: torch.Tensor, *sequences: Sequence) -> torch.Tensor:
     return changed
 
 
-def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output():
+def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 30)).astype(np.float32))
     sequences = [
         make_sequence(prompt=[1, 2, 2, 3], output=[4, 1, 7], repetition_penalty=1.7),
@@ -314,37 +330,39 @@ def test_repetition_penalty_is_that_of_transformers_over_prompt_and_output():
         torch.testing.assert_close(got[i : i + 1], expected, rtol=0, atol=0)
 
 
-def test_presence_and_frequency_penalties_count_the_output_only():
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     seq = make_sequence(prompt=[0, 1, 1], output=[1, 2, 2, 2], presence_penalty=0.5, frequency_penalty=0.25)
     assert adjusted(torch.zeros(1, 4), seq).tolist() == [[0.0, -0.75, -1.25, 0.0]]
 
 
-def test_logit_bias_is_added_and_may_name_tokens_outside_the_vocabulary():
+def test_logit_bias_is_added_and_may_name_tokens_outside_the_vocabulary() -> None:
     seq = make_sequence(logit_bias={1: 5.0, 3: -100.0, 99: 7.0})
     assert adjusted(torch.ones(1, 4), seq).tolist() == [[1.0, 6.0, 1.0, -99.0]]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_nothing_ends_the_output_before_min_tokens(ignore_eos):
-    options = {"eos": [1], "stop_token_ids": [2, 50], "min_tokens": 2, "ignore_eos": ignore_eos}
+def test_nothing_ends_the_output_before_min_tokens(ignore_eos: bool) -> None:
+    options: dict[str, Any] = {"eos": [1], "stop_token_ids": [2, 50], "min_tokens": 2, "ignore_eos": ignore_eos}
     for num_output, masked in ((0, True), (1, True), (2, False)):
         changed = adjusted(torch.zeros(1, 4), make_sequence(output=[0] * num_output, **options))
         assert torch.isinf(changed).tolist() == [[False, masked, masked, False]]
 
 
-def test_a_bias_does_not_lift_what_min_tokens_masks():
+def test_a_bias_does_not_lift_what_min_tokens_masks() -> None:
     seq = make_sequence(eos=[1], min_tokens=1, logit_bias={1: 100.0}, temperature=0.0)
     assert draw(torch.zeros(1, 3), [seq]) == [0]
 
 
-def test_each_row_is_adjusted_by_its_own_request_only():
+def test_each_row_is_adjusted_by_its_own_request_only() -> None:
     plain, biased = make_sequence(), make_sequence(logit_bias={0: 1.0}, repetition_penalty=2.0, prompt=[1])
     assert adjusted(torch.ones(3, 2), plain, biased, plain).tolist() == [[1.0, 1.0], [2.0, 0.5], [1.0, 1.0]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(logits=logit_rows(rows=3), num_top=st.integers(0, 20), data=st.data())
-def test_scores_are_the_log_softmax_and_the_place_by_it(logits, num_top, data):
+def test_scores_are_the_log_softmax_and_the_place_by_it(
+    logits: torch.Tensor, num_top: int, data: st.DataObject
+) -> None:
     vocab = logits.shape[1]
     targets = data.draw(st.lists(st.integers(0, vocab - 1), min_size=3, max_size=3))
     logprobs = logits.log_softmax(-1).numpy()
@@ -356,7 +374,7 @@ def test_scores_are_the_log_softmax_and_the_place_by_it(logits, num_top, data):
         np.testing.assert_allclose([p for _, p in got.top], logprobs[row, order], atol=1e-5)
 
 
-def test_scoring_goes_through_more_rows_than_it_holds_at_once():
+def test_scoring_goes_through_more_rows_than_it_holds_at_once() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(150, 9)).astype(np.float32))
     targets = [i % 9 for i in range(150)]
     scored = Sampler().score(logits, targets, 2)
@@ -364,7 +382,7 @@ def test_scoring_goes_through_more_rows_than_it_holds_at_once():
     torch.testing.assert_close(torch.tensor([s.logprob for s in scored]), expected)
 
 
-def test_logprobs_are_the_models_own_before_penalties_and_temperature():
+def test_logprobs_are_the_models_own_before_penalties_and_temperature() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     seq = make_sequence(output=[0], temperature=0.0, presence_penalty=2.0, logprobs=2)
     [result] = sample(logits, [seq])
@@ -375,7 +393,7 @@ def test_logprobs_are_the_models_own_before_penalties_and_temperature():
     assert result.logprobs.top == ((0, pytest.approx(raw[0])), (1, pytest.approx(raw[1])))
 
 
-def test_logprobs_come_only_where_asked_for():
+def test_logprobs_come_only_where_asked_for() -> None:
     sequences = [make_sequence(temperature=0.0, logprobs=n) for n in (None, 0, 3)]
     results = sample(torch.arange(5.0).repeat(3, 1), sequences)
     assert results[0].logprobs is None
@@ -383,5 +401,5 @@ def test_logprobs_come_only_where_asked_for():
     assert [token for token, _ in results[2].logprobs.top] == [4, 3, 2]
 
 
-def test_a_step_that_samples_nothing_gives_nothing():
+def test_a_step_that_samples_nothing_gives_nothing() -> None:
     assert Sampler().sample(torch.zeros(0, 5), batch_of([])) == StepResult()

@@ -25,7 +25,7 @@ def candidates(request: Request, token_ids: list[int]) -> tuple[Candidate, ...]:
 
 
 def sample(seq: Sequence) -> SampleResult:
-    found = candidates(seq.request, seq.token_ids)
+    found = candidates(seq.request, seq.token_ids)  # type: ignore[arg-type]
     return SampleResult(found[0].token_id, candidates=found)
 
 

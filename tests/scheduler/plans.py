@@ -21,7 +21,7 @@ def _remember() -> None:
         _SEQUENCES.update(zip(plan.seq_ids, self.planned, strict=True))
         return plan
 
-    Scheduler.schedule = remembering  # type: ignore[method-assign]
+    Scheduler.schedule = remembering
 
 
 _remember()

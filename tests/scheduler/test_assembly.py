@@ -97,7 +97,7 @@ def test_sizes_identity_cost_and_clock_arrive() -> None:
         config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), cost=cost, wrap_eviction=wrap, clock=clock
     )
     assert (kv.pool.num_blocks, kv.swap.host.num_blocks, kv.pins.clock) == (33, 9, clock)
-    assert kv.prefix_cache._identity == ("m", "bf16", "4")
+    assert kv.prefix_cache._identity == ("m", "bf16", "4")  # type: ignore[attr-defined]
     assert wrapped == [kv.pool._eviction]
     assert wrapped[0]._cost is cost  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ from octavo.scheduler.preemption import (
 )
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import make_request
-from tests.scheduler.test_scheduler import Engine, shares, status
+from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
 
 
 def sequences(described: list[tuple[int, int, int, int]]) -> tuple[list[Sequence], dict[int, RestoreCost]]:
@@ -31,7 +31,7 @@ def sequences(described: list[tuple[int, int, int, int]]) -> tuple[list[Sequence
         request.priority, request.arrival_time = priority, float(arrival)
         seqs.append(request.sequences[0])
         costs[seqs[-1].seq_id] = RestoreCost(tokens, blocks)
-    return sorted(seqs, key=lambda seq: seq.order), costs
+    return sorted(seqs, key=lambda seq: seq.order), costs  # type: ignore[return-value]
 
 
 small = st.integers(0, 3)

@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv,
             victims=make_victim_policy(victim, kv.restore_cost),
             waiting=waiting,
-            preemption=modes[mode],
+            preemption=modes[mode],  # type: ignore[arg-type]
         )
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
     ) -> None:
         n = min(n, self.samples)
-        options = {
+        options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "prompt_logprobs": prompt_logprobs,
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for table in tables:
                     self.computed[table[position // size], position % size] = tuple(seq.token_ids[: position + 1])
         for row, seq, tables in rows:
-            self.check_what_it_reads(seq.token_ids, row.end, tables)
+            self.check_what_it_reads(seq.token_ids, row.end, tables)  # type: ignore[arg-type]
 
     def check_what_it_reads(self, token_ids: list[int], context: int, tables: list) -> None:
         size = self.scheduler.kv.spec.block_size

@@ -128,6 +128,6 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
         ({"shutdown_timeout": -1}, "shutdown_timeout must not be negative, got -1"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(options: dict[str, object], says: str) -> None:
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        ServerConfig(**options)  # type: ignore[arg-type]
+        ServerConfig(**options)

@@ -125,7 +125,7 @@ def test_an_unknown_model_is_a_404(server: Running, path: str) -> None:
         "/tokenize": {"prompt": "x"},
         "/detokenize": {"tokens": [1]},
     }[path]
-    error = server.error(path, {"model": "gpt-4", **content}, 404)
+    error = server.error(path, {"model": "gpt-4", **content}, 404)  # type: ignore[dict-item]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "`gpt-4` does not exist" in error["message"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -69,7 +70,7 @@ def test_tokenize_takes_chats_and_shows_tokens(server: Running) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
-def test_tokenize_takes_either_a_prompt_or_messages(server: Running, body: dict[str, object]) -> None:
+def test_tokenize_takes_either_a_prompt_or_messages(server: Running, body: dict[str, Any]) -> None:
     assert "either prompt or messages" in server.error("/tokenize", body, 400)["message"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -19,8 +20,8 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def expected(server: Running, prompt: list[int], **params: object) -> str:
-    answer = server.engine.answer(prompt, SamplingParams(**params), 0)  # type: ignore[arg-type]
+def expected(server: Running, prompt: list[int], **params: Any) -> str:
+    answer = server.engine.answer(prompt, SamplingParams(**params), 0)
     return "".join(delta.text for delta in answer)
 
 
@@ -40,7 +41,7 @@ def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, server
 
 
 def test_a_completion_streams_the_same_text(client: openai.OpenAI) -> None:
-    asked = {"model": "fake", "prompt": "hello", "max_tokens": 9, "temperature": 0}
+    asked: dict[str, Any] = {"model": "fake", "prompt": "hello", "max_tokens": 9, "temperature": 0}
     whole = client.completions.create(**asked)
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
@@ -52,7 +53,7 @@ def test_a_completion_streams_the_same_text(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_answers_and_streams_the_same_text(client: openai.OpenAI) -> None:
-    asked = {"model": "fake", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.role == "assistant"
     chunks = list(client.chat.completions.create(**asked, stream=True))
@@ -62,14 +63,14 @@ def test_a_chat_answers_and_streams_the_same_text(client: openai.OpenAI) -> None
 
 
 def test_the_clients_own_stream_accumulator_reads_a_chat(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="fake", messages=MESSAGES, stop=".", n=2) as stream:
+    with client.chat.completions.stream(model="fake", messages=MESSAGES, stop=".", n=2) as stream:  # type: ignore[arg-type]
         final = stream.get_final_completion()
     assert [choice.finish_reason for choice in final.choices] == ["stop", "stop"]
     assert all(choice.message.content for choice in final.choices)
 
 
 def test_cached_tokens_are_reported_also_when_there_are_none(client: openai.OpenAI) -> None:
-    asked = {"model": "fake", "prompt": "a prompt seen twice", "max_tokens": 1}
+    asked: dict[str, Any] = {"model": "fake", "prompt": "a prompt seen twice", "max_tokens": 1}
     usages = [client.completions.create(**asked).usage for _ in range(2)]
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     assert cached == [0, len("a prompt seen twice")]
@@ -78,7 +79,7 @@ def test_cached_tokens_are_reported_also_when_there_are_none(client: openai.Open
 def test_an_answer_larger_than_one_write_arrives_whole(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="x", max_tokens=4000, logprobs=5)
     assert len(answer.choices[0].text) == 4000
-    assert len(answer.choices[0].logprobs.tokens) == 4000
+    assert len(answer.choices[0].logprobs.tokens) == 4000  # type: ignore[arg-type]
 
 
 def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
@@ -86,14 +87,14 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
         client.completions.create(model="fake", prompt="x" * 5000, max_tokens=1)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[arg-type]
     assert missing.value.code == "model_not_found"
 
 
 @pytest.mark.anyio
 async def test_the_asynchronous_client_streams(server: Running) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
-        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, stream=True)
+        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, stream=True)  # type: ignore[arg-type]
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert len(text) == 4
 

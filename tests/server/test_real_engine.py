@@ -236,7 +236,7 @@ class TestTenants:
             asked = [callers.submit(ask, priority) for priority in (3, 0, 2, -1, 1)]
             wait_until(lambda: server.core.scheduler.num_waiting == 5)
             for each in [first, *asked]:
-                each.result()
+                each.result()  # type: ignore[attr-defined]
             assert done == [-1, 0, 1, 2, 3]
 
 

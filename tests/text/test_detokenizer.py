@@ -1,8 +1,12 @@
 """Incremental text: whole characters only, no part of a stop string, and in sum exactly the decoded whole."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -79,16 +83,16 @@ def smollm2() -> OctavoTokenizer:
     return OctavoTokenizer.from_source(resolve_model("smollm2"))
 
 
-def vocab_size(tokenizer) -> int:
+def vocab_size(tokenizer: Any) -> int:
     return tokenizer.vocab_size if isinstance(tokenizer, OctavoTokenizer) else tokenizer.get_vocab_size()
 
 
-def encode(tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str) -> list[int]:
     encoded = tokenizer.encode(text)
     return encoded if isinstance(encoded, list) else encoded.ids
 
 
-def continuation(tokenizer, prompt: list[int], output: list[int], skip_special_tokens=True) -> str:
+def continuation(tokenizer: Any, prompt: list[int], output: list[int], skip_special_tokens: bool = True) -> str:
     """What the output adds to the prompt's text; a character the prompt only began counts as added."""
     before = tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
     whole = tokenizer.decode(prompt + output, skip_special_tokens=skip_special_tokens)
@@ -99,7 +103,8 @@ def continuation(tokenizer, prompt: list[int], output: list[int], skip_special_t
 
 
 def cut_up(token_ids: list[int], sizes: list[int]) -> list[list[int]]:
-    groups, rest = [], list(token_ids)
+    groups: list[list[int]] = []
+    rest = list(token_ids)
     for size in itertools.cycle(sizes):
         if not rest:
             return groups
@@ -108,7 +113,9 @@ def cut_up(token_ids: list[int], sizes: list[int]) -> list[list[int]]:
     return groups
 
 
-def deltas(tokenizer, prompt, output, sizes=(1,), **params) -> tuple[list[str], IncrementalDetokenizer]:
+def deltas(
+    tokenizer: Any, prompt: list[Any], output: list[Any], sizes: Sequence[int] = (1,), **params: Any
+) -> tuple[list[str], IncrementalDetokenizer]:
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(**params))
     pieces = [detokenizer.append(group) for group in cut_up(output, list(sizes))]
     return [*pieces, detokenizer.flush()], detokenizer
@@ -129,7 +136,9 @@ exact = pytest.mark.parametrize("make", [byte_level, straddling, metaspace, smol
 @exact
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=st.one_of(st.just([1]), group_sizes), skip=st.booleans())
-def test_deltas_of_random_tokens_add_up_to_the_decoded_whole(make, data, sizes, skip):
+def test_deltas_of_random_tokens_add_up_to_the_decoded_whole(
+    make: Callable[..., Any], data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
     tokenizer = make()
     token_ids = st.one_of(
         st.integers(0, vocab_size(tokenizer) - 1),
@@ -149,7 +158,7 @@ def test_deltas_of_random_tokens_add_up_to_the_decoded_whole(make, data, sizes, 
 @pytest.mark.parametrize("make", [byte_level, metaspace, byte_fallback, smollm2], ids=lambda make: make.__name__)
 @settings(max_examples=150, deadline=None)
 @given(prompt=texts, text=texts, sizes=st.one_of(st.just([1]), group_sizes))
-def test_no_delta_holds_half_a_character(make, prompt, text, sizes):
+def test_no_delta_holds_half_a_character(make: Callable[..., Any], prompt: str, text: str, sizes: list[int]) -> None:
     tokenizer = make()
     prompt_ids, output = encode(tokenizer, prompt + " so"), encode(tokenizer, " " + text)
     pieces, _ = deltas(tokenizer, prompt_ids, output, sizes)
@@ -161,7 +170,7 @@ def test_no_delta_holds_half_a_character(make, prompt, text, sizes):
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=group_sizes)
-def test_bytes_outside_utf8_never_take_back_or_lose_text(data, sizes):
+def test_bytes_outside_utf8_never_take_back_or_lose_text(data: st.DataObject, sizes: list[int]) -> None:
     tokenizer = byte_fallback()
     some_bytes = st.integers(len(SPECIAL), len(SPECIAL) + 255)
     token_ids = st.one_of(some_bytes, st.integers(0, vocab_size(tokenizer) - 1))
@@ -170,7 +179,7 @@ def test_bytes_outside_utf8_never_take_back_or_lose_text(data, sizes):
     assert "".join(pieces).endswith("hello")
 
 
-def test_a_character_of_several_tokens_comes_out_with_its_last():
+def test_a_character_of_several_tokens_comes_out_with_its_last() -> None:
     tokenizer = byte_level()
     output = encode(tokenizer, "🦜")
     assert len(output) > 2
@@ -178,7 +187,7 @@ def test_a_character_of_several_tokens_comes_out_with_its_last():
     assert pieces == [*[""] * (len(output) - 1), "🦜", ""]
 
 
-def test_a_real_replacement_character_comes_out_once_something_follows():
+def test_a_real_replacement_character_comes_out_once_something_follows() -> None:
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams())
     assert detokenizer.append(encode(tokenizer, "a\ufffd")) == "a"
@@ -187,7 +196,7 @@ def test_a_real_replacement_character_comes_out_once_something_follows():
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_bytes_that_never_make_a_character_are_not_waited_for_forever():
+def test_bytes_that_never_make_a_character_are_not_waited_for_forever() -> None:
     tokenizer = byte_level()
     [junk] = [token for token in range(vocab_size(tokenizer)) if tokenizer.id_to_token(token) == "ÿ"]
     pieces, _ = deltas(tokenizer, encode(tokenizer, "a"), [junk] * 100)
@@ -195,7 +204,7 @@ def test_bytes_that_never_make_a_character_are_not_waited_for_forever():
     assert len("".join(pieces[:-1])) >= 90
 
 
-def test_the_first_word_after_a_prompt_keeps_its_space():
+def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     for tokenizer in (metaspace(), byte_fallback()):
         prompt, output = encode(tokenizer, "hello"), encode(tokenizer, "he")
         assert "".join(deltas(tokenizer, prompt, output)[0]) == " he"
@@ -205,14 +214,14 @@ def test_the_first_word_after_a_prompt_keeps_its_space():
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_are_text_only_where_asked_for(skip):
+def test_special_tokens_are_text_only_where_asked_for(skip: bool) -> None:
     tokenizer = byte_level()
     output = [tokenizer.token_to_id("</s>"), *encode(tokenizer, "dog")]
     pieces, _ = deltas(tokenizer, encode(tokenizer, "the"), output, skip_special_tokens=skip)
     assert "".join(pieces) == ("dog" if skip else "</s>dog")
 
 
-def test_without_detokenize_there_is_no_text():
+def test_without_detokenize_there_is_no_text() -> None:
     pieces, detokenizer = deltas(byte_level(), [5], [6, 7, 8], detokenize=False)
     assert (pieces, detokenizer.text, detokenizer.num_tokens) == ([""] * 4, "", 3)
 
@@ -220,16 +229,16 @@ def test_without_detokenize_there_is_no_text():
 class CountingDecoder:
     """Counts the tokens it decodes."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.num_decoded = tokenizer, 0
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         self.num_decoded += len(ids)
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("kind", ["text", "junk", "special"])
-def test_work_per_token_does_not_grow_with_the_text(kind):
+def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
     tokenizer = byte_level()
     [junk] = [token for token in range(vocab_size(tokenizer)) if tokenizer.id_to_token(token) == "ÿ"]
     token_ids = {"text": encode(tokenizer, CORPUS[1]), "junk": [junk], "special": [0]}[kind]
@@ -256,7 +265,7 @@ stops = st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=4)
 @given(pieces=st.lists(st.text("ab<", max_size=6), max_size=10), stop=stops)
 @example(pieces=["aab"], stop=["ab"])
 @example(pieces=["abab", "abc"], stop=["ababc"])
-def test_text_is_given_out_up_to_the_first_stop_string(pieces, stop):
+def test_text_is_given_out_up_to_the_first_stop_string(pieces: list[str], stop: list[str]) -> None:
     matcher = StopStringMatcher(stop)
     out = taken_in = ""
     for piece in pieces:
@@ -271,7 +280,7 @@ def test_text_is_given_out_up_to_the_first_stop_string(pieces, stop):
 
 @settings(max_examples=200, deadline=None)
 @given(text=texts, data=st.data(), sizes=group_sizes)
-def test_no_part_of_a_stop_string_is_given_out(text, data, sizes):
+def test_no_part_of_a_stop_string_is_given_out(text: str, data: st.DataObject, sizes: list[int]) -> None:
     tokenizer = byte_level()
     output = encode(tokenizer, text)
     start = data.draw(st.integers(0, len(text)))
@@ -285,7 +294,7 @@ def test_no_part_of_a_stop_string_is_given_out(text, data, sizes):
     assert other.num_tokens == detokenizer.num_tokens
 
 
-def test_a_stop_string_across_tokens_is_held_back_and_counts_its_tokens():
+def test_a_stop_string_across_tokens_is_held_back_and_counts_its_tokens() -> None:
     tokenizer = byte_level()
     output = [token for piece in ("the", " d", "o", "g", " fox") for token in encode(tokenizer, piece)]
     pieces, detokenizer = deltas(tokenizer, [], output, stop=[" dog"])
@@ -296,7 +305,7 @@ def test_a_stop_string_across_tokens_is_held_back_and_counts_its_tokens():
     assert tokenizer.decode(output[: completed - 1]) == "the do"
 
 
-def test_a_beginning_of_a_stop_string_comes_out_at_the_end():
+def test_a_beginning_of_a_stop_string_comes_out_at_the_end() -> None:
     tokenizer = byte_level()
     pieces, detokenizer = deltas(tokenizer, [], encode(tokenizer, "the d"), stop=[" dogs"])
     assert "".join(pieces[:-1]) == "the"
@@ -304,7 +313,7 @@ def test_a_beginning_of_a_stop_string_comes_out_at_the_end():
     assert detokenizer.stop_string is None
 
 
-def test_stop_strings_count_only_after_min_tokens():
+def test_stop_strings_count_only_after_min_tokens() -> None:
     tokenizer = byte_level()
     letters = [token for letter in "xaxbxab" for token in encode(tokenizer, letter)]
     assert len(letters) == 7
@@ -316,7 +325,7 @@ def test_stop_strings_count_only_after_min_tokens():
     assert ("".join(pieces), detokenizer.num_tokens) == ("x", 4)
 
 
-def test_a_long_stop_string_does_not_make_tokens_slow():
+def test_a_long_stop_string_does_not_make_tokens_slow() -> None:
     matcher = StopStringMatcher(["a" * 100_000 + "b"])
     begun = time.perf_counter()
     for _ in range(20):

@@ -85,7 +85,7 @@ def smollm2_of_transformers() -> Any:
 def test_the_packaged_model_tokenises_as_transformers(smollm2: Tokenizer, smollm2_of_transformers: Any) -> None:
     assert_equal_on(CORPUS, smollm2, smollm2_of_transformers)
     assert smollm2.vocab_size == len(smollm2_of_transformers) == 49152
-    assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, {2})
+    assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, frozenset({2}))
     assert smollm2.special_ids == frozenset(range(17))
 
 
@@ -220,7 +220,7 @@ def test_a_folder_tokenises_as_transformers(tmp_path: Path) -> None:
         messages, tokenize=False, add_generation_prompt=True
     )
     assert ours.chat_template == tiny.CHATML
-    assert (ours.bos_token_id, ours.eos_token_ids) == (1, {2})
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, frozenset({2}))
 
 
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}])

@@ -160,7 +160,7 @@ def test_any_history_of_puts_and_drops_leaves_all_caches_with_the_same_answers(
             assert hashed == radix
         elif number < length:
             block = BlockId(next(ids))
-            hashed, radix = (
+            hashed, radix = (  # type: ignore[assignment]
                 cache.put(group, chain, number, block) if name == "put" else cache.get(group, chain, number)
                 for cache, chain in pairs
             )

@@ -30,7 +30,7 @@ def runs(cache: RadixPrefixCache, salt: str = "") -> list[tuple[int, list[int]]]
         edges = []
         for child in node.children.values():
             edges += [(child.start, list(child.blocks[0])), *below(child)]
-        return edges
+        return edges  # type: ignore[return-value]
 
     return below(cache._roots[salt]) if salt in cache._roots else []
 
