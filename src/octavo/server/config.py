@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from octavo.config import option, parse_bytes
 from octavo.errors import ConfigError
 from octavo.server.keys import check_key
+from octavo.server.transport import ConnectionLimits
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
@@ -52,6 +54,15 @@ class ServerConfig:
         "origin whose web pages may use the server (CORS), as https://chat.example; may be given several times; *: any",
     )
     max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
+    max_connections: int = option(1024, "open connections; more are answered with 503 and closed")
+    header_timeout: float = option(10.0, "seconds that a client may take to send a request's header")
+    body_timeout: float = option(
+        30.0, "seconds that a client may take to send a request's body, beside what its size takes at 64 KiB/s"
+    )
+    keep_alive_timeout: float = option(5.0, "seconds that a connection without a request is kept open")
+    write_timeout: float = option(
+        30.0, "seconds for which a client may read nothing of an answer before its connection is cut"
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
     )
@@ -74,6 +85,11 @@ class ServerConfig:
             raise ConfigError(f"max_body_size must be positive, got {self.max_body_size}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}")
 
@@ -81,6 +97,15 @@ class ServerConfig:
     def body_limit(self) -> int:
         """`max_body_size` as a number of bytes."""
         return int(self.max_body_size)
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
+            max_connections=self.max_connections,
+            header_timeout=self.header_timeout,
+            body_timeout=self.body_timeout,
+            write_timeout=self.write_timeout,
+        )
 
     @property
     def accepted_admin_key(self) -> str | None:

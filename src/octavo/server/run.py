@@ -22,6 +22,7 @@ from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
+from octavo.server.transport import ConnectionCounters, guarded_protocol
 
 # How long after the last request was cancelled its client may take to read the error.
 FAREWELL_SECONDS = 2.0
@@ -112,9 +113,13 @@ class Server(uvicorn.Server):
     """uvicorn with Octavo's way to leave: requests may finish for a while, and a second signal waits for nothing."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, in_flight: InFlight, model_name: str) -> None:
+        self.connections = ConnectionCounters()
         super().__init__(
             uvicorn.Config(
                 app,
+                http=guarded_protocol(config.connection_limits, self.connections),
+                ws="none",
+                timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
                 lifespan="off",  # the engine is started and stopped by `serve_on`
                 log_config=None,  # logging belongs to the process, not to a library
                 log_level="warning",

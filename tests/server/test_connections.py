@@ -1,0 +1,177 @@
+"""Connections that would be held for nothing are ended, seen over raw sockets; those beside them go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running, wait_until
+from tests.server.fake_engine import FakeEngine
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "x", "max_tokens": 1}'
+# Far below what a test waits, far above what a busy machine needs for a step.
+SHORT = 0.5
+
+
+@pytest.fixture
+def start(start_server: Callable[..., Running]) -> Callable[..., Running]:
+    def start(engine: FakeEngine | None = None, **options: object) -> Running:
+        return start_server(engine, **options)
+
+    return start
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=15)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def ask(connection: socket.socket, body: bytes = BODY) -> bytes:
+    """The whole answer to a request."""
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return answer_of(connection)
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(65536)
+    head, _, body = received.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head
+
+
+def error_code(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return json.loads(body)["error"]["code"]
+
+
+def test_a_header_that_trickles_ends_in_a_408(start: Callable[..., Running]) -> None:
+    server = start(header_timeout=SHORT)
+    with connect(server) as connection:
+        connection.sendall(HEAD)
+        for _ in range(3):
+            time.sleep(SHORT / 4)
+            connection.sendall(b"X-Slow: 1\r\n")
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert error_code(answer) == "header_timeout"
+    assert server.server.connections.slow_header == 1
+
+
+def test_a_connection_that_asks_nothing_is_closed_without_a_word(start: Callable[..., Running]) -> None:
+    server = start(header_timeout=SHORT)
+    with connect(server) as connection:
+        assert rest(connection) == b""
+
+
+def test_a_connection_that_was_used_is_kept_for_its_own_time(start: Callable[..., Running]) -> None:
+    server = start(header_timeout=SHORT, keep_alive_timeout=4 * SHORT)
+    with connect(server) as connection:
+        for pause in (0, 2 * SHORT):
+            time.sleep(pause)
+            assert ask(connection).startswith(b"HTTP/1.1 200 ")
+        began = time.monotonic()
+        assert rest(connection) == b""
+        assert time.monotonic() - began > SHORT
+
+
+def test_a_second_request_on_a_kept_connection_has_its_own_time_for_a_header(start: Callable[..., Running]) -> None:
+    server = start(header_timeout=SHORT)
+    with connect(server) as connection:
+        assert ask(connection).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"POST /v1/comp")
+        assert rest(connection).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("trickle", [False, True])
+def test_a_body_that_stalls_or_trickles_ends_in_a_408(start: Callable[..., Running], trickle: bool) -> None:
+    server = start(body_timeout=SHORT)
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+        for _ in range(3 * trickle):
+            time.sleep(SHORT / 4)
+            connection.sendall(b" ")
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert error_code(answer) == "body_timeout"
+    wait_until(lambda: not server.server.server_state.tasks)
+    assert server.engine.received == []
+
+
+def test_a_large_body_has_the_time_that_its_size_takes(start: Callable[..., Running]) -> None:
+    server = start(body_timeout=SHORT)
+    body = BODY + b" " * (256 * 1024)
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+        for start_at in range(0, len(body), 64 * 1024):
+            connection.sendall(body[start_at : start_at + 64 * 1024])
+            time.sleep(SHORT / 2)
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_answer_that_takes_long_is_not_the_clients_fault(start: Callable[..., Running]) -> None:
+    server = start(FakeEngine(step_seconds=0.02), header_timeout=SHORT, body_timeout=SHORT, write_timeout=SHORT)
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 100}).status_code == 200
+
+
+def test_a_stream_that_nobody_reads_is_cut_and_its_request_ended(start: Callable[..., Running]) -> None:
+    server = start(FakeEngine(max_model_len=30_000), write_timeout=SHORT)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(15)
+        connection.connect(("127.0.0.1", server.port))
+        body = json.dumps({"prompt": "x", "max_tokens": 25_000, "stream": True, "logprobs": 5}).encode()
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: server.server.connections.unread == 1, 20)
+        wait_until(lambda: not server.engine.running, 20)
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., Running]) -> None:
+    server = start(max_connections=3)
+    held = [connect(server) for _ in range(3)]
+    try:
+        wait_until(lambda: len(server.server.server_state.connections) == 3)
+        with connect(server) as connection:
+            answer = rest(connection)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert error_code(answer) == "too_many_connections"
+    finally:
+        for connection in held:
+            connection.close()
+    wait_until(lambda: not server.server.server_state.connections)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_hundred_stalled_headers_do_not_keep_others_waiting(start: Callable[..., Running]) -> None:
+    server = start(header_timeout=2 * SHORT)
+    held = [connect(server) for _ in range(100)]
+    try:
+        for connection in held:
+            connection.sendall(HEAD)
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert all(rest(connection).startswith(b"HTTP/1.1 408 ") for connection in held)
+    finally:
+        for connection in held:
+            connection.close()
