@@ -57,7 +57,7 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
     if (blocks > call.max_blocks)
         fail("needs " + std::to_string(blocks) + " blocks for " + std::to_string(context_len) +
              " tokens, its table has " + std::to_string(call.max_blocks));
-    const int32_t* table = call.block_tables + seq * call.block_table_stride;
+    const int32_t* table = call.block_tables + call.table_rows[seq] * call.block_table_stride;
     uint32_t largest = 0;
     for (int64_t i = 0; i < blocks; ++i) largest = std::max(largest, static_cast<uint32_t>(table[i]));
     if (largest >= call.kv.num_blocks)
@@ -103,7 +103,7 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.query_head_stride = call.query_head_stride;
     task.out_token_stride = call.out_token_stride;
     task.out_head_stride = call.out_head_stride;
-    task.block_table = call.block_tables + seq * call.block_table_stride;
+    task.block_table = call.block_tables + call.table_rows[seq] * call.block_table_stride;
     task.scale = call.scale;
     task.softcap = call.softcap;
     task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;

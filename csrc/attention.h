@@ -13,6 +13,7 @@ struct AttentionCall {
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes
     const int32_t *block_tables, *query_start, *context_lens;
+    const int64_t* table_rows;  // of each sequence, its row of block_tables
     int64_t block_table_stride, max_blocks, num_tokens;
     const float* sinks;
     float scale, softcap;

@@ -99,6 +99,7 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     call.out_token_stride = attended.stride;
     call.out_head_stride = shape.value_dim * element;
     call.block_tables = tables.block_tables;
+    call.table_rows = step.table_rows;
     call.query_start = step.query_start;
     call.context_lens = step.context_lens;
     call.block_table_stride = tables.stride;

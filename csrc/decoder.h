@@ -59,6 +59,7 @@ struct GroupTables {
 struct DecoderStep {
     const int64_t *token_ids, *positions;
     const int32_t *query_start, *context_lens;
+    const int64_t* table_rows;  // of each sequence, its row of every group's block_tables
     const GroupTables* groups;
     const float *cos, *sin;
     const int64_t* logits_indices;

@@ -100,8 +100,9 @@ class BoundDecoder {
     }
 
     void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start,
-                 const Tensor& context_lens, const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos,
-                 const Tensor& sin, const Tensor& logits_indices, const Tensor& logits) {
+                 const Tensor& context_lens, const Tensor& table_rows,
+                 const std::vector<std::pair<Tensor, Tensor>>& groups, const Tensor& cos, const Tensor& sin,
+                 const Tensor& logits_indices, const Tensor& logits) {
         const DecoderShape& s = decoder_.shape;
         require(!decoder_.layers.empty() && decoder_.final_norm, "the decoder is not complete");
         require(decoder_.caches.size() == decoder_.layers.size(), "the decoder has no caches: call set_caches first");
@@ -124,13 +125,15 @@ class BoundDecoder {
         check_dense(query_start, "query_start", DType::i32, {step.num_seqs + 1});
         step.context_lens = context_lens.data<int32_t>();
         step.query_start = query_start.data<int32_t>();
+        check_dense(table_rows, "table_rows", DType::i64, {step.num_seqs});
+        step.table_rows = table_rows.data<int64_t>();
         require(groups.size() >= num_groups_, "the caches have " + std::to_string(num_groups_) +
                                                   " groups, got tables of " + std::to_string(groups.size()));
         std::vector<GroupTables> tables;
         for (const auto& [table, slots] : groups) {
             check_rows(table, "block_tables", 2);
             check_dtype(table, "block_tables", DType::i32);
-            check_shape(table, "block_tables", {step.num_seqs, -1});
+            check_range(step.table_rows, step.num_seqs, table.shape[0], "table_rows");
             check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
             tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
         }
@@ -200,7 +203,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
-             "groups"_a, "cos"_a, "sin"_a, "logits_indices"_a, "logits"_a);
+             "table_rows"_a, "groups"_a, "cos"_a, "sin"_a, "logits_indices"_a, "logits"_a);
 }
 
 }  // namespace octavo

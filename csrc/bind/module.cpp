@@ -18,7 +18,8 @@ namespace octavo {
 namespace {
 
 void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
-               const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens, float scale,
+               const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
+               const Tensor& context_lens, float scale,
                int window, float softcap, const Tensor& sinks) {
     AttentionCall call{};
     call.kv = layer_kv(key, value);
@@ -35,7 +36,10 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
                                                             std::to_string(call.kv.kv_heads) + ")");
     check_rows(block_tables, "block_tables", 2);
     check_dtype(block_tables, "block_tables", DType::i32);
-    const int64_t seqs = block_tables.shape[0];
+    check_shape(context_lens, "context_lens", {-1});
+    const int64_t seqs = context_lens.shape[0];
+    check_dense(table_rows, "table_rows", DType::i64, {seqs});
+    check_range(table_rows.data<const int64_t>(), seqs, block_tables.shape[0], "table_rows");
     check_dense(query_start, "query_start", DType::i32, {seqs + 1});
     check_dense(context_lens, "context_lens", DType::i32, {seqs});
     if (!sinks.is_null()) check_dense(sinks, "sinks", DType::f32, {heads});
@@ -48,6 +52,7 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
     call.out_token_stride = out.stride_bytes(0);
     call.out_head_stride = out.stride_bytes(1);
     call.block_tables = block_tables.data<const int32_t>();
+    call.table_rows = table_rows.data<const int64_t>();
     call.query_start = query_start.data<const int32_t>();
     call.context_lens = context_lens.data<const int32_t>();
     call.block_table_stride = block_tables.stride[0];
@@ -172,7 +177,7 @@ void py_set_num_threads(int count) {
 NB_MODULE(_native, m) {
     using namespace octavo;
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is none
-    m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "query_start"_a,
+    m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a, "query_start"_a,
           "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);

@@ -58,6 +58,7 @@ class PagedSequences:
         return AttentionBatch(
             query_start=self._tensor(list(itertools.accumulate(new_tokens.values(), initial=0)), torch.int32),
             context_lens=self._tensor(context_lens, torch.int32),
+            table_rows=self._tensor(list(range(len(new_tokens))), torch.int64),
             positions=self._tensor(positions, torch.int64),
             groups=tuple(self._group_batch(group, starts) for group in range(len(self.spec.groups))),
             num_seqs=len(new_tokens),

@@ -43,7 +43,7 @@ def exact(
     for seq in range(batch.num_seqs):
         start, stop = batch.query_start[seq].item(), batch.query_start[seq + 1].item()
         context = batch.context_lens[seq].item()
-        key, value = kv.gather(tables[seq].long(), context)  # type: ignore[arg-type]
+        key, value = kv.gather(tables[batch.table_rows[seq]].long(), context)  # type: ignore[arg-type]
         share = query.shape[1] // key.shape[1]
         for token, head in itertools.product(range(start, stop), range(query.shape[1])):  # type: ignore[arg-type]
             position = context - stop + token
@@ -216,6 +216,7 @@ def native_arguments() -> dict:
         "value": torch.zeros(5, 2, 8, 64, 2, dtype=torch.bfloat16),
         "query": torch.zeros(3, 4, 64, dtype=torch.bfloat16),
         "block_tables": torch.tensor([[1, 2]], dtype=torch.int32),
+        "table_rows": torch.tensor([0]),
         "query_start": torch.tensor([0, 3], dtype=torch.int32),
         "context_lens": torch.tensor([20], dtype=torch.int32),
         "scale": 1.0,
@@ -230,6 +231,8 @@ def native_arguments() -> dict:
         ({"query": torch.zeros(3, 3, 64, dtype=torch.bfloat16)}, r"query heads \(3\) must be a multiple of KV heads"),
         ({"block_tables": torch.tensor([[1, 5]], dtype=torch.int32)}, "refers to block 5 of 5"),
         ({"block_tables": torch.tensor([[-1, 2]], dtype=torch.int32)}, "refers to block -1 of 5"),
+        ({"table_rows": torch.tensor([1])}, r"table_rows\[0\] is 1, must be in \[0, 1\)"),
+        ({"table_rows": torch.tensor([0, 0])}, r"table_rows must have shape \[1\]"),
         ({"context_lens": torch.tensor([33], dtype=torch.int32)}, "needs 3 blocks for 33 tokens, its table has 2"),
         ({"context_lens": torch.tensor([2], dtype=torch.int32)}, "has 3 new tokens but a context of 2"),
         ({"context_lens": torch.tensor([20])}, "context_lens must be int32, got int64"),

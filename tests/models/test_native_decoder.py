@@ -265,6 +265,7 @@ def test_a_cache_may_be_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"positions": [5000]}, r"positions\[0\] is 5000"),
         ({"slots": [1 << 40]}, r"slot_mapping\[0\] is"),
         ({"tables": [[999]]}, "refers to block 999"),
+        ({"table_rows": [1]}, r"table_rows\[0\] is 1, must be in \[0, 1\)"),
         ({"context_lens": [500]}, "needs 32 blocks for 500 tokens"),
     ],
 )
@@ -276,6 +277,7 @@ def test_a_step_that_names_what_does_not_exist_is_a_value_error(
     batch = paged.step({0: 1})
     batch.positions = torch.tensor(change.get("positions", batch.positions.tolist()))
     batch.context_lens = torch.tensor(change.get("context_lens", batch.context_lens.tolist())).int()
+    batch.table_rows = torch.tensor(change.get("table_rows", batch.table_rows.tolist()))
     group = batch.groups[0]
     group.slot_mapping = torch.tensor(change.get("slots", group.slot_mapping.tolist()))
     group.block_tables = torch.tensor(change.get("tables", group.block_tables.tolist())).int()

@@ -43,7 +43,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine
         for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
             first = 0 if window is None else max(0, item.start - window + 1) // BLOCK
             last = (item.end - 1) // BLOCK + 1
-            got = attention.groups[group].block_tables[row, first:last].tolist()
+            got = attention.groups[group].block_tables[attention.table_rows[row], first:last].tolist()
             assert got == list(table[first:last]), "every block that one of the step's tokens attends to"
     assert batch.token_ids.tolist() == tokens
     assert attention.positions.tolist() == positions
@@ -123,16 +123,22 @@ def test_tensors_have_the_types_that_the_kernels_read() -> None:
     assert batch.token_ids.dtype == batch.logits_indices.dtype == attention.positions.dtype == torch.int64
     assert attention.query_start.dtype == attention.context_lens.dtype == torch.int32
     (group,) = attention.groups
+    assert attention.table_rows.dtype == torch.int64
     assert (group.block_tables.dtype, group.slot_mapping.dtype) == (torch.int32, torch.int64)
     assert all(t.is_contiguous() for t in (group.block_tables, group.slot_mapping, attention.positions))
 
 
-def test_block_tables_are_as_wide_as_the_longest_context() -> None:
+def test_no_step_copies_block_tables() -> None:
+    """What a step costs does not depend on the longest table in it."""
     engine = Engine()
     engine.add(9)
     engine.add(21)
-    batch = make_builder().build(engine.scheduler.schedule())
-    assert batch.attention.groups[0].block_tables.shape == (2, 6)
+    builder = make_builder()
+    plan = engine.scheduler.schedule()
+    first = builder.build(plan).attention.groups[0].block_tables
+    engine.finish_step(plan)
+    second = builder.build(engine.scheduler.schedule()).attention.groups[0].block_tables
+    assert first.data_ptr() == second.data_ptr() == builder._sequences.tables[0].ctypes.data
 
 
 def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

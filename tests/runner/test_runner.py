@@ -53,7 +53,7 @@ class MarkedModel(CausalLM):
         assert torch.is_inference_mode_enabled()
         (layer,) = kv
         starts = batch.positions[batch.query_start[:-1].long()].tolist()
-        for table, start in zip(batch.groups[0].block_tables, starts, strict=True):
+        for table, start in zip(batch.groups[0].block_tables[batch.table_rows], starts, strict=True):
             keys, _ = layer.gather(table.long(), start)
             self.reads.append(keys[..., 0, 0].flatten().long().tolist() if start else [])
         marks = token_ids.float().view(-1, 1, 1).expand(-1, 1, 8).contiguous()

@@ -24,8 +24,9 @@ class GroupBatch:
     """Where one group's tokens of this step live.
 
     Attributes:
-        block_tables: int32 [num_seqs, max_blocks]; entries past a sequence's last block, and those that slid out of
-            a window, are ids of other sequences' blocks or 0: what lies there may be NaN and must not count.
+        block_tables: int32 [rows, max_blocks]; `AttentionBatch.table_rows` says which row is whose. The others are of
+            sequences that this step leaves alone. Entries past a sequence's last block, and those that slid out of a
+            window, are ids of other sequences' blocks or 0: what lies there may be NaN and must not count.
         slot_mapping: int64 [num_tokens]; where each new token's key and value are written.
     """
 
@@ -40,6 +41,8 @@ class AttentionBatch:
     Attributes:
         query_start: int32 [num_seqs + 1]
         context_lens: int32 [num_seqs]
+        table_rows: int64 [num_seqs]; each sequence's row of every group's block tables, which are kept from step to
+            step and nowhere gathered: a long sequence costs the short ones beside it nothing.
         positions: int64 [num_tokens]
         groups: one per group of the KV cache.
         max_query_len, max_context_len: the largest of each, on the host.
@@ -47,6 +50,7 @@ class AttentionBatch:
 
     query_start: torch.Tensor
     context_lens: torch.Tensor
+    table_rows: torch.Tensor
     positions: torch.Tensor
     groups: tuple[GroupBatch, ...]
     num_seqs: int

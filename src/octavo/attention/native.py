@@ -58,6 +58,7 @@ class NativeAttention(AttentionBackend):
             kv.value,
             query,
             batch.groups[kv.group].block_tables,
+            batch.table_rows,
             batch.query_start,
             batch.context_lens,
             scale=scale,

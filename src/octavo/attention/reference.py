@@ -33,6 +33,7 @@ class ReferenceAttention(AttentionBackend):
         output = query.new_empty(query.shape[0], query.shape[1], kv.value.shape[3])
         tables = batch.groups[kv.group].block_tables
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
+        rows = batch.table_rows.tolist()
         for i in range(batch.num_seqs):
             start, stop = bounds[i], bounds[i + 1]
             first_query = context_lens[i] - (stop - start)
@@ -40,11 +41,11 @@ class ReferenceAttention(AttentionBackend):
             last_block = -(-context_lens[i] // kv.block_size)
             # Only the blocks inside the window: those before it are the null block.
             first_key = first_block * kv.block_size
-            key, value = kv.gather_heads(tables[i, first_block:last_block], context_lens[i] - first_key)
+            key, value = kv.gather_heads(tables[rows[i], first_block:last_block], context_lens[i] - first_key)
             key, value = key.float(), value.float()
-            rows = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
-            for low in range(start, stop, rows):
-                high = min(low + rows, stop)
+            at_once = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
+            for low in range(start, stop, at_once):
+                high = min(low + at_once, stop)
                 seen_from = _window_start(first_query + low - start, kv.sliding_window) - first_key
                 seen_to = first_query + high - start - first_key
                 output[low:high] = attend_dense(

@@ -101,6 +101,7 @@ class AttentionCase:
         return AttentionBatch(
             query_start=(torch.arange(self.seqs + 1) * self.new_tokens).int(),
             context_lens=torch.full((self.seqs,), self.context).int(),
+            table_rows=torch.arange(self.seqs),
             positions=torch.arange(first, self.context).repeat(self.seqs),
             groups=(GroupBatch(tables, torch.empty(0, dtype=torch.int64)),),
             num_seqs=self.seqs,

@@ -35,6 +35,7 @@ def attend(
     value: torch.Tensor,
     query: torch.Tensor,
     block_tables: torch.Tensor,
+    table_rows: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
     *,
@@ -50,7 +51,8 @@ def attend(
         key: [num_blocks, kv_heads, key_dim // pair, block_size, pair], value: [num_blocks, kv_heads,
             block_size // pair, value_dim, pair]; pair is 2 in bfloat16, 1 in float32 (`storage/arena.py`).
         query: [num_tokens, num_heads, key_dim] in the cache's dtype; `num_heads` a multiple of `kv_heads`.
-        block_tables: int32 [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
+        block_tables: int32 [rows, max_blocks]; table_rows: int64 [num_seqs], each sequence's row of them.
+        query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
         sinks: float32 [num_heads].
         out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
 
@@ -66,7 +68,18 @@ def attend(
         # empty_like is the cheaper by a microsecond
         out = torch.empty_like(query) if key_dim == value_dim else query.new_empty(tokens, heads, value_dim)
     native.attend(
-        key, value, query, out, block_tables, query_start, context_lens, scale, window or 0, softcap or 0.0, sinks
+        key,
+        value,
+        query,
+        out,
+        block_tables,
+        table_rows,
+        query_start,
+        context_lens,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        sinks,
     )
     return out
 

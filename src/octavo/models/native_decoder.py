@@ -105,6 +105,7 @@ class NativeDecoder(LlamaDecoder):
             batch.positions,
             batch.query_start,
             batch.context_lens,
+            batch.table_rows,
             [(group.block_tables, group.slot_mapping) for group in batch.groups],
             cos,
             sin,

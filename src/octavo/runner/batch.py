@@ -49,7 +49,7 @@ class BatchBuilder:
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self._sequences = SequenceTable(num_groups, max_rows, max_blocks)
+        self._sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device)
 
     def build(self, plan: StepPlan) -> StepBatch:
         rows = self._sequences.apply(plan)
@@ -78,17 +78,17 @@ class BatchBuilder:
             positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(num_tokens)
             token_rows = np.repeat(rows, lengths)
         blocks, offsets = np.divmod(positions, self._block_size)
-        width = -(-max_context // self._block_size)
         groups = tuple(
             GroupBatch(
-                block_tables=self._tensor(table[rows, :width]),
+                block_tables=on_device,
                 slot_mapping=self._tensor(table[token_rows, blocks].astype(np.int64) * self._block_size + offsets),
             )
-            for table in self._sequences.tables
+            for table, on_device in zip(self._sequences.tables, self._sequences.device_tables, strict=True)
         )
         return AttentionBatch(
             query_start=self._tensor(query_start),
             context_lens=self._tensor(context_lens.astype(np.int32)),
+            table_rows=self._tensor(rows),
             positions=self._tensor(positions),
             groups=groups,
             num_seqs=num_seqs,

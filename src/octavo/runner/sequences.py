@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from octavo.request import SequenceId
 from octavo.sampling.batch import SamplingState, SamplingTable
@@ -28,11 +29,15 @@ class SequenceTable:
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
+        device_tables: the same as tensors: the very memory on a CPU, elsewhere a copy that each plan brings up to date.
     """
 
-    def __init__(self, num_groups: int, max_rows: int, max_blocks: int) -> None:
+    def __init__(self, num_groups: int, max_rows: int, max_blocks: int, device: torch.device | str = "cpu") -> None:
         # Zeros are mapped on first touch: what is never used costs no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._mirrored = torch.device(device).type != "cpu"
+        self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
+        self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies do not have
         self.sampling = SamplingTable(max_rows)
         self._lengths = [0] * max_rows  # of the row's tables
         self._rows: dict[SequenceId, int] = {}
@@ -59,6 +64,8 @@ class SequenceTable:
         row_of = self._rows
         for delta in plan.tables:
             self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
+        if self._mirrored:
+            self._mirror()
         return np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
 
     def _take_row(self, seq_id: SequenceId) -> int:
@@ -76,8 +83,26 @@ class SequenceTable:
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
             table[child, :length] = table[parent, :length]
+        self._note_written(child, 0, length)
 
     def _write(self, row: int, first: int, blocks: tuple[tuple[int, ...], ...]) -> None:
         for table, run in zip(self.tables, blocks, strict=True):
             table[row, first : first + len(run)] = run
-        self._lengths[row] = first + len(blocks[0])
+        end = self._lengths[row] = first + len(blocks[0])
+        self._note_written(row, first, end)
+
+    def _note_written(self, row: int, first: int, end: int) -> None:
+        if self._mirrored:
+            self._written.append((row, first, end))
+
+    def _mirror(self) -> None:
+        """Bring the device's copies up to date, in two transfers a group."""
+        written, self._written = self._written, []
+        if not written:
+            return
+        rows = np.repeat([row for row, _, _ in written], [end - first for _, first, end in written])
+        columns = np.concatenate([np.arange(first, end) for _, first, end in written])
+        for table, on_device in zip(self.tables, self.device_tables, strict=True):
+            places = torch.from_numpy(rows * table.shape[1] + columns).to(on_device.device)
+            values = torch.from_numpy(table[rows, columns]).to(on_device.device)
+            on_device.view(-1).index_copy_(0, places, values)
