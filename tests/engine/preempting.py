@@ -7,5 +7,5 @@ from octavo.engine.core import EngineCore
 
 def thrash(core: EngineCore) -> None:
     """Hold nothing back at admission, so that there is something to preempt."""
-    limits = core.scheduler.config
-    core.scheduler.config = type(limits)(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, 0, 0)
+    core.scheduler._admission._watermark = 0
+    core.scheduler._running._num_growing = 0

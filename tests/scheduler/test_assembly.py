@@ -45,20 +45,20 @@ def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **op
 REACHED: dict[tuple[str, Any], Any] = {
     ("enable_prefix_caching", False): lambda s: isinstance(s.kv.prefix_cache, NullPrefixCache),
     ("prefix_cache", "hashed"): lambda s: (
-        isinstance(s.kv.prefix_cache, HashedPrefixCache) and isinstance(s._waiting, ArrivalOrder)
+        isinstance(s.kv.prefix_cache, HashedPrefixCache) and isinstance(s.queue, ArrivalOrder)
     ),
     ("prefix_cache", "radix"): lambda s: (
-        isinstance(s.kv.prefix_cache, RadixPrefixCache) and isinstance(s._waiting, LongestPrefixFirst)
+        isinstance(s.kv.prefix_cache, RadixPrefixCache) and isinstance(s.queue, LongestPrefixFirst)
     ),
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
-    ("preemption_victim", "latest"): lambda s: isinstance(s._victims, LatestArrival),
-    ("preemption_victim", "lowest_priority"): lambda s: isinstance(s._victims, LowestPriority),
-    ("preemption_victim", "cheapest"): lambda s: isinstance(s._victims, Cheapest),
-    ("preemption_mode", "recompute"): lambda s: isinstance(s._preemption, Recompute),
-    ("preemption_mode", "swap"): lambda s: isinstance(s._preemption, Swap),
-    ("preemption_mode", "auto"): lambda s: isinstance(s._preemption, CheaperWay) and s._preemption.speed is SPEED,
+    ("preemption_victim", "latest"): lambda s: isinstance(s.victims, LatestArrival),
+    ("preemption_victim", "lowest_priority"): lambda s: isinstance(s.victims, LowestPriority),
+    ("preemption_victim", "cheapest"): lambda s: isinstance(s.victims, Cheapest),
+    ("preemption_mode", "recompute"): lambda s: isinstance(s.preemption, Recompute),
+    ("preemption_mode", "swap"): lambda s: isinstance(s.preemption, Swap),
+    ("preemption_mode", "auto"): lambda s: isinstance(s.preemption, CheaperWay) and s.preemption.speed is SPEED,
     ("max_num_seqs", 7): lambda s: s.config.max_num_seqs == 7,
     ("max_num_batched_tokens", 99): lambda s: s.config.max_num_batched_tokens == 99,
 }
@@ -104,7 +104,7 @@ def test_sizes_identity_cost_and_clock_arrive() -> None:
 
 def test_without_host_memory_everything_is_recomputed() -> None:
     for mode in ("auto", "swap", "recompute"):
-        assert isinstance(scheduler(0, speed=None, preemption_mode=mode)._preemption, Recompute)
+        assert isinstance(scheduler(0, speed=None, preemption_mode=mode).preemption, Recompute)
 
 
 def test_auto_asks_for_a_measurement_where_it_has_a_choice() -> None:

@@ -206,7 +206,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self.clock.now += 1
+        streams = self.streams()
+        preemptions = self.scheduler.counters.num_preemptions
         plan = self.scheduler.schedule()
+        if len(streams) < self.scheduler.config.max_num_batched_tokens:
+            served = set(plan.seq_ids)
+            missed = [seq for seq in streams if seq.status is SequenceStatus.RUNNING and seq.seq_id not in served]
+            assert not missed, "every running stream has its token in every step"
+            if preemptions == self.scheduler.counters.num_preemptions:
+                assert all(seq.status is SequenceStatus.RUNNING for seq in streams)
         assert all(pin.expires_at > self.clock.now for pin in self.scheduler.kv.pins), "an expired pin is let go"
         self.check_limits(plan)
         self.play_runner(plan)
@@ -216,6 +224,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan:
             self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
         self.num_steps += 1
+
+    def streams(self) -> list[Sequence]:
+        """Running sequences that lack one token."""
+        sequences = [seq for request in self.requests for seq in request.sequences]
+        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+        return [seq for seq in running if seq.num_tokens - seq.num_computed == 1]
 
     def sample(self, seq: Sequence) -> SampleResult:
         if seq.request.params.use_beam_search:
@@ -314,6 +328,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.kv.audit()
 
     @invariant()
+    def what_is_kept_up_is_what_a_recount_finds(self) -> None:
+        if hasattr(self, "scheduler"):
+            scheduler = self.scheduler
+            sequences = [seq for request in scheduler.requests for seq in request.sequences]
+            waiting = [seq for seq in sequences if seq.status is SequenceStatus.WAITING]
+            assert scheduler.num_reserved_blocks == scheduler._running.recount()
+            assert scheduler.num_waiting == len(waiting)
+            assert scheduler.num_waiting_tokens == sum(seq.num_tokens for seq in waiting)
+            pending = [seq for seq in sequences if seq.status is SequenceStatus.FORK_PENDING]
+            promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]
+            assert scheduler.num_promised_places == len(promised)
+            assert scheduler.num_running + len(promised) <= scheduler.config.max_num_seqs
+
+    @invariant()
     def every_byte_is_somebodys(self) -> None:
         if hasattr(self, "scheduler"):
             kv = self.scheduler.kv
@@ -368,7 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         counts = self.scheduler.kv.audit().counts
         assert BlockState.ACTIVE not in counts
         assert self.scheduler.kv.swap.host.num_free == self.scheduler.kv.swap.host.num_blocks
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler._reserved_slots) == (0, 0, 0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_promised_places) == (0, 0, 0)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)

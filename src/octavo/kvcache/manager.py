@@ -200,11 +200,9 @@ class KVCacheManager:
         if any(holding.tables):
             raise CacheError(f"sequence {seq.seq_id} is admitted while it holds blocks")
         pool = self.pool
-        total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
-        needed = sum(total - len(table) for table in hit.tables)
-        revived = sum(map(pool.num_evictable, hit.tables))
-        if needed + revived + reserve > pool.num_available:
+        if self.shortage(hit, num_new_tokens, reserve) > 0:
             return False
+        total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         for table in hit.tables:
             if table:
                 pool.acquire_all(table)
@@ -216,6 +214,16 @@ class KVCacheManager:
         holding.num_published = hit.num_tokens // self.spec.block_size
         holding.room = total * self.spec.block_size
         return True
+
+    def shortage(self, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> int:
+        """How many available blocks `admit` lacks; 0 or less where it would succeed.
+
+        Blocks of the hit that somebody else holds cost nothing; those that nobody holds can no longer be evicted.
+        """
+        total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
+        needed = sum(total - len(table) for table in hit.tables)
+        revived = sum(map(self.pool.num_evictable, hit.tables))
+        return needed + revived + reserve - self.pool.num_available
 
     def extend(self, seq: Sequence, num_new_tokens: int) -> Seq[BlockCopy] | None:
         """Make room for the tokens `num_computed .. num_computed + num_new_tokens`.

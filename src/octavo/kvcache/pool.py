@@ -27,7 +27,12 @@ class BlockPool:
                        └────acquire───── pinned     (published, and not to be evicted: the policy does not hold it)
 
     A pinned block that is referenced is active, and pinned again with its last release.
+
     Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
+
+    Attributes:
+        num_freed: how often a block became available, since the start.
+        num_published_ever: how often a block was published, since the start.
     """
 
     # A count, a published mark and a place in the free stack.
@@ -39,6 +44,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = array("i", bytes(4 * num_blocks))
         self.pin_counts: dict[BlockId, int] = {}  # of blocks with a pin, referenced or not
+        self.num_freed = 0
+        self.num_published_ever = 0
         self._num_pinned = 0
         self._published = bytearray(num_blocks)
         self._free = array("i", range(num_blocks - 1, 0, -1))
@@ -128,6 +135,7 @@ class BlockPool:
         Raises:
             CacheError: a block has no reference left: it was freed twice.
         """
+        available = self.num_available
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -142,6 +150,7 @@ class BlockPool:
                     self._num_pinned += 1
                 else:
                     self._eviction.add(block_id)
+        self.num_freed += self.num_available - available
 
     def release_table(self, block_ids: Sequence[BlockId]) -> None:
         """The same of a whole table, from its tail, so that the tail is evicted before the head."""
@@ -163,6 +172,7 @@ class BlockPool:
             self._num_pinned += int(pinned.sum())
             cached = cached[~pinned]
         self._eviction.add_all(cached)
+        self.num_freed += len(last) - int(published.sum()) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Keep published blocks from being evicted until each pin is taken back; null blocks are passed over.
@@ -204,6 +214,7 @@ class BlockPool:
                 self.pin_counts[block_id] = pins - 1
             elif self.ref_counts[block_id] == 0:
                 self._num_pinned -= 1
+                self.num_freed += 1
                 self._eviction.add(block_id)
 
     def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0) -> None:
@@ -216,6 +227,7 @@ class BlockPool:
         if self.ref_counts[block_id] < 1:
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
         self._published[block_id] = 1
+        self.num_published_ever += 1
         self._eviction.publish(block_id, position, priority)
 
     def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:

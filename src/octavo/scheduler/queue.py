@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Callable
 from typing import Protocol
 
 from octavo.request import Sequence, SequenceStatus
+from octavo.scheduler.keyed_heap import KeyedHeap
 
 
 class WaitingQueue(Protocol):
@@ -23,39 +23,36 @@ class WaitingQueue(Protocol):
         """Take the next in line; raises IndexError on an empty queue."""
 
     def discard(self, seq: Sequence) -> None:
-        """A waiting sequence ends: its status already says so."""
+        """A waiting sequence ends, or is admitted out of turn."""
 
     def __len__(self) -> int: ...
 
 
 class ArrivalOrder:
-    """By priority, then arrival; a preempted sequence comes back to its old place. O(log n), removal is lazy."""
+    """By priority, then arrival; a preempted sequence comes back to its old place. O(log n) an operation."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Sequence]] = []
-        self._size = 0
+        self._heap = KeyedHeap(_order)
 
     def push(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
-        heapq.heappush(self._heap, (seq.order, seq))
-        self._size += 1
+        self._heap.push(seq)
 
     def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][1].status is not SequenceStatus.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self._heap.peek()
 
     def pop(self) -> Sequence:
-        if self.peek() is None:
+        seq = self._heap.peek()
+        if seq is None:
             raise IndexError("pop from an empty waiting queue")
-        self._size -= 1
-        return heapq.heappop(self._heap)[1]
+        self._heap.discard(seq)
+        return seq
 
     def discard(self, seq: Sequence) -> None:
-        self._size -= 1
+        self._heap.discard(seq)
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._heap)
 
 
 class LongestPrefixFirst:
@@ -81,9 +78,11 @@ class LongestPrefixFirst:
         self._lines: dict[str, list[Sequence]] = {}  # by tenant, each in order of arrival, none empty
         self._overtakes: dict[str, int] = {}  # of the first of a tenant's line
         self._next: Sequence | None = None
+        self._size = 0
 
     def push(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
+        self._size += 1
         bisect.insort(self._lines.setdefault(seq.request.tenant, []), seq, key=_order)
         self._next = None
 
@@ -106,7 +105,7 @@ class LongestPrefixFirst:
         self._take_out(seq)
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return self._size
 
     def _choose(self) -> Sequence:
         line = min(self._lines.values(), key=lambda line: line[0].order)
@@ -121,6 +120,7 @@ class LongestPrefixFirst:
     def _take_out(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
         line = self._lines[tenant]
+        self._size -= 1
         del line[bisect.bisect_left(line, seq.order, key=_order)]
         if not line:
             # Tenants come and go; what is known of one that waits for nothing is void.

@@ -1,0 +1,184 @@
+"""Who is given a place among the running, and with how many blocks.
+
+A newcomer is matched with the prefix cache first: what it finds there need not be allocated, only kept from being
+evicted. On top of its own blocks so many must stay available as those that run, and the newcomer with its parallel
+samples, are bound to take in the next steps (`RunningSet.reserve`).
+
+Looking up a long prefix takes long. So who did not fit is not looked at again before as much has been freed or
+published as it lacked, nor before so many steps have passed that looking costs next to nothing a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kvcache.block import BlockCopy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.scheduler.backfill import Backfill
+from octavo.scheduler.budget import StepBudget
+from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.waiting import WaitingLine, num_missing
+from octavo.scheduler.yielding import Yielding
+
+# A look-up of so many blocks may be repeated with every step: about 0.1 ms.
+_BLOCKS_PER_STEP = 200
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Why a look-up need not be repeated: the shortage then, and what has been freed or published until then."""
+
+    shortage: int
+    supply: int
+    again_at: int
+
+
+class Admission:
+    """Admits waiting sequences one by one.
+
+    Attributes:
+        copies: of blocks, that the step must do for those it has admitted.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        waiting: WaitingLine,
+        yielding: Yielding,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        watermark_blocks: int,
+    ) -> None:
+        self.copies: list[BlockCopy] = []
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._yielding = yielding
+        self._max_num_seqs = max_num_seqs
+        self._watermark = watermark_blocks
+        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens)
+        self._refusals: dict[SequenceId, _Refusal] = {}
+        self._step = 0
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self.copies = []
+
+    @property
+    def has_place(self) -> bool:
+        return self._running.num_places < self._max_num_seqs and len(self._waiting) > 0
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence waits no more."""
+        self._refusals.pop(seq.seq_id, None)
+
+    def admit(self, seq: Sequence, budget: StepBudget, share: int = 1) -> int:
+        """Give a waiting sequence a place, and blocks for its first chunk.
+
+        Args:
+            share: it is offered the chunk that the budget allows, divided by this.
+
+        Returns:
+            How many of its tokens are to be computed in this step; 0: it does not fit, and nothing has changed.
+        """
+        if not self._backfill.may_pass(seq, self._waiting.head, self._step):
+            return 0
+        is_head = seq is self._waiting.head()
+        pending = num_pending_siblings(seq)
+        if self._running.num_places + 1 + pending > self._max_num_seqs:
+            if is_head:
+                self._backfill.hold(seq, self._step, 0)
+            return 0
+        while (num_new := self._take_blocks(seq, budget, share)) == 0:
+            if len(self._running):
+                if is_head:
+                    refusal = self._refusals.get(seq.seq_id)
+                    self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
+                return 0
+            # Nobody runs who could free anything by ending.
+            if not self._yielding.free_more(but=seq):
+                return 0
+        if num_new is None:
+            return 0
+        if is_head:
+            self._backfill.release()
+        self._refusals.pop(seq.seq_id, None)
+        self._waiting.admit(seq)
+        seq.status = SequenceStatus.RUNNING
+        self._running.enter(seq)
+        return num_new
+
+    def _take_blocks(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
+        """How many tokens it has blocks for now; 0 where it does not fit, None where the step has no room for it."""
+        kv, running = self._kv, self._running
+        if len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
+            return 0
+        if self._yielding.settle(seq):
+            return self._swap_in(seq, budget, share)
+        hit = kv.match(seq) if _may_skip(seq) else kv.no_hit
+        start = hit.num_tokens
+        num_new = _share_of(budget.chunk(start, seq.num_tokens - start), share)
+        if not num_new:
+            return None
+        reserve = self._reserve(seq, start + num_new)
+        # Asked beforehand, because making room may evict what it speaks of.
+        report = kv.explain(seq, hit) if seq.request.cache_report is None else None
+        if not kv.admit(seq, hit, num_new, reserve):
+            shortage = kv.shortage(hit, num_new, reserve)
+            self._refuse(seq, shortage, start // kv.spec.block_size)
+            return 0
+        if report is not None:
+            seq.request.num_cached_tokens = start
+            kv.ledger.admitted(seq.request, report)
+        seq.num_computed = start
+        return num_new
+
+    def _swap_in(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
+        start = seq.num_computed
+        num_new = _share_of(budget.chunk(start, num_missing(seq)), share)
+        if not num_new:
+            return None
+        copies = self._kv.swap_in(seq, num_new, self._reserve(seq, start + num_new))
+        if copies is None:
+            return 0
+        self.copies.extend(copies)
+        del self._yielding.swapped[seq.seq_id]
+        return num_new
+
+    def _reserve(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that must stay available when a newcomer has blocks for its first `num_tokens` tokens."""
+        if not len(self._running):
+            return 0
+        return max(self._watermark, self._running.reserve_with(seq, num_tokens))
+
+    def _is_refused(self, seq: Sequence) -> bool:
+        refusal = self._refusals.get(seq.seq_id)
+        if refusal is None:
+            return False
+        return self._step < refusal.again_at or self._supply() - refusal.supply < refusal.shortage
+
+    def _refuse(self, seq: Sequence, shortage: int, num_blocks: int) -> None:
+        again_at = self._step + num_blocks // _BLOCKS_PER_STEP
+        self._refusals[seq.seq_id] = _Refusal(shortage, self._supply(), again_at)
+
+    def _supply(self) -> int:
+        """Rises by one at least with every block of which a refused sequence may come to lack one less.
+
+        Those are blocks that became available or were published, and blocks that those who run are no longer bound to
+        take: the reserve falls by as much when they take blocks, which then lack elsewhere, or when they end.
+        """
+        pool = self._kv.pool
+        return pool.num_freed + pool.num_published_ever - self._running.reserve
+
+
+def _share_of(chunk: int, share: int) -> int:
+    return chunk if share == 1 else max(min(1, chunk), chunk // share)
+
+
+def _may_skip(seq: Sequence) -> bool:
+    """Whether cached tokens may go uncomputed: prompt logprobs still missing need every token's logits."""
+    request = seq.request
+    return request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= seq.num_prompt_tokens - 1

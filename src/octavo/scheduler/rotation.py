@@ -1,0 +1,34 @@
+"""Turns, for steps of fewer tokens than there are running streams."""
+
+from __future__ import annotations
+
+from octavo.request import Sequence, SequenceId
+
+
+class Rotation:
+    """Whoever had its last token longest ago is next. All prompts together take turns like one stream.
+
+    So of s streams with a limit of t tokens a step, each has a token at least every ceil((s + 1) / t) steps.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[SequenceId, int] = {}
+        self._last_of_prompts = 0
+
+    def choose(self, streams: list[Sequence], have_prompts: bool, num_tokens: int) -> tuple[list[Sequence], int]:
+        """Which streams have a token in a step of `num_tokens`, and how many tokens are left to prompts.
+
+        The streams keep their order.
+        """
+        self._turn += 1
+        last = {seq.seq_id: self._last.get(seq.seq_id, 0) for seq in streams}
+        by_turn = sorted(last, key=last.__getitem__)
+        for_prompts = 0
+        if have_prompts and (len(by_turn) < num_tokens or self._last_of_prompts <= last[by_turn[num_tokens - 1]]):
+            for_prompts = max(1, num_tokens // 8)
+            self._last_of_prompts = self._turn
+        chosen = set(by_turn[: num_tokens - for_prompts])
+        last.update(dict.fromkeys(chosen, self._turn))
+        self._last = last
+        return [seq for seq in streams if seq.seq_id in chosen], for_prompts

@@ -1,0 +1,180 @@
+"""The sequences that hold a place and blocks, and how many blocks they are bound to take yet.
+
+What a running sequence will take is kept up as it takes blocks, never summed over all: an admission asks for `reserve`
+in O(1).
+
+    blocks of one table   held          base                             most
+    ├──────────────────────┤─────────────┤─ ─ ─ ─ headroom ─ ─ ─┤          │
+                           of its prompt, │                      its answer ends there at the latest
+                           not computed yet
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+
+
+@dataclass(slots=True)
+class Place:
+    """What a running sequence holds and may still take, in blocks of one table.
+
+    Attributes:
+        base: blocks of the tokens it had when it was admitted.
+        most: blocks of its prompt and its longest answer; the last token's key and value are never needed.
+        copies: shared blocks that it must copy before it writes to them.
+        siblings: parallel samples or beams that begin once it has computed their prompt, each with a place of its own.
+        sibling_blocks: what one of them takes then: a copy of a prompt's last, half-full block, and its headroom.
+        bound: what it is bound to take, siblings included, as it counts in `RunningSet.reserve`.
+        capacity: tokens that have room in blocks which are its own.
+        publish_at: number of computed tokens from which the cache must hear of it.
+    """
+
+    held: int
+    base: int
+    most: int
+    copies: int
+    siblings: int
+    sibling_blocks: int
+    capacity: int
+    bound: int = 0
+    publish_at: int = 0
+
+
+class RunningSet:
+    """Running sequences in order of service.
+
+    Args:
+        on_leave: told of each that runs no more, while it still has its id and its blocks.
+
+    Attributes:
+        order: the sequences; to read.
+        places: what each of them holds.
+        num_promised: places of parallel samples and beams whose prompt is still being computed.
+        reserve: blocks, over all groups, that those who run are bound to take.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, headroom_tokens: int, on_leave: Callable[[Sequence], None] = lambda seq: None
+    ) -> None:
+        self.order: list[Sequence] = []
+        self.places: dict[SequenceId, Place] = {}
+        self.num_promised = 0
+        self.reserve = 0
+        self._kv = kv
+        self._on_leave = on_leave
+        self._size = kv.spec.block_size
+        self._headroom = -(-headroom_tokens // self._size)
+        # What slides gives up as many blocks as it takes.
+        self._num_growing = sum(group.sliding_window is None for group in kv.spec.groups)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.order)
+
+    @property
+    def num_places(self) -> int:
+        """Taken or promised."""
+        return len(self.order) + self.num_promised
+
+    def enter(self, seq: Sequence) -> None:
+        """It has been given blocks."""
+        place = self._place(seq, num_pending_siblings(seq))
+        place.held = len(self._kv.tables(seq)[0])
+        place.capacity = place.held * self._size
+        self._enter(seq, place)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` holds the very blocks of `parent`, which is running; whoever writes first copies a half-full one."""
+        place = self._place(child, 0)
+        place.held = self.places[parent.seq_id].held
+        place.copies = int(child.num_computed % self._size > 0)
+        self.places[parent.seq_id].capacity = place.capacity = 0
+        self._enter(child, place)
+
+    def leave(self, seq: Sequence) -> None:
+        """Its blocks are about to be taken back."""
+        self.order.remove(seq)
+        self._on_leave(seq)
+        place = self.places.pop(seq.seq_id)
+        self.num_promised -= place.siblings
+        self.reserve -= place.bound
+
+    def grew(self, seq: Sequence) -> Place:
+        """The cache has given it blocks, or copies of shared ones."""
+        place = self.places[seq.seq_id]
+        place.held = len(self._kv.tables(seq)[0])
+        place.capacity = place.held * self._size
+        place.copies = 0
+        self._count(place)
+        return place
+
+    def lose_sibling(self, seq: Sequence) -> None:
+        """One of the siblings that a sequence has places promised for ends, or begins."""
+        place = self.places.get(seq.seq_id)
+        if place is not None and place.siblings:
+            place.siblings -= 1
+            self.num_promised -= 1
+            self._count(place)
+
+    def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
+        """What would be bound if a newcomer entered with blocks for its first `num_tokens` tokens."""
+        place = self._place(newcomer, num_pending_siblings(newcomer))
+        place.held = -(-num_tokens // self._size)
+        return self.reserve + self._bound(place)
+
+    def after(self, seq: Sequence) -> list[Sequence]:
+        """Those behind a running sequence in order of service, and itself first."""
+        return self.order[bisect.bisect_left(self.order, seq.order, key=_order) :]
+
+    def recount(self) -> int:
+        """`reserve` counted anew from the block tables, for audits. O(running)."""
+        total = 0
+        for seq in self.order:
+            place = self.places[seq.seq_id]
+            fresh = self._place(seq, num_pending_siblings(seq))
+            fresh.held, fresh.base, fresh.copies = len(self._kv.tables(seq)[0]), place.base, place.copies
+            total += self._bound(fresh)
+        return total
+
+    def _enter(self, seq: Sequence, place: Place) -> None:
+        bisect.insort(self.order, seq, key=_order)
+        self.places[seq.seq_id] = place
+        self.num_promised += place.siblings
+        self._count(place)
+
+    def _place(self, seq: Sequence, siblings: int) -> Place:
+        size, num_prompt = self._size, seq.num_prompt_tokens
+        most = -(-(num_prompt + (seq.request.params.max_tokens or 1) - 1) // size)
+        base = min(-(-seq.num_tokens // size), most)
+        shared = num_prompt // size
+        sibling_blocks = min(-(-num_prompt // size) + self._headroom, most) - shared if siblings else 0
+        return Place(0, base, most, 0, siblings, sibling_blocks, 0)
+
+    def _bound(self, place: Place) -> int:
+        own = min(max(place.held, place.base) + self._headroom, place.most) - place.held
+        blocks = max(0, own) + place.copies + place.siblings * place.sibling_blocks
+        return blocks * self._num_growing
+
+    def _count(self, place: Place) -> None:
+        bound = self._bound(place)
+        self.reserve += bound - place.bound
+        place.bound = bound
+
+
+def num_pending_siblings(seq: Sequence) -> int:
+    """Parallel samples or beams that wait for this sequence to compute their common prompt."""
+    siblings = seq.request.sequences
+    if seq.index or len(siblings) == 1:
+        return 0
+    return sum(sibling.status is SequenceStatus.FORK_PENDING for sibling in siblings)
+
+
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.order

@@ -1,0 +1,257 @@
+"""Whose tokens a step computes: those of running streams first, then prompts by what they have left.
+
+1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: nobody's prompt and
+   nobody's priority takes a running stream's token. Where the step has fewer tokens than there are streams, they take
+   turns (`Rotation`).
+2. **Prompts** share what is left of the tokens, and of the time where streams have a latency to keep (`StepBudget`):
+   those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
+   order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
+
+Why so: shortest remaining first gives the least mean time to a first token (Schrage 1968), and a short prompt is never
+behind a long one. Alone it would starve long prompts under a stream of short ones. The quarter is the ageing: as
+requests before it end, each prompt becomes the first in order of service, and from then on a stream of others costs it
+at most three quarters of its speed. Sharing equally (processor sharing) would bound both as well, and delay the first
+of k long prompts k times for nothing.
+
+Blocks may run out. A stream takes those of the last in order of service behind it (`VictimPolicy`); a prompt takes what
+is there, then those of prompts behind it, and else waits. The first in order of service gets blocks before anybody else
+in the step after one in which it found none, so everything ends at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.kvcache.block import BlockCopy
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.scheduler.admission import Admission
+from octavo.scheduler.budget import StepBudget, TimeLimit
+from octavo.scheduler.rotation import Rotation
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.waiting import WaitingLine, num_missing
+from octavo.scheduler.yielding import Yielding
+
+SHARE_OF_FIRST = 4
+"""The first prompt in order of service has at least this part of what prompts share: 1 / 4."""
+
+LEAST_PROMPT_TOKENS = 16
+"""What prompts are given in a step, however little time it has: no prompt starves."""
+
+_MOST_REFUSED = 8  # of those that wait, how many may be tried in vain in a step
+
+MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
+
+
+class StepShares:
+    """What a step is made of, as it is decided.
+
+    Attributes:
+        streams: sequences that compute one token.
+        chunks: sequences that compute tokens of a prompt, and how many.
+        admitted: those of them that have just been given their place.
+        copied: those whose first block to write to is a new copy.
+        copies: of blocks, before anything is computed.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[Sequence] = []
+        self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
+        self.admitted: set[SequenceId] = set()
+        self.copied: set[SequenceId] = set()
+        self.copies: list[BlockCopy] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.streams or self.chunks)
+
+
+class Service:
+    """Decides the shares of each step.
+
+    Args:
+        time_limit: given the streams of a step, how long its prompts may take; None where no latency is to be kept.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        waiting: WaitingLine,
+        yielding: Yielding,
+        admission: Admission,
+        *,
+        max_num_batched_tokens: int,
+        time_limit: MakeTimeLimit | None = None,
+    ) -> None:
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._yielding = yielding
+        self._admission = admission
+        self._max_tokens = max_num_batched_tokens
+        self._time_limit = time_limit
+        self._rotation = Rotation()
+        self._stalled: Sequence | None = None  # the first in order of service, that found no blocks in the last step
+
+    def share(self) -> StepShares:
+        """Who computes how much in the next step; all of it has its blocks."""
+        self._admission.begin_step()
+        shares = StepShares()
+        self._share(shares)
+        while not shares and len(self._running):
+            # Nobody here has a token to compute: they are beams that wait for siblings, and stand in their way.
+            self._yielding.preempt_one_of(self._running.order)
+            self._share(shares)
+        shares.copies.extend(self._admission.copies)
+        return shares
+
+    def _share(self, shares: StepShares) -> None:
+        short = self._serve_stalled(shares)
+        streams: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for seq in self._running.order:
+            missing = seq.num_prompt_tokens + len(seq.output_token_ids) - seq.num_computed
+            if missing == 1:
+                streams.append(seq)
+            elif missing:
+                prompts.append(seq)
+        budget = self._max_tokens
+        if len(streams) >= budget:
+            streams, for_prompts = self._rotation.choose(streams, bool(prompts), budget)
+            budget = len(streams) + for_prompts
+        short |= self._serve_streams(streams, shares)
+        left = budget - len(shares.streams)
+        if left > 0:
+            limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
+            self._serve_prompts(prompts, StepBudget(left, limit, LEAST_PROMPT_TOKENS), shares, short)
+
+    def _serve_stalled(self, shares: StepShares) -> bool:
+        """Blocks for the first in order of service, where it found none in the last step. Whether somebody yielded."""
+        first, self._stalled = self._stalled, None
+        order = self._running.order
+        if first is None or not order or order[0] is not first:
+            return False
+        wanted = min(num_missing(first), self._kv.spec.block_size)
+        yielded = False
+        while not self._extend(first, wanted, shares) and len(order) > 1:
+            self._yielding.preempt_one_of(order[1:])
+            yielded = True
+        return yielded
+
+    def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
+        """One token for each, in order of service; returns whether somebody had to yield blocks."""
+        places, running = self._running.places, SequenceStatus.RUNNING
+        served, short = shares.streams, False
+        for seq in streams:
+            if short and seq.status is not running:
+                continue
+            if seq.num_computed >= places[seq.seq_id].capacity and not self._extend(seq, 1, shares):
+                short = True
+                if not self._take_from_those_behind(seq, shares):
+                    continue
+            served.append(seq)
+        return short
+
+    def _take_from_those_behind(self, seq: Sequence, shares: StepShares) -> bool:
+        """Blocks for a stream's next token; False where it yielded itself."""
+        while not self._extend(seq, 1, shares):
+            behind = self._running.after(seq)
+            if behind[0] is self._running.order[0]:
+                # The first in order of service yields to nobody, so that every request ends at last.
+                del behind[0]
+            if not behind and self._yielding.free_more():
+                continue
+            if self._yielding.preempt_one_of(behind or [seq]) is seq:
+                return False
+        return True
+
+    def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, shares: StepShares, short: bool) -> None:
+        if short:
+            prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
+        admission, waiting = self._admission, self._waiting
+        head = waiting.head() if admission.has_place and not short else None
+        by_size = sorted(prompts, key=_size)
+        if prompts and (head is None or prompts[0].order < head.order):
+            if len(prompts) > 1 or head is not None:
+                short |= self._serve_prompt(prompts[0], budget, shares, SHARE_OF_FIRST)
+        elif head is not None:
+            alone = not prompts and len(waiting) == 1
+            if self._admit(head, budget, shares, 1 if alone else SHARE_OF_FIRST):
+                by_size = sorted((*by_size, head), key=_size)
+        refused: list[Sequence] = []
+        place = 0
+        while budget.num_tokens > 0:
+            prompt = by_size[place] if place < len(by_size) else None
+            newcomer = None
+            if not short and admission.has_place and len(refused) < _MOST_REFUSED:
+                shortest = waiting.shortest(len(refused) + 1)
+                newcomer = next((seq for seq in shortest if seq not in refused), None)
+            if newcomer is not None and (prompt is None or _size(newcomer) < _size(prompt)):
+                if not self._admit(newcomer, budget, shares, 1):
+                    refused.append(newcomer)
+            elif prompt is not None:
+                place += 1
+                if prompt.status is SequenceStatus.RUNNING:
+                    short |= self._serve_prompt(prompt, budget, shares, 1)
+            else:
+                break
+
+    def _admit(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
+        num_new = self._admission.admit(seq, budget, share)
+        if not num_new:
+            return False
+        budget.take(seq.num_computed, num_new)
+        shares.admitted.add(seq.seq_id)
+        shares.chunks[seq.seq_id] = (seq, num_new)
+        return True
+
+    def _serve_prompt(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
+        """A chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
+        _, has = shares.chunks.get(seq.seq_id, (seq, 0))
+        start = seq.num_computed + has
+        chunk = budget.chunk(start, num_missing(seq) - has)
+        if share > 1:
+            chunk = max(min(1, chunk), chunk // share)
+        if not chunk:
+            return False
+        num_new = self._make_room(seq, has, chunk, shares)
+        if num_new:
+            budget.take(start, num_new)
+            shares.chunks[seq.seq_id] = (seq, has + num_new)
+        elif not has and seq is self._running.order[0]:
+            self._stalled = seq
+        return num_new < chunk
+
+    def _make_room(self, seq: Sequence, has: int, chunk: int, shares: StepShares) -> int:
+        """Blocks for as much of a chunk as there can be; returns how many tokens that is."""
+        while True:
+            if self._extend(seq, has + chunk, shares):
+                return chunk
+            place = self._running.places[seq.seq_id]
+            blocks = self._kv.pool.num_available // len(self._kv.spec.groups)
+            fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
+            if 0 < fits < chunk and self._extend(seq, has + fits, shares):
+                return fits
+            if has:
+                return 0
+            behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in shares.chunks and num_missing(s) != 1]
+            if behind:
+                self._yielding.preempt_one_of(behind)
+            elif len(self._running) > 1 or not self._yielding.free_more():
+                return 0
+
+    def _extend(self, seq: Sequence, num_tokens: int, shares: StepShares) -> bool:
+        """Room for a running sequence's next tokens; False where there are too few blocks."""
+        copies = self._kv.extend(seq, num_tokens)
+        if copies is None:
+            return False
+        self._running.grew(seq)
+        if copies:
+            shares.copies.extend(copies)
+            shares.copied.add(seq.seq_id)
+        return True
+
+
+def _size(seq: Sequence) -> tuple[float, ...]:
+    """Sort key of prompts: the most urgent first, then those with the least to compute."""
+    return (seq.request.priority, num_missing(seq), *seq.order)

@@ -1,0 +1,105 @@
+"""Taking blocks back from sequences: preemption, and what swapped sequences still keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.waiting import WaitingLine
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start.
+
+    Attributes:
+        recomputed_tokens: whose keys and values were given up without being swapped; what the prefix cache still has
+            of them is not computed again.
+    """
+
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+class Yielding:
+    """Makes sequences give their blocks back, and remembers which of them may come back by swapping.
+
+    Attributes:
+        swapped: waiting; the cache knows which of them were given up since.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        running: RunningSet,
+        waiting: WaitingLine,
+        victims: VictimPolicy,
+        mode: PreemptionMode,
+    ) -> None:
+        self.counters = SchedulerCounters()
+        self.swapped: dict[SequenceId, Sequence] = {}
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self.victims = victims
+        self.mode = mode
+
+    def preempt_one_of(self, candidates: list[Sequence]) -> Sequence:
+        """Preempt the one whom the policy chooses among running sequences, in order of service and never none."""
+        victim = self.victims.choose(candidates)
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks and its place away."""
+        self._running.leave(seq)
+        self.counters.num_preemptions += 1
+        seq.num_preemptions += 1
+        if seq.num_computed == seq.num_tokens:
+            # A beam that waits for its siblings: nothing of it is to be computed, and what it knew is kept.
+            self.start_over(seq)
+            seq.status = SequenceStatus.PARKED
+            return
+        if self.mode.swaps(seq) and self._kv.swap_out(seq):
+            self.swapped[seq.seq_id] = seq
+        else:
+            self.start_over(seq)
+        self._waiting.push(seq)
+
+    def start_over(self, seq: Sequence) -> None:
+        """Give all its blocks back, wherever they are."""
+        self._kv.release(seq)
+        self.swapped.pop(seq.seq_id, None)
+        self.counters.recomputed_tokens += seq.num_computed
+        seq.num_computed = 0
+
+    def free_more(self, but: Sequence | None = None) -> bool:
+        """Free blocks that no running sequence holds, when nothing else can go on; False where there are none.
+
+        The last in order of service of those that keep blocks while they are swapped starts over (`but` is the last to
+        be chosen), or a pin yields.
+        """
+        keeping = [s for s in self.swapped.values() if self._kv.is_swapped(s) and self._kv.swap.keeps_blocks(s.seq_id)]
+        victim = max(keeping, key=lambda seq: (seq is not but, seq.order), default=None)
+        if victim is None:
+            return self._kv.pins.yield_one()
+        self._restart_waiting(victim)
+        return True
+
+    def settle(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence comes back by swapping; one that was given up since starts over."""
+        if seq.seq_id not in self.swapped:
+            return False
+        if self._kv.is_swapped(seq):
+            return True
+        self._restart_waiting(seq)
+        return False
+
+    def _restart_waiting(self, seq: Sequence) -> None:
+        # How much it has to compute decides its place in the line.
+        self._waiting.discard(seq)
+        self.start_over(seq)
+        self._waiting.push(seq)
