@@ -1,4 +1,4 @@
-"""Every option of an engine, declared once: `LLM(...)` keywords and `octavo serve` flags are both made from this."""
+"""The options of an engine, declared once for `LLM(...)` keywords and `octavo serve` flags."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = option(
         None,
         "bytes for the KV cache, as a number or '2GiB'; default: from --gpu-memory-utilization or free RAM, of "
-        "which the environment variable OCTAVO_MEMORY_LIMIT (as '8GiB') lets an engine see no more than that",
+        "which the environment variable OCTAVO_MEMORY_LIMIT (such as '8GiB') may be set to a limit",
     )
     num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
@@ -49,7 +49,7 @@ class EngineConfig:
         "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
     )
     eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost"] = option(
-        "lru", "which cached block is given up first; priority: a request's priority protects its blocks"
+        "lru", "which cached block is evicted first; priority: a request's priority protects its blocks"
     )
     pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
     pin_tenant_share: float | None = option(
@@ -68,9 +68,9 @@ class EngineConfig:
         "host memory for swapped blocks, taken as it is needed; 0: never swap; default: 1GiB, or what RAM is left",
     )
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
-    deterministic: bool = option(False, "the same bits whatever the batch, the chunks and the cache did")
+    deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
     num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
-    seed: int = option(0, "seeds the requests that bring no seed of their own")
+    seed: int = option(0, "seed for requests without one of their own")
 
     def __post_init__(self) -> None:
         for name, allowed in _literal_choices().items():
@@ -105,7 +105,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
-        """Build from keywords; an unknown one is named together with the known ones."""
+        """Build from keywords; raises ConfigError for an unknown one, naming the known ones."""
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(options) - set(known)):
             raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")

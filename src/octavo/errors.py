@@ -1,4 +1,4 @@
-"""Every exception Octavo raises on purpose.
+"""The exceptions that Octavo raises.
 
 OctavoError
 ├── ConfigError            an option or a combination of options is invalid          (ValueError)
@@ -54,7 +54,7 @@ class ModelError(OctavoError):
 
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
-    """Nothing usable at that path or hub id."""
+    """No usable model at that path or hub id."""
 
 
 class UnsupportedModelError(ModelError):
@@ -62,11 +62,11 @@ class UnsupportedModelError(ModelError):
 
 
 class CorruptModelError(ModelError):
-    """A file that does not hold what it declares."""
+    """A file whose content does not match what it declares."""
 
 
 class LogitsError(OctavoError):
-    """Some requests' logits hold NaN or infinity, or no token that may be drawn. `request_ids` names them.
+    """Logits that cannot be sampled: NaN, infinity, or every token masked. `request_ids` names the requests.
 
     Not the client's fault, and not the engine's end: the engine ends these requests with the reason "error", which a
     server answers with 500 and the code "unusable_logits", and goes on with all others.

@@ -111,7 +111,7 @@ class LLM:
         return self._stream(*entry)
 
     def reset_prefix_cache(self) -> int:
-        """Give up every cached block; returns how many there were."""
+        """Evict every cached block that is not pinned; returns how many."""
         return self.core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptLike, ttl_seconds: float) -> PinReceipt:
@@ -137,7 +137,7 @@ class LLM:
         return self.core.pins()
 
     def unpin(self, pin_id: str) -> bool:
-        """Let a pin go before its time; False where there is none of that id."""
+        """Remove a pin before it expires; False if there is none with that id."""
         return self.core.unpin(pin_id)
 
     def kv_report(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class LLM:
         return self.core.kv_report()
 
     def close(self) -> None:
-        """Abort what is left. The object must not be used afterwards."""
+        """Abort unfinished requests. The object must not be used afterwards."""
         self.core.close()
 
     def __enter__(self) -> Self:
@@ -208,7 +208,7 @@ class LLM:
     def _queued(
         self, requests: list[tuple[Request, str | None]], kind: OutputKind, receive: Callable[[RequestOutput], None]
     ) -> Iterator[None]:
-        """Queue requests; whatever of them has not ended when the block is left holds nothing any more."""
+        """Queue requests, and abort the unfinished ones when the block is left."""
         try:
             for request, prompt in requests:
                 self._receivers[request.request_id] = receive
@@ -237,7 +237,7 @@ class LLM:
 
 @contextmanager
 def _naming(index: int, count: int) -> Iterator[None]:
-    """Let a refusal say which of several prompts it is about."""
+    """Prefix a RequestError with the index of the prompt it is about."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen: the field names and meanings of vLLM's `SamplingParams`."""
+"""Sampling parameters of one request, with the names and meanings of vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences computed for one prompt: `best_of`, or `n`; with beam search, its width."""
+        """The number of sequences computed for one prompt: `best_of` or `n`; with beam search, the beam width."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -155,12 +155,12 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether what is returned is only known when all is computed: nothing can be streamed then."""
+        """Whether the completions are chosen after all are computed, so that none can be streamed."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a draw."""
+        """Whether decoding is greedy: the most likely token, without a random draw."""
         return self.temperature < GREEDY_EPSILON
 
     @property

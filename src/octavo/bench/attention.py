@@ -1,4 +1,4 @@
-"""Attention over blocks against attention over one contiguous block, by the same kernel, at the same lengths.
+"""Attention over paged blocks compared with one contiguous block, by the same kernel at the same lengths.
 
 What is compared is the walk through the block table: for each block size an arena of its own holds the same number of
 tokens, in as many layers as it takes to exceed the caches, and its block ids are shuffled as in a pool that has served
@@ -73,7 +73,7 @@ class AttentionCase:
         return 4 * self.heads.query * self.heads.dim * seen * self.seqs
 
     def num_layers(self, working_set: int) -> int:
-        """Layers that together hold `working_set` bytes, at least 1."""
+        """The number of layers, at least 1, whose keys and values together take `working_set` bytes."""
         return max(1, -(-working_set // self.kv_bytes))
 
     def calls(self, block_size: BlockSize, num_layers: int) -> list[Call]:
@@ -148,7 +148,7 @@ def measure_case(
     seconds: float = 0.5,
     min_rounds: int = 5,
 ) -> list[AttentionFigure]:
-    """Time the case at each block size, in turns.
+    """Time the case at each block size, interleaved.
 
     Args:
         working_set: bytes of keys and values that the calls of one block size go round.
@@ -188,7 +188,7 @@ def cases(
     decode_tokens: int = 16384,
     chunk: int = 2048,
 ) -> Iterator[AttentionCase]:
-    """Decode: as many sequences as hold `decode_tokens` together. Prefill: the last `chunk` tokens of one sequence."""
+    """The cases: decode of as many sequences as hold `decode_tokens`, and prefill of the last `chunk` tokens of one."""
     for kind in kinds:
         for backend in backends:
             for context in contexts:

@@ -139,7 +139,7 @@ def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
 
 
 class BodyDecoder:
-    """Undoes the framing of a body that arrives cut anywhere: chunked, of a given length, or until the end."""
+    """Decodes an HTTP body that arrives in arbitrary pieces: chunked, with a length, or until the connection ends."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.done = False
@@ -185,7 +185,7 @@ class BodyDecoder:
 
 
 class EventLines:
-    """Cuts a stream of server-sent events, arriving in any pieces, into the payloads of its `data:` lines."""
+    """Splits a stream of server-sent events, arriving in arbitrary pieces, into the payloads of its `data:` lines."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,4 +1,4 @@
-"""Latency of one batch: every prompt there at once, each step of the engine timed.
+"""Latency of one batch: all prompts are submitted at once, and each engine step is timed.
 
 A step is *prefill* while some prompt of the batch is not whole in the cache when it begins, *decode* after that: then
 each step gives every sequence that has not ended one token.
@@ -40,7 +40,7 @@ class LatencyRun:
 
 
 def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, warm_ups: int = 1) -> list[LatencyRun]:
-    """`runs` passes after `warm_ups` that count for nothing, each with an empty prefix cache.
+    """Time `runs` passes after `warm_ups` untimed ones, each with an empty prefix cache.
 
     Raises:
         ConfigError: the batch is not computed all at once under the engine's options.

@@ -1,4 +1,4 @@
-"""What this machine can do: the ceilings beside which kernels and engines are reported.
+"""The hardware limits of this machine, against which kernels and engines are reported.
 
 Reading: the fastest of three loops over one buffer, all of it read once a call: torch's sum, torch's matrix times
 vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` is beyond every
@@ -45,7 +45,7 @@ class Limit:
 
 
 def thread_counts(most: int | None = None) -> list[int]:
-    """1 and all: `most`, or the cores that this process may use."""
+    """The thread counts to measure: 1, and `most` (by default every core that this process may use)."""
     return sorted({1, most or len(os.sched_getaffinity(0))})
 
 
@@ -109,7 +109,7 @@ def _limit(name: str, count: int, unit: str, work: float, timing: Timing, how: s
 
 
 def _call_overheads(seconds: float) -> Iterator[Limit]:
-    """Microseconds of a call that has next to nothing to do: Python, checks and dispatch."""
+    """Overhead in microseconds of a call with almost no work: Python, argument checks and dispatch."""
     one = torch.ones(1)
     row, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
     calls: dict[str, Call] = {

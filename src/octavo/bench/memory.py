@@ -1,4 +1,4 @@
-"""One memory budget, several block sizes: what fits at once, what is wasted, how fast the work gets done.
+"""Compare block sizes at one memory budget: concurrent sequences, wasted memory and throughput.
 
 All requests are there at once, so that memory is the limit until the queue is empty. The contiguous baseline is the
 block size "max": one block of `max_model_len` tokens for each sequence, as engines reserved before paging (the
@@ -87,7 +87,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """What every block size of one comparison has in common.
+    """The KV memory that every block size of one comparison gets.
 
     Attributes:
         kv_dtype: of keys and values, as KVCacheSpec names it.
@@ -102,7 +102,7 @@ class CacheBudget:
 
     @classmethod
     def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> CacheBudget:
-        """Of an engine's options; without kv_cache_memory as much as `contiguous_seqs` sequences reserve.
+        """The budget from an engine's options; without kv_cache_memory, as much as `contiguous_seqs` sequences reserve.
 
         Raises:
             ConfigError: max_model_len is over the model's, or the memory does not hold one contiguous sequence.
@@ -145,7 +145,7 @@ class CacheBudget:
 
 
 class BenchEngine(Protocol):
-    """What a workload is played on."""
+    """An engine that a workload runs on."""
 
     scheduler: Scheduler
 
@@ -153,11 +153,11 @@ class BenchEngine(Protocol):
         """Queue `n` samples of a request, past end-of-sequence."""
 
     def step(self) -> float:
-        """Compute one step; returns its seconds."""
+        """Compute one step; returns its duration in seconds."""
 
 
 class SimulatedEngine:
-    """The scheduler and the cache as they serve, over a runner that computes nothing."""
+    """The real scheduler and cache over a runner that computes nothing."""
 
     def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
         self.scheduler = scheduler
@@ -220,7 +220,7 @@ def simulated_engine(
 
 
 def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
-    """Blocks of host memory beside the budget, as an engine with enough of it would take."""
+    """Blocks of swap space, as an engine with enough host memory would take."""
     if config.preemption_mode == "recompute":
         return 0
     space = config.swap_space
@@ -276,7 +276,7 @@ class Played:
 
 
 def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBudget, n: int = 1) -> Played:
-    """Run `n` samples of every request to their end, all queued at once, looking at the cache after every step."""
+    """Run `n` samples of every request to completion, all queued at once, and observe the cache after every step."""
     scheduler = engine.scheduler
     observer = MemoryObserver(scheduler, budget.num_bytes)
     preemptions, recomputed = scheduler.counters.num_preemptions, scheduler.counters.recomputed_tokens

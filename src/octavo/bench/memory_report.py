@@ -1,4 +1,4 @@
-"""The comparison of block sizes as rows, as a markdown table, as a picture."""
+"""The comparison of block sizes as rows, a Markdown table and a plot."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
-    """What sharing saved of the blocks that `n` samples a request, or a common prefix, would take by themselves."""
+    """The blocks saved by sharing, compared with `n` samples or prefixes that share nothing."""
     return {
         "workload": workload,
         "n": n,
@@ -143,7 +143,7 @@ def _percent(share: float) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where the picture could not be drawn: before an hour of measuring, not after."""
+    """Raise ConfigError if matplotlib is missing: before an hour of measuring, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -167,7 +167,7 @@ def _beside(output: Path, suffix: str) -> Path:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """For each workload a line of three: where the memory is, what is wasted, how much faster than contiguous."""
+    """One row of three plots per workload: memory by state, waste, and speed-up over contiguous."""
     import matplotlib
 
     matplotlib.use("Agg")

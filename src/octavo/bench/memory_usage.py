@@ -1,4 +1,4 @@
-"""Where the memory of a KV cache goes, read from the manager's own tables after every step.
+"""How the memory of a KV cache is used, read from the manager's own tables after every step.
 
 The terms are those of the PagedAttention paper (Kwon et al., SOSP 2023, section 3.1 and figures 2 and 3). A *slot* is
 room for one token's keys and values. Every slot of the budget is in exactly one of these states:
@@ -53,7 +53,7 @@ class Slots:
             setattr(self, state.name, getattr(self, state.name) + times * getattr(other, state.name))
 
     def shares(self) -> dict[str, float]:
-        """Each state's share of all, 0 to 1; zeros of nothing."""
+        """Each state's share of all slots, 0 to 1; all 0 where there are none."""
         total = self.total or 1.0
         return {state: slots / total for state, slots in asdict(self).items()}
 
@@ -118,11 +118,11 @@ class MemoryObserver:
         self._all, self._short = _Average(), _Average()
 
     def watch(self, request: Request) -> None:
-        """Follow a request from now until it ends."""
+        """Track a request from now until it finishes."""
         self._requests.append(request)
 
     def observe(self, seconds: float) -> None:
-        """Look at the cache after a step that took `seconds`."""
+        """Record the state of the cache after a step that took `seconds`."""
         self._requests = [request for request in self._requests if not request.finished]
         moment = self.moment()
         self._all.add(moment, seconds)

@@ -34,7 +34,7 @@ def summarise(values: Sequence[float], scale: float = 1.0) -> dict[str, float | 
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on beside the engine."""
+    """The hardware and software that a figure depends on."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -72,7 +72,7 @@ def as_table(result: Mapping[str, Any]) -> str:
 
 
 def columns(heading: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a table with aligned columns: words to the left, figures to the right."""
+    """A table's lines with aligned columns: text left, numbers right."""
     cells = [[str(cell) for cell in row] for row in (heading, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     to_right = [all(row[i][:1] in "+-0123456789" for row in cells[1:]) for i in range(len(widths))]
@@ -91,7 +91,7 @@ def label(name: str) -> str:
 
 
 def show(value: object) -> str:
-    """A figure for a table: three digits after the point at most, '-' for none."""
+    """A number formatted for a table: at most three decimals, '-' for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

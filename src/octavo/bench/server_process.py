@@ -1,4 +1,4 @@
-"""A server of our own to measure: started in a process on a free port, awaited, and stopped."""
+"""Start a server to measure in a process of its own, wait until it is ready, and stop it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _POLL_S = 0.05
 
 
 class ServerStartError(OctavoError):
-    """The server under test did not come up; the message ends with its last words."""
+    """The server under test did not start; the message ends with the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers `/health`, and how long it took to."""
+    """A server that answers `/health`, and how long it took to start."""
 
     base_url: str
     startup_s: float
@@ -102,7 +102,7 @@ def _last_words(log: IO[bytes], lines: int = 8) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM lets it leave in order; one that does not leave is killed, so that nothing outlives the benchmark."""
+    """Stop the process by SIGTERM, then by SIGKILL, so that nothing outlives the benchmark."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

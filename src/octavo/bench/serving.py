@@ -1,4 +1,4 @@
-"""An open-loop client: requests go out when they are due, whatever became of the ones before.
+"""An open-loop client: requests are sent at their scheduled times, whether or not earlier ones have finished.
 
     scheduled ── late ──> started ── queued ──> sent ── TTFT ──> first token … last token
     (due)       (client    (task      (--max-             (ITL between chunks,
@@ -27,7 +27,7 @@ from octavo.bench.workload import BenchRequest
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server that is measured.
+    """The server to measure.
 
     Attributes:
         base_url: up to and without '/v1'.
@@ -62,7 +62,7 @@ class Target:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request; times in seconds of one clock whose zero is the run's start.
+    """The result of one request; times are in seconds since the start of the run.
 
     Attributes:
         chunk_times: when each chunk that holds tokens arrived.
@@ -112,7 +112,7 @@ class _Answer:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def fill(self, record: RequestRecord) -> None:
-        """Enter what arrived; an answer without an end, or one that cannot be counted, is an error."""
+        """Record what arrived; a truncated answer, or one whose tokens cannot be counted, is an error."""
         usage = self.usage or {}
         record.chunk_times = self.chunk_times
         record.output_tokens = self.num_token_ids or int(usage.get("completion_tokens") or 0)
@@ -129,7 +129,7 @@ class _Answer:
 async def run_load(
     target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float], max_concurrency: int | None = None
 ) -> list[RequestRecord]:
-    """Send each request when it is due (ascending seconds from now) and await all; records in the same order.
+    """Send each request at its time (ascending, seconds from now) and await all; returns records in the same order.
 
     No failure of a request is raised: it is in its record. With `max_concurrency`, a request that is due waits until
     fewer are under way.
@@ -179,7 +179,7 @@ async def _send(
 
 
 def summary(records: Sequence[RequestRecord]) -> Mapping[str, Any]:
-    """Throughput over the whole run and latency percentiles of the requests that came whole; errors by kind."""
+    """Throughput over the whole run, latency percentiles of the completed requests, and errors by kind."""
     done = [record for record in records if record.error is None]
     duration = max((record.finished_s for record in records), default=0.0)
     prompt_tokens, output_tokens = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
@@ -222,7 +222,7 @@ def _latencies(done: Sequence[RequestRecord], records: Sequence[RequestRecord]) 
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """The most requests that were under way at one moment."""
+    """The largest number of requests in flight at once."""
     # An end sorts before a start of the same moment: the two never overlapped.
     edges = sorted([(r.finished_s, -1) for r in records] + [(r.sent_s, 1) for r in records])
     running = peak = 0

@@ -1,4 +1,4 @@
-"""Offline throughput: all requests at once into one engine, timed whole."""
+"""Offline throughput: all requests are queued at once, and the whole run is timed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ThroughputRun:
     output_tokens: int
 
     def rates(self) -> dict[str, float]:
-        """Tokens and requests a second, prompt tokens from the prefix cache included."""
+        """Tokens and requests per second; prompt tokens from the prefix cache count."""
         return {
             "prompt_tok_s": self.prompt_tokens / self.seconds,
             "output_tok_s": self.output_tokens / self.seconds,
@@ -52,7 +52,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: 
 
 
 def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = False) -> ThroughputRun:
-    """Generate all of them greedily, past end-of-sequence, so that every engine does the same work."""
+    """Generate all requests greedily and past end-of-sequence, so that every engine does the same work."""
     prompts: list[Any] = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [
         SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
@@ -71,7 +71,7 @@ def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = Fal
 
 
 def summary(runs: Sequence[ThroughputRun]) -> Mapping[str, Any]:
-    """Medians over the runs, each figure's own, and every run's seconds."""
+    """The median of each figure over the runs, and the duration of every run."""
     rates = [run.rates() for run in runs]
     result: dict[str, Any] = {
         "runs": len(runs),

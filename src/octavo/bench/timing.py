@@ -1,4 +1,4 @@
-"""Timing short calls on a machine that others use too.
+"""Timing short calls on a machine with other load.
 
 Candidates take turns, and every other round runs backwards, so that a drift of the machine falls on all alike:
 
@@ -34,14 +34,14 @@ class Timing:
 
     @property
     def best(self) -> float:
-        """The least disturbed call: for what a machine can do, as opposed to what it usually does."""
+        """The fastest call: what the machine can do, as opposed to what it usually does."""
         return min(self.seconds)
 
 
 def interleaved(
     candidates: Mapping[str, Sequence[Call]], *, seconds: float = 0.5, min_rounds: int = 5
 ) -> dict[str, Timing]:
-    """Time the candidates in turns for about `seconds` each, at least `min_rounds` rounds after one to warm up.
+    """Time the candidates interleaved, about `seconds` each: at least `min_rounds` rounds after a warm-up round.
 
     Args:
         candidates: by name, the calls to go round, one a round: calls that touch different memory find it out of the
@@ -66,13 +66,13 @@ def interleaved(
 
 
 def paired_ratio(one: Timing, other: Timing) -> float:
-    """Median over the rounds of `one` / `other`: what disturbs a round disturbs both, and cancels."""
+    """The median over the rounds of `one` / `other`: what disturbs a round disturbs both, and cancels."""
     return statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within it, torch and the kernels spread over `count` threads."""
+    """Run torch and the kernels on `count` threads within the block."""
     before = torch.get_num_threads()
     kernels_before = kernels.num_threads() if kernels.available() else None
     _set_threads(count)

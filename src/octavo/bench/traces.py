@@ -1,4 +1,4 @@
-"""Recorded requests: readers of public trace formats, and prompts made to their measure.
+"""Readers of public request traces, and synthetic prompts of the same lengths.
 
 | format             | how it is known                          | says                                    |
 |--------------------|------------------------------------------|-----------------------------------------|

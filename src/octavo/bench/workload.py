@@ -1,4 +1,4 @@
-"""What a benchmark asks for: named workloads, random lengths, arrival times. The same seed gives the same requests."""
+"""Benchmark workloads: named ones, random lengths, arrival times. The same seed gives the same requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIALOGUES = {"sharegpt": (161.31, 1.2, 337.99, 0.9), "alpaca": (19.31, 0.6, 58.
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request of a benchmark, of a length known beforehand (end-of-sequence is ignored).
+    """One benchmark request of a fixed output length (end-of-sequence is ignored).
 
     Attributes:
         arrival_s: seconds after the start at which it is due; None where the workload does not say.
@@ -137,7 +137,7 @@ def clip(
     max_prompt_len: int | None = None,
     max_output_len: int | None = None,
 ) -> tuple[list[BenchRequest], int]:
-    """The requests cut to what the model takes, and how many had to be cut.
+    """The requests truncated to what the model takes, and how many were truncated.
 
     A prompt loses its tail, never its head, so that shared prefixes stay shared; it gives way to the output, as the
     output is what was to be measured, but keeps at least one token.
@@ -158,7 +158,7 @@ def clip(
 
 
 def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """When `count` requests are due, in seconds from 0, at `rate` a second on average; all at once for infinity.
+    """Arrival times of `count` requests in seconds from 0, at `rate` per second on average; infinity: all at once.
 
     The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below is burstier, above is
     more even (as in vLLM's serving benchmark).

@@ -60,7 +60,7 @@ def rotary_row_order(gguf_name: str, config: ModelConfig) -> npt.NDArray[np.intp
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
-    """The architecture a GGUF file states; there is no other path than the native one for these files.
+    """The architecture of a GGUF file; only the native decoder runs these files.
 
     Raises:
         CorruptModelError: a key or tensor that must be there is missing; named.
@@ -111,7 +111,7 @@ def gguf_eos_token_ids(file: GGUFFile) -> frozenset[int]:
 
 
 class _Keys:
-    """Metadata under the architecture's prefix."""
+    """Metadata keys under the architecture's prefix."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file

@@ -53,7 +53,7 @@ _REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies. `shape` is in torch's order (rows first); `type` is a gguf.GGMLQuantizationType."""
+    """The location of one tensor. `shape` is in torch's order (rows first); `type` is a gguf.GGMLQuantizationType."""
 
     name: str
     shape: tuple[int, ...]

@@ -41,7 +41,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 
 def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
-    """The same from a `config.json` that is already read; `path` is named in errors, and need not exist.
+    """The architecture from a parsed `config.json`; `path` is named in errors and need not exist.
 
     Raises:
         CorruptModelError, UnsupportedModelError: as `read_hf_config`.

@@ -1,4 +1,4 @@
-"""What an architecture looks like, independent of any file format and of torch.
+"""Model architectures, independent of any file format and of torch.
 
 The loader fills it from a Hugging Face `config.json` or from GGUF metadata; the decoder, the KV cache and the
 calculator read it.
@@ -18,7 +18,7 @@ NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeArchitecture:
-    """One row of the table of what the native decoder runs.
+    """An architecture that the native decoder runs.
 
     Attributes:
         model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
@@ -78,7 +78,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and how it is stretched beyond the trained context.
+    """Rotary position embedding (Su et al. 2021) and its scaling beyond the trained context.
 
     Attributes:
         theta: base of the frequencies.

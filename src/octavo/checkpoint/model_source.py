@@ -1,4 +1,4 @@
-"""From the name a user gives a model to files on this machine, and to what those files declare. Imports no torch."""
+"""Resolve a model's name to local files, and read what they declare. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModelFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model lies. `path` is a folder for HUGGINGFACE and a file for GGUF; `name` is what the user wrote."""
+    """The location of a model. `path` is a folder for HUGGINGFACE, a file for GGUF; `name` is what the user wrote."""
 
     name: str
     path: Path
@@ -114,7 +114,7 @@ def _download(hub_id: str) -> Path:
 
 
 def model_fingerprint(path: Path) -> str:
-    """The same for the same model files on any machine, another for other weights, without reading them whole.
+    """A fingerprint of the weights: equal for equal files on any machine, without reading them whole.
 
     Names, sizes and both ends of the configuration and weight files: a safetensors or GGUF file begins with the
     description of all its tensors and ends with weights.

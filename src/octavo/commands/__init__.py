@@ -1,4 +1,4 @@
-"""What `octavo COMMAND` can be. A new command is a module with a `COMMAND`, listed here."""
+"""The commands of `octavo`. A new command is a module with a `COMMAND`, listed here."""
 
 from __future__ import annotations
 

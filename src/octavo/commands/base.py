@@ -1,4 +1,4 @@
-"""What a command is, and how it becomes a subparser."""
+"""The definition of a command, and how it becomes a subparser."""
 
 from __future__ import annotations
 

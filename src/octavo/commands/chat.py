@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The read-answer loop. The history holds what was said; a question the engine refused is forgotten.
+    """The read-answer loop. The history holds every exchange except questions that the engine refused.
 
     Args:
         read: returns the next line, raises EOFError at the end; given whether a prompt is to be shown.
@@ -90,7 +90,7 @@ class Conversation:
         return [*system, *self._history]
 
     def loop(self) -> None:
-        """Until `/exit`, the end of the input, or Ctrl-C twice in a row at the prompt."""
+        """Run until `/exit`, the end of the input, or Ctrl-C twice in a row at the prompt."""
         interrupted = False
         while True:
             try:
@@ -135,7 +135,7 @@ class Conversation:
         self._history.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> str:
-        """Stream one answer; after Ctrl-C, what there was of it."""
+        """Stream one answer and return it; after Ctrl-C, the part that had arrived."""
         start = time.perf_counter()
         first = start
         num_tokens = 0
@@ -164,7 +164,7 @@ class Conversation:
 
 
 def _stats_line(output: RequestOutput, num_tokens: int, first_s: float, decode_s: float) -> str:
-    """The first token's wait and the pace of the others, apart: one is prefill, the other decode."""
+    """Time to first token (prefill) and the rate of the others (decode)."""
     pace = f"{(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else "no pace"
     cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
     return f"[{num_tokens} tokens, {pace}, first after {first_s:.2f} s, {cached}]"

@@ -88,7 +88,7 @@ def _answer(llm: LLM, batch: list[PromptInput], use_tqdm: bool) -> list[RequestO
 
 
 def _with_source(error: RequestError, batch: list[PromptInput]) -> RequestError:
-    """The error with the file's line in place of the batch's index, with which `LLM` begins its message."""
+    """The error with the line of the file in place of the index that begins the message of `LLM`."""
     match = re.match(r"prompt ([0-9]+): ", str(error))
     index, message = (int(match[1]), str(error)[match.end() :]) if match else (0, str(error))
     named = match or len(batch) == 1
@@ -110,7 +110,7 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
 
 
 def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str, Any]:
-    """The first completion's fields beside the request's; all of them under 'outputs' where there are several."""
+    """The request's fields with those of its completion; several completions are listed under 'outputs'."""
     result: dict[str, Any] = {"index": index, "prompt": prompt.given}
     result.update(_completion(output.outputs[0]))
     result["num_prompt_tokens"] = len(output.prompt_token_ids)

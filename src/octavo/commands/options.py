@@ -87,7 +87,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_argv(options: Mapping[str, Any]) -> list[str]:
-    """The flags that say `options` again; None, which no flag can say, is every such field's default."""
+    """Command-line flags equivalent to `options`; None has no flag and is the default wherever it is allowed."""
     argv: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
@@ -120,7 +120,7 @@ def _add_field(group: argparse._ArgumentGroup, option: Field[Any], hint: object,
 
 
 def _value_keywords(hint: object) -> dict[str, Any]:
-    """What argparse must know to read a value of the type `hint`."""
+    """The argparse keywords for a value of type `hint`."""
     members = [m for m in (get_args(hint) if _is_union(hint) else (hint,)) if m is not type(None)]
     literals = [value for m in members if get_origin(m) is Literal for value in get_args(m)]
     origins = {get_origin(m) for m in members}

@@ -15,12 +15,12 @@ from octavo.errors import ConfigError
 from octavo.planner.deployment import PlanOptions
 
 DESCRIPTION = """\
-Say what memory a model needs for a workload: weights, activations and KV cache, by the very code that allocates them.
+Compute the memory a model needs for a workload: weights, activations and KV cache, by the code that allocates them.
 With --memory, also how many sequences fit. Nothing is loaded or downloaded: a config.json, a GGUF file or the name of
 a well-known model (--list) is enough. Keys and values are counted exactly, weights to within a per cent (as they are
-in memory: GGUF files are unpacked to the dtype), activations are estimated. Byte counts are of all devices together
-unless they say otherwise. (An engine also counts with no more than the environment variable OCTAVO_MEMORY_LIMIT says,
-as 8GiB; a plan with what --memory says.)
+in memory: GGUF files are unpacked to the dtype), activations are estimated. Byte counts are totals over all devices
+unless stated otherwise. (An engine also respects the environment variable OCTAVO_MEMORY_LIMIT, such as 8GiB; a plan
+uses --memory instead.)
 """
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with a config.json, a GGUF file, or a well-known model by its name or hub id "
         f"(default: {DEFAULT_MODEL})",
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the well-known models and leave")
+    parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
     add_options(parser, "what is planned for", PlanOptions)
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people: what it is about, where the bytes go, and against which alternatives."""
+    """The report as text: the workload, its memory by item, and the alternatives."""
     yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters"
     devices = report["tensor_parallel_size"]
     yield (
@@ -137,7 +137,7 @@ def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Groups that are alike in one: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
+    """Layer groups, equal ones combined: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
     names = [
         f"{group['layers']} " + ("full" if (w := group["sliding_window"]) is None else f"sliding {w:,}")
         for group in groups
@@ -146,7 +146,7 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _swap(report: Mapping[str, Any]) -> str:
-    """Host memory for swapped blocks: whether it is the device's own, and needed or only taken where it is left."""
+    """Swap space as text: whether it is the device's own memory, and required or only taken if available."""
     size = report["swap_bytes"]
     if not size:
         return "none"

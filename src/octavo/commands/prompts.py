@@ -1,4 +1,4 @@
-"""What `octavo generate` is asked: prompts from arguments, from lines of text, from JSON lines."""
+"""The input of `octavo generate`: prompts from arguments, lines of text or JSON lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptInput:
 
     @property
     def engine_prompt(self) -> dict[str, Any]:
-        """The prompt as `LLM.generate` takes it."""
+        """The prompt in the form that `LLM.generate` takes."""
         return {"prompt" if isinstance(self.given, str) else "prompt_token_ids": self.given}
 
 
@@ -42,7 +42,7 @@ def prompts_from_arguments(texts: Sequence[str], options: Mapping[str, Any]) -> 
 
 
 def read_prompts(path: str, options: Mapping[str, Any]) -> list[PromptInput]:
-    """The prompts of a text or JSONL file, '-' being stdin; `options` hold where a line says nothing else.
+    """The prompts of a text or JSONL file ('-' is stdin); `options` are the defaults that a line may override.
 
     Stdin has no name to tell its form, so it is JSONL if its first line is a JSON object. Empty lines are skipped.
 

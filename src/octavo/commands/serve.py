@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def share_pins(config: EngineConfig, server: ServerConfig) -> EngineConfig:
-    """Where several tenants may pin, none may take the whole budget, unless that was asked for."""
+    """With several tenants, limit each to half the pin budget, unless a share was configured."""
     if config.pin_tenant_share is None and len({client.tenant for client in client_keys(server).values()}) > 1:
         return config.replace(pin_tenant_share=PIN_SHARE_OF_SEVERAL)
     return config

@@ -146,13 +146,13 @@ class EngineCore:
         return found
 
     def unpin(self, pin_id: str) -> bool:
-        """Let a pin go before its time; False where there is none of that id."""
+        """Remove a pin before it expires; False if there is none with that id."""
         found = self.scheduler.kv.pins.unpin(pin_id)
         self._recorder.on_changed()
         return found
 
     def reset_prefix_cache(self) -> int:
-        """Give up every cached block; returns how many there were."""
+        """Evict every cached block that is not pinned; returns how many."""
         count = self.scheduler.kv.reset_prefix_cache()
         self._recorder.on_changed()
         return count

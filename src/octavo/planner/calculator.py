@@ -1,4 +1,4 @@
-"""The arithmetic of memory that the engine allocates by and `octavo plan` answers from.
+"""The memory arithmetic shared by the engine's allocation and `octavo plan`.
 
 available  | weights | activations | KV cache: the null block, then blocks for sequences | swap space | unused |
 
@@ -39,13 +39,13 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How a device's memory divides, in bytes.
+    """How a device's memory is divided, in bytes.
 
     Attributes:
         available: what weights, activations and cache may take together.
         cache_share: most of what the weights leave that the cache takes by itself: below 1 on a CPU, whose memory
             others use too.
-        swap: asked for in so many words, hence set aside first; what is taken by default comes last instead.
+        swap: explicitly requested swap space, reserved first; default swap space comes last instead.
     """
 
     available: int
@@ -56,7 +56,7 @@ class MemoryBudget:
 
     @property
     def left(self) -> int:
-        """What weights, activations and swap leave; negative where they do not fit."""
+        """Bytes left by weights, activations and swap; negative where they do not fit."""
         return self.available - self.weights - self.activations - self.swap
 
     @property
@@ -72,7 +72,7 @@ def block_tokens(block_size: int | str, max_model_len: int) -> int:
 
 
 def smallest_pool(spec: KVCacheSpec) -> PoolSize:
-    """The null block and one block in each group: the least that can serve a token."""
+    """The smallest pool that can serve a token: the null block and one block in each group."""
     num_blocks = 1 + len(spec.groups)
     return PoolSize(num_blocks, num_blocks * spec.block_bytes)
 
@@ -122,7 +122,7 @@ def weight_bytes(shape: ModelShape, dtype: str, *, tied_head_copied: bool) -> in
 
 
 def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: int) -> int:
-    """An estimate of the most that one step's tensors take at once, weights and cache aside.
+    """Estimated peak bytes of one step's tensors, besides weights and cache.
 
     The larger of a layer and the head, for the most tokens and rows of a step:
 
@@ -146,13 +146,13 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
 
 
 def without_windows(layers: Sequence[LayerKVSpec]) -> tuple[LayerKVSpec, ...]:
-    """The same layers if all of them kept every token."""
+    """The same layers with full attention in place of sliding windows."""
     return tuple(replace(layer, sliding_window=None) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """What the cache of one sequence takes on one device, in blocks of `spec`.
+    """The KV cache of one sequence on one device, in blocks of `spec`.
 
     Attributes:
         num_tokens: prompt and output.
@@ -182,13 +182,13 @@ class SequenceCost:
 
     @property
     def waste(self) -> float:
-        """Share of its blocks that hold no key or value it will read again, 0 to 1."""
+        """The share of the sequence's block slots that hold no key or value it will read again, 0 to 1."""
         return 1.0 - self.needed_bytes / self.num_bytes
 
     def blocks_for(self, concurrency: int) -> int:
-        """Blocks of `concurrency` such sequences at once, one of them in the middle of its prompt."""
+        """Blocks for `concurrency` such sequences at once, one of them in the middle of its prompt."""
         return concurrency * self.blocks + self.prefill_blocks - self.blocks
 
     def sequences_in(self, usable_blocks: int) -> int:
-        """How many such sequences `usable_blocks` hold at once."""
+        """The number of such sequences that fit in `usable_blocks`."""
         return max(0, (usable_blocks - (self.prefill_blocks - self.blocks)) // self.blocks)

@@ -1,4 +1,4 @@
-"""What `octavo plan` is asked and what it answers: one model, one workload, one kind of device."""
+"""The question and the answer of `octavo plan`: one model, one workload, one kind of device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULT_MAX_NUM_SEQS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of `octavo plan`; those that `octavo serve` has too mean the same there."""
+    """The options of `octavo plan`; those shared with `octavo serve` mean the same there."""
 
     context: int | None = option(None, "tokens of one sequence, prompt and output; default: max_model_len")
     concurrency: int | None = option(
@@ -110,7 +110,7 @@ class Deployment:
 
     @property
     def shape(self) -> ModelShape:
-        """What one device holds of the model."""
+        """The part of the model on one device."""
         return divide(self.model, self.options.tensor_parallel_size)
 
     @property
@@ -153,7 +153,7 @@ class Deployment:
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """How the memory of one device divides, or None where none is given."""
+        """How the memory of one device is divided, or None where no memory is given."""
         memory = self.options.memory
         if not isinstance(memory, int):
             return None
@@ -163,13 +163,13 @@ class Deployment:
 
     @property
     def _swap_set_aside(self) -> int:
-        """Of the device's own memory: what was asked for in so many words, where it is the host's too."""
+        """The part of the device's memory reserved for swapping: what is explicitly requested, on a CPU."""
         space = self.options.swap_space
         return swap_bytes(self.spec, space, 0) if self.options.device == "cpu" and isinstance(space, int) else 0
 
     @property
     def swap_bytes(self) -> int:
-        """Host memory of the engine for swapped blocks, in whole ones; on a CPU by default no more than is left."""
+        """Host memory for swapped blocks, in whole blocks; on a CPU, by default no more than is left."""
         space, left = self.options.swap_space, DEFAULT_SWAP_SPACE
         if self.options.device == "cpu" and self.budget is not None:
             pool = self.pool() if self.sequences_that_fit(self.cost) else None
@@ -178,7 +178,7 @@ class Deployment:
 
     @property
     def cache_bytes(self) -> int | None:
-        """Memory for the cache, or None where the options give neither it nor the device's."""
+        """Bytes for the KV cache, or None where the options give neither these nor the device's memory."""
         if isinstance(self.options.kv_cache_memory, int):
             return self.options.kv_cache_memory
         return None if self.budget is None else self.budget.for_cache
@@ -190,7 +190,7 @@ class Deployment:
         return max(1, self.sequences_that_fit(self.cost))
 
     def sequences_that_fit(self, cost: SequenceCost) -> int:
-        """How many sequences of `context` tokens the cache's memory holds in blocks of `cost.spec`, 0 without any."""
+        """How many sequences of `context` tokens fit in the cache's memory; 0 where no memory is given."""
         return cost.sequences_in((self.cache_bytes or 0) // cost.spec.block_bytes - 1)
 
     def pool(self) -> PoolSize | None:
@@ -210,9 +210,9 @@ class Deployment:
         )
 
     def report(self) -> dict[str, Any]:
-        """The answer as `octavo plan --json` prints it; byte counts are of all devices together where nothing is said.
+        """The answer as `octavo plan --json` prints it; byte counts are totals over all devices.
 
-        Keys that end in `_per_device` are of one of them.
+        Keys that end in `_per_device` count one device.
         """
         devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
         concurrency = self.concurrency
@@ -275,7 +275,7 @@ class Deployment:
         return figures
 
     def _contiguous(self, concurrency: int) -> Mapping[str, Any]:
-        """What an allocator takes that reserves max_model_len tokens for each sequence: `--block-size max`."""
+        """The memory of a contiguous allocator, with max_model_len tokens reserved per sequence: `--block-size max`."""
         devices, cost = self.options.tensor_parallel_size, self._cost(self._spec(self.kv_dtype, "max"))
         figures: dict[str, Any] = {
             "kv_bytes_per_sequence": devices * cost.num_bytes,
@@ -287,7 +287,7 @@ class Deployment:
         return figures
 
     def _sliding_window(self) -> Mapping[str, Any] | None:
-        """What windows save against the same layers keeping every token; None where no layer has one."""
+        """Memory saved by sliding windows, compared with full attention; None where no layer has a window."""
         layers = self.shape.kv_layers
         windows = sorted({layer.sliding_window for layer in layers if layer.sliding_window is not None})
         if not windows:
@@ -320,7 +320,7 @@ class Deployment:
         return figures
 
     def _smallest_group(self) -> int | None:
-        """How many such devices hold the workload, or None where not even as many as the model can be divided among."""
+        """The fewest such devices that hold the workload, or None where no possible number does."""
         for size in possible_groups(self.model):
             options = replace(self.options, concurrency=self.concurrency, tensor_parallel_size=size)
             group = Deployment(self.model, options)

@@ -1,4 +1,4 @@
-"""Well-known models by name, as far as their memory goes: what their `config.json` on the Hugging Face hub states.
+"""The memory-related configuration of well-known models, from their `config.json` on the Hugging Face hub.
 
 Sources: the configurations published with the weights. Their parameters, counted from these rows, equal those the
 hub reports for the published weights (`tests/planner/test_known_models.py`).

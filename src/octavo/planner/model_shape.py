@@ -1,4 +1,4 @@
-"""What a model's architecture means for memory: keys and values per layer, parameters, width of a step.
+"""A model's architecture as far as memory goes: keys and values per layer, parameters, activation widths.
 
 The native families are counted exactly from their ModelConfig; some families that run through transformers are counted
 from their `config.json`, by the rules of transformers' own classes of the same name.
@@ -18,7 +18,7 @@ from octavo.kvcache.spec import LayerKVSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """Parameters by what becomes of them when several devices share the model.
+    """Parameter counts by how tensor parallelism divides them.
 
     Attributes:
         embedding: the token embedding, vocab_size × hidden_size; divided by rows of the vocabulary.
@@ -154,7 +154,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
 
 
 def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> ModelShape:
-    """The shape of a model of any architecture whose number of parameters its files tell.
+    """The shape of a model of any architecture, from the number of parameters in its files.
 
     All are taken for matrices that can be divided; what layers keep is as far known as `config` spells it out.
     """
@@ -179,13 +179,13 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
 
 
 def possible_groups(shape: ModelShape) -> list[int]:
-    """How many devices can share the model: its query heads divide among them, and its KV heads, or the other way."""
+    """Numbers of devices that can share the model: query heads divide evenly, KV heads divide or are replicated."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
 def divide(shape: ModelShape, num_devices: int) -> ModelShape:
-    """What one of `num_devices` holds under tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3).
+    """The part of one of `num_devices` under tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3).
 
     Heads are divided; where there are more devices than KV heads, each KV head is kept by several of them.
 
@@ -255,7 +255,7 @@ class _Counter:
         return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
 
     def active_inner_size(self) -> int:
-        """Intermediate elements of one token: those of a dense MLP, or of the experts that it visits."""
+        """Intermediate elements per token: of a dense MLP, or of the experts that the token is routed to."""
         dense = self._config.intermediate_size
         if not self.family.expert_width:
             return dense
@@ -313,7 +313,7 @@ class _Counter:
         return self._fields.size(key)
 
     def _experts_inner_size(self, num_experts: int) -> int:
-        """Intermediate elements of so many experts, and of those that every token visits."""
+        """Intermediate elements of `num_experts` routed experts and of the shared ones."""
         shared = self._fields.size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
         return (num_experts + shared) * self._fields.size(self.family.expert_width)
 

@@ -1,4 +1,4 @@
-"""From the name of a model to its shape: files on this machine, the table of well-known models, the hub's cache."""
+"""Find a model's shape by its name: in local files, the table of well-known models, or the hub's cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_HEADER = 100_000_000  # the safetensors format's own limit
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape of a model by what a user calls it. Nothing is downloaded.
+    """The shape of the model that a user names. Nothing is downloaded.
 
     A folder (whose `config.json` alone is enough for the counted architectures), a GGUF file, 'smollm2', the name of
     a well-known model or its hub id, or a hub id that is in the hub's cache.

@@ -1,4 +1,4 @@
-"""Whether an engine's options fit its device's memory, and what would fit if they do not."""
+"""Check that an engine's options fit its device's memory, and suggest ones that do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST_MODEL_LEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSizing:
-    """How an engine with these options divides its device's memory.
+    """How an engine divides its device's memory under its options.
 
     Attributes:
         shape: of the model; `kv_layers` are replaced by the loaded model's own, where those are known.
@@ -112,7 +112,7 @@ class StartSizing:
         return pool
 
     def num_host_blocks(self, pool: PoolSize) -> int:
-        """Blocks of host memory to allocate beside that pool, for swapped sequences.
+        """The number of host-memory blocks to allocate for swapped sequences.
 
         Raises:
             ConfigError: the host has less than the swap space asked for; with a command that would start.
@@ -130,7 +130,7 @@ class StartSizing:
         return swap_bytes(self.spec, wanted, left) // self.spec.block_bytes
 
     def warn_if_swap_is_short(self, num_host_blocks: int) -> None:
-        """Tell where less host memory is taken for swapping than was asked for, or than is taken by default."""
+        """Warn if the swap space is smaller than requested, or than the default."""
         if self.config.preemption_mode == "recompute" or self.config.swap_space == 0:
             return
         size = num_host_blocks * self.spec.block_bytes
@@ -150,14 +150,14 @@ class StartSizing:
 
     @property
     def _wanted_swap(self) -> int | None:
-        """Bytes asked for in so many words, in whole blocks; None: as many as are left, up to the default."""
+        """Explicitly requested bytes, in whole blocks; None: as many as are left, up to the default."""
         if self.config.preemption_mode == "recompute":
             return 0
         space = self.config.swap_space
         return swap_bytes(self.spec, space, 0) if isinstance(space, int) else None
 
     def warn_if_short(self, pool: PoolSize) -> None:
-        """Tell where no sequence can reach max_model_len, because the pool ends before."""
+        """Warn if the pool is too small for a sequence of max_model_len tokens."""
         if (longest := self._longest(pool)) < self.max_model_len:
             logger.warning(
                 "the KV cache of %d blocks (%s) holds a sequence of at most %d tokens, not of max_model_len (%d): "
@@ -170,7 +170,7 @@ class StartSizing:
             )
 
     def _longest(self, pool: PoolSize) -> int:
-        """The longest sequence the pool holds, up to max_model_len."""
+        """The longest sequence that the pool can hold, up to max_model_len."""
         spec, step = self.spec, self.config.max_num_batched_tokens
         low, high = 0, self.max_model_len
         while low < high:
@@ -209,7 +209,7 @@ class StartSizing:
         )
 
     def _with_less_swap(self) -> EngineConfig | None:
-        """The same options with as much swap space as fits, where that alone helps."""
+        """The options with as much swap space as fits, if that change suffices."""
         if not self._wanted_swap:
             return None
         without = replace(self, config=self.config.replace(swap_space=None))
@@ -232,7 +232,7 @@ class StartSizing:
         )
 
     def _smaller(self) -> Iterator[EngineConfig]:
-        """Options that need less and less: after as many halvings, those first that keep the longest sequences."""
+        """Options in order of falling memory; among equal numbers of halvings, the longest sequences first."""
         # The cache's and the swap space's size are left to what there is.
         config = self.config.replace(kv_cache_memory=None, num_blocks=None, swap_space=None)
         steps = _halvings(config.max_num_batched_tokens, _LEAST_STEP)
@@ -249,7 +249,7 @@ class StartSizing:
 
 
 def _halvings(value: int, least: int) -> list[int]:
-    """value, value / 2, … down to `least`; the value alone where it is below that."""
+    """value, value / 2, … down to `least`; only the value where it is below that."""
     values = [value]
     while values[-1] > least:
         values.append(max(least, values[-1] // 2))
@@ -257,7 +257,7 @@ def _halvings(value: int, least: int) -> list[int]:
 
 
 def serve_command(config: EngineConfig) -> str:
-    """The `octavo serve` command line that says `config`, with what is default left unsaid."""
+    """The `octavo serve` command line for `config`, with default options omitted."""
     argv = ["octavo", "serve", config.model]
     defaults = EngineConfig()
     for option in fields(config):

@@ -1,4 +1,4 @@
-"""Chat templates: messages in, one prompt string out, rendered as transformers renders them.
+"""Render chat templates as transformers does: messages in, one prompt string out.
 
 Templates come with models, so they run in jinja2's sandbox. What a template may use beyond jinja itself is what
 transformers offers (utils/chat_template_utils.py): `raise_exception`, `strftime_now`, a `tojson` that escapes
@@ -93,7 +93,7 @@ def _text(content: Any, index: int) -> str:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Lets `{% generation %}…{% endgeneration %}` through as if the tags were not there."""
+    """Ignores the tags `{% generation %}` and `{% endgeneration %}`, and keeps what they enclose."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Text of a growing sequence of tokens, without decoding it all again for each token."""
+"""Incremental detokenization: the text of a growing sequence without decoding it again for each token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenizerDecoder(Protocol):
 
 
 class TokenDecoder:
-    """Text of tokens as the continuation of a prompt, never half a character.
+    """Decodes tokens that continue a prompt; never returns half a character.
 
         context (its text was given out)      pending (some of it may have been)
         ┌────────────────────────────────┐┌──────────────────┐
@@ -70,7 +70,7 @@ class TokenDecoder:
         return self._commit(window)
 
     def flush(self) -> str:
-        """The rest, once no token follows."""
+        """The remaining text, once no token follows."""
         if not self._pending:
             return ""
         return self._commit(self._decode(self._context + self._pending))
@@ -152,7 +152,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 class IncrementalDetokenizer:
-    """What a client may see of a sequence: whole characters, and no part of a stop string that ends it.
+    """The text of a sequence that a client may see: whole characters, and no part of a stop string that ends it.
 
     Attributes:
         num_tokens: output tokens taken in; after a match, up to and with the one that completed it.
@@ -171,7 +171,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text emitted so far."""
         return "".join(self._text)
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TokenType(IntEnum):
-    """What llama.cpp's `tokenizer.ggml.token_type` says of a token."""
+    """The token types of llama.cpp's `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -33,7 +33,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How text is cut before merging.
+    """How text is split before merging.
 
     Attributes:
         pattern: what one piece is; None: GPT-2's pattern, which `tokenizers` has built in.

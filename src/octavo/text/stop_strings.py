@@ -1,4 +1,4 @@
-"""Finds stop strings in text that comes in pieces, and holds back what may still become one."""
+"""Finds stop strings in streamed text, and holds back what may still become one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Lets text through except what ends in a beginning of a stop string.
+    """Passes text through, but holds back an end that may be the beginning of a stop string.
 
     Characters are looked at one by one, so neither where tokens begin and end nor how they are grouped changes which
     stop string is found: the one that is complete first, and of several complete at once the longest.
@@ -46,7 +46,7 @@ class StopStringMatcher:
         return pending[:safe]
 
     def flush(self) -> str:
-        """What is held back, once nothing follows that could complete it."""
+        """The text held back, once nothing follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -136,12 +136,12 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def id_to_token(self, token_id: int) -> str | None:
-        """How the vocabulary spells a token ("Ġthe", "▁the"), or None: no such id."""
+        """The vocabulary entry of a token ("Ġthe", "▁the"), or None if there is no such id."""
         token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes one token stands for, which may be part of a character; b"" for no such id."""
+        """The UTF-8 bytes of one token, possibly part of a character; b"" if there is no such id."""
         token = self.id_to_token(token_id)
         if token is None:
             return b""
@@ -260,7 +260,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    """The steps that turn tokens back into text, by their names in tokenizer.json."""
+    """The decoding steps, by their names in tokenizer.json."""
     if backend.decoder is None:
         return frozenset()
     state = json.loads(backend.decoder.__getstate__())

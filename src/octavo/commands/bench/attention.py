@@ -1,4 +1,4 @@
-"""`octavo bench attention`: blocks against contiguous memory, the same kernel, the same lengths."""
+"""`octavo bench attention`: paged against contiguous memory, with the same kernel at the same lengths."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decode-tokens", type=positive, default=16384, metavar="N", help="context of all sequences in decode (16384)"
     )
     parser.add_argument("--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefill (2048)")
-    parser.add_argument("--working-set-mib", type=positive, default=256, metavar="N", help="gone round (256: DRAM)")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="spent on each figure (1)")
-    parser.add_argument("--num-threads", type=positive, metavar="N", help="(default: the cores there are)")
+    parser.add_argument(
+        "--working-set-mib", type=positive, default=256, metavar="N", help="working set cycled through (256: DRAM)"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (1)")
+    parser.add_argument("--num-threads", type=positive, metavar="N", help="(default: all cores)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
 
 

@@ -1,4 +1,4 @@
-"""`octavo bench latency`: how long one batch takes, prefill and each decode step."""
+"""`octavo bench latency`: the latency of one batch, its prefill and each decode step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--output-len", default="128", metavar="LENGTHS", help="output tokens (default: %(default)s)")
     group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
-    group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="passes before them (default: 1)")
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths and tokens")
-    group.add_argument("--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="ids below it")
+    group.add_argument(
+        "--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes (default: 1)"
+    )
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens")
+    group.add_argument(
+        "--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="token ids are below this"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
     add_engine_options(parser, positional_model=True)
 

@@ -1,4 +1,4 @@
-"""`octavo bench limits`: what this machine can do at most."""
+"""`octavo bench limits`: the hardware limits of this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from octavo.commands.bench.workload_options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-threads", type=positive, metavar="N", help="beside 1 (default: the cores there are)")
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="spent on each way of each (0.5)")
-    parser.add_argument("--dram-mib", type=positive, default=256, metavar="N", help="read as DRAM (default: 256)")
-    parser.add_argument("--cache-mib", type=positive, default=4, metavar="N", help="read as cache (default: 4)")
+    parser.add_argument(
+        "--num-threads", type=positive, metavar="N", help="threads to compare with 1 (default: all cores)"
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement (0.5)")
+    parser.add_argument(
+        "--dram-mib", type=positive, default=256, metavar="N", help="buffer to read from DRAM (default: 256)"
+    )
+    parser.add_argument(
+        "--cache-mib", type=positive, default=4, metavar="N", help="buffer to read from cache (default: 4)"
+    )
     parser.add_argument("--product", type=positive, default=2048, metavar="N", help="N x N matrices (default: 2048)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
 

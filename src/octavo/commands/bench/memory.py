@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none beside --trace)",
     )
     group.add_argument(
-        "--trace", action="append", metavar="FILE", help="also a trace's lengths, scaled to max_model_len; repeatable"
+        "--trace",
+        action="append",
+        metavar="FILE",
+        help="also the lengths of a trace, scaled to max_model_len; repeatable",
     )
     group.add_argument(
         "--num-prompts", type=positive, metavar="N", help="first requests of each trace (64; with --simulate 512)"
@@ -46,19 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-scale-lengths", type=float, metavar="X", help="(default: 99 of 100 requests fit max_model_len uncut)"
     )
     group.add_argument(
-        "--samples", type=positives, default="2,4,8", metavar="N,…", help="parallel samples to share for (2,4,8)"
+        "--samples",
+        type=positives,
+        default="2,4,8",
+        metavar="N,…",
+        help="numbers of parallel samples to compare (2,4,8)",
     )
     group.add_argument(
         "--sharing",
         action=argparse.BooleanOptionalAction,
-        help="also what parallel samples and a common prefix save (default: with --simulate)",
+        help="also measure what parallel samples and a common prefix save (default: with --simulate)",
     )
-    group.add_argument("--runs", type=positive, default=1, metavar="N", help="median of N, block sizes in turns (1)")
+    group.add_argument(
+        "--runs", type=positive, default=1, metavar="N", help="report the median of N runs, block sizes interleaved (1)"
+    )
     group.add_argument("--gb-s", type=float, default=20.0, metavar="X", help="simulated memory, GB/s (default: 20)")
     group.add_argument(
         "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic, GFLOP/s (default: 400)"
     )
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths and tokens")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens")
     group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
     add_engine_options(parser, positional_model=True)

@@ -1,4 +1,4 @@
-"""The run of `octavo bench memory`, apart from its options so that `--help` imports little."""
+"""The implementation of `octavo bench memory`, apart from its options so that `--help` imports little."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """One comparison: the budget, and how an engine of one block size is made."""
+    """One comparison: the budget, and a factory of engines by block size."""
 
     budget: CacheBudget
     options: dict[str, Any]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
     )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests under way at once")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests in flight at once")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="per request (default: 600)")
     group.add_argument(
         "--return-token-ids",
@@ -50,5 +50,5 @@ COMMAND = Command(
     "latency and throughput of a server under load",
     add_arguments,
     run,
-    "Send streaming completions when they are due, whatever became of those before, and report what came back.",
+    "Send streaming completions at their scheduled times (open loop) and report latency and throughput.",
 )

@@ -1,4 +1,4 @@
-"""The run of `octavo bench serve`, apart from its options: asyncio and the client are imported only when it runs."""
+"""The implementation of `octavo bench serve`, apart from its options so that `--help` imports little."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _server(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[tuple[RunningServer, bool]]:
-    """The server to measure, and whether it was started for that."""
+    """The server to measure, and whether this command started it."""
     if args.base_url is not None:
         url = args.base_url.rstrip("/").removesuffix("/v1")
         yield RunningServer(url, 0.0), False
@@ -95,7 +95,7 @@ def _served_model(base_url: str, api_key: str | None) -> tuple[str, int | None]:
 
 
 def _arrivals(args: argparse.Namespace, work: Workload) -> tuple[list[float], str]:
-    """When each request is due, and how the report calls that."""
+    """The arrival time of each request, and its description for the report."""
     if args.request_rate is None and work.trace_arrivals is not None:
         return work.trace_arrivals, "trace"
     rate = math.inf if args.request_rate is None else args.request_rate

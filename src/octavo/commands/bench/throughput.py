@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: how much one engine gets done when everything is there at once."""
+"""`octavo bench throughput`: offline throughput, with all requests queued at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that say what a benchmark asks for, and the requests made from them."""
+"""The workload options of the benchmarks, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a benchmark and what they are called in its report."""
+    """The requests of a benchmark and their name in its report."""
 
     name: str
     requests: list[BenchRequest]
@@ -44,7 +44,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         help="a trace (Mooncake JSONL, Azure CSV, VTC CSV) or a workload as JSON; its format is read from its content",
     )
     group.add_argument(
-        "--num-prompts", type=positive, metavar="N", help=f"that many requests (default of {RANDOM}: 64)"
+        "--num-prompts", type=positive, metavar="N", help=f"number of requests (default for {RANDOM}: 64)"
     )
     group.add_argument(
         "--input-len",
@@ -56,14 +56,22 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         "--output-len", default="128", metavar="LENGTHS", help=f"output tokens of {RANDOM} (default: %(default)s)"
     )
     group.add_argument(
-        "--trace-scale-lengths", type=float, default=1.0, metavar="X", help="times all lengths of a trace (default: 1)"
+        "--trace-scale-lengths",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor on all lengths of a trace (default: 1)",
     )
     group.add_argument(
-        "--time-scale", type=float, default=1.0, metavar="X", help="times a trace's arrival times; 0.5 is twice as fast"
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor on a trace's arrival times; 0.5 is twice as fast",
     )
-    group.add_argument("--max-input-len", type=positive, metavar="N", help="cut prompts to this")
-    group.add_argument("--max-output-len", type=positive, metavar="N", help="cut outputs to this")
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="of lengths, tokens and arrivals")
+    group.add_argument("--max-input-len", type=positive, metavar="N", help="truncate prompts to this")
+    group.add_argument("--max-output-len", type=positive, metavar="N", help="truncate outputs to this")
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths, tokens and arrivals")
     group.add_argument(
         "--token-id-end",
         type=positive,
@@ -90,7 +98,7 @@ def load_requests(args: argparse.Namespace) -> Workload:
 
 
 def clip_to_model(work: Workload, max_model_len: int | None) -> Workload:
-    """The same, cut to what the model takes."""
+    """The workload truncated to what the model takes."""
     requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len)
     return Workload(work.name, requests, max(work.num_clipped, num_clipped))
 
