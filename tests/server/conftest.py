@@ -61,7 +61,7 @@ def running_server(engine: Any, **options: Any) -> Iterator[Running]:
     config = ServerConfig(port=0, **options)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    in_flight = InFlight()
+    in_flight = InFlight(config.request_timeout)
     server = Server(create_app(engine, config, in_flight), config, in_flight, engine.model_name)
 
     async def run() -> None:

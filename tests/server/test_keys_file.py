@@ -99,6 +99,10 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["s"]\ncache_group = ""', "tenants.a.cache_group must be"),
         ('[tenants.a]\nkeys = ["s"]\npriority = [3, 1]', "tenants.a.priority must be a range"),
         ('[tenants.a]\nkeys = ["s"]\npriority = [true, 1]', "tenants.a.priority must be a range"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 0', "tenants.a.max_concurrency must be positive, got 0"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 1.5', "tenants.a.max_concurrency must be an integer, got 1.5"),
+        ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a.tokens_per_minute must be a number"),
+        ('[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf', "tenants.a.requests_per_minute must be positive"),
         ("[tenants.a\nkeys = 'secret'", "is no TOML"),
     ],
 )

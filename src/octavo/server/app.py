@@ -38,6 +38,7 @@ from octavo.server.protocol import (
     check_token_ids,
     parse_body,
 )
+from octavo.server.quota import Metered, Quotas, charge_of
 
 # Of a damaged cache's audit, which may name every block.
 _MAX_HEALTH_DETAIL = 1000
@@ -61,7 +62,7 @@ def create_app(
     config = ServerConfig() if config is None else config
     access = Access(config) if access is None else access
     # Not `in_flight or …`: one that holds nothing yet is false.
-    api = Api(engine, config, InFlight() if in_flight is None else in_flight, access)
+    api = Api(engine, config, InFlight(config.request_timeout) if in_flight is None else in_flight, access)
     middleware = [Middleware(LastResort)]
     if config.allowed_origins:
         middleware.append(_cors(config))
@@ -69,6 +70,7 @@ def create_app(
         middleware.append(Middleware(RequireApiKey, keys=access.clients))
     else:
         middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
+    middleware.append(Middleware(Metered, quotas=api.quotas))
     app = Starlette(
         routes=[Route(path, handler, methods=[method]) for method, path, handler in api.routes()],
         exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
@@ -105,6 +107,7 @@ class Api:
         self._completions = Completions(engine, texts)
         self._chat = ChatCompletions(engine, texts)
         self._admin = AdminAccess(access.admins)
+        self.quotas = Quotas()
         self._metrics: Any = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -130,6 +133,7 @@ class Api:
     async def create_completion(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
         answer = await self._completions.prepare(body, self._served_name(body.model), client_of(request.scope))
+        charge_of(request.scope).begin(answer.usage)
         if body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))
@@ -137,6 +141,7 @@ class Api:
     async def create_chat_completion(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
         answer = await self._chat.prepare(body, self._served_name(body.model), client_of(request.scope))
+        charge_of(request.scope).begin(answer.usage)
         if body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))

@@ -43,7 +43,7 @@ class RequireApiKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_guarded(scope["path"]):
+        if scope["type"] == "http" and is_guarded(scope["path"]):
             try:
                 client = authenticated(self._keys, scope)
             except ApiError as error:
@@ -96,7 +96,8 @@ def incorrect_key() -> ApiError:
     return _unauthorized("Incorrect API key provided.")
 
 
-def _is_guarded(path: str) -> bool:
+def is_guarded(path: str) -> bool:
+    """Whether a path makes the server work for a client, or tells what it serves."""
     return any(path == prefix or path.startswith(prefix + "/") for prefix in _GUARDED)
 
 

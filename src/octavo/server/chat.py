@@ -63,6 +63,11 @@ class ChatAnswer:
         self._usage = Usage(job.prompts)
         self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
 
+    @property
+    def usage(self) -> Usage:
+        """Its tokens, as far as the answer has come."""
+        return self._usage
+
     async def whole(self) -> bytes:
         """The response body."""
         (output,) = await self._job.results(self._engine)

@@ -62,6 +62,11 @@ class CompletionAnswer:
             return prompt.text
         return self._engine.tokenizer.decode(prompt.token_ids, self._job.params.skip_special_tokens)
 
+    @property
+    def usage(self) -> Usage:
+        """Its tokens, as far as the answer has come."""
+        return self._usage
+
     async def whole(self) -> bytes:
         """The response body."""
         choices: list[dict[str, Any]] = []

@@ -63,6 +63,9 @@ class ServerConfig:
     write_timeout: float = option(
         30.0, "seconds for which a client may read nothing of an answer before its connection is cut"
     )
+    request_timeout: float | None = option(
+        None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
     )
@@ -88,6 +91,8 @@ class ServerConfig:
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
             if not 0 < getattr(self, name) < inf:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if self.request_timeout is not None and not 0 < self.request_timeout < inf:
+            raise ConfigError(f"request_timeout must be a positive number of seconds, got {self.request_timeout}")
         if self.max_connections < 1:
             raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.shutdown_timeout >= 0:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.errors import ApiError, BodyTooLargeError, ShuttingDownError, to_api_error
+from octavo.server.errors import ApiError, BodyTooLargeError, RequestTimedOutError, ShuttingDownError, to_api_error
 
 # Nginx's number for a client that left. Nobody reads it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
@@ -29,9 +29,14 @@ class ClientLeftError(HTTPException):
 
 
 class InFlight:
-    """Work that is done for connected clients. Used from the event loop alone."""
+    """Work that is done for connected clients. Used from the event loop alone.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: seconds after which any work is ended; None: never.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout = timeout
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cancelled = False
 
@@ -50,6 +55,7 @@ class InFlight:
         Raises:
             ClientLeftError: the client closed the connection.
             ShuttingDownError: `cancel_all` was called.
+            RequestTimedOutError: it took longer than the timeout.
         """
         task = asyncio.ensure_future(work)
         departure = asyncio.ensure_future(_departure(receive))
@@ -57,8 +63,10 @@ class InFlight:
         if self._cancelled:
             task.cancel()
         try:
-            await asyncio.wait((task, departure), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, departure), timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
+                if self._timeout is not None and not departure.done():
+                    raise RequestTimedOutError(self._timeout)
                 raise ClientLeftError
             if task.cancelled():
                 raise ShuttingDownError

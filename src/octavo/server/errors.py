@@ -76,6 +76,14 @@ class ShuttingDownError(ApiError):
         super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="shutting_down")
 
 
+class RequestTimedOutError(ApiError):
+    """The request ran longer than the server lets any."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"The request was not finished within {seconds:g} s, the most this server allows (--request-timeout)."
+        super().__init__(HTTPStatus.GATEWAY_TIMEOUT, message, type="server_error", code="request_timeout")
+
+
 class GenerationFailedError(ApiError):
     """The model's logits for this request cannot be sampled; the engine ended it and goes on.
 

@@ -9,7 +9,7 @@
     admin = true                                 # may use /debug and what resets the cache
 
 Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range that its requests
-may give.
+may give; `requests_per_minute`, `tokens_per_minute` and `max_concurrency` limit all its keys together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MAX_KEY_LENGTH = 1024
 # Tenants' names are labels of metrics and parts of log lines.
 _NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_FIELDS = ("admin", "cache_group", "priority")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
+_FIELDS = ("admin", "cache_group", "priority", *_LIMITS)
 
 Digest = bytes
 """SHA-256 of a key."""
@@ -57,11 +58,16 @@ class Client:
         cache_group: its tenants share cached prefixes; None: this tenant shares them with nobody.
         min_priority, max_priority: what `priority` a request may give (lower is served first); None: what the server
             allows anybody. In the file `priority = [min, max]`; a tenant may not go before others unless that says so.
+        requests_per_minute, tokens_per_minute: of all its keys together, prompts and outputs; None: any number.
+        max_concurrency: requests running at once.
         admin: may use /debug and what resets the cache.
     """
 
     tenant: str = ""
     cache_group: str | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrency: int | None = None
     min_priority: int | None = 0
     max_priority: int | None = None
     admin: bool = False
@@ -216,6 +222,13 @@ def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
     group = entry.get("cache_group")
     if group is not None and not (isinstance(group, str) and _NAME.fullmatch(group)):
         raise ConfigError(f"{where}.cache_group must be 1 to 64 letters, digits or ._@:-")
+    for name in _LIMITS:
+        limit = entry.get(name)
+        whole = name == "max_concurrency"
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int if whole else (int, float))):
+            raise ConfigError(f"{where}.{name} must be {'an integer' if whole else 'a number'}, got {limit!r:.80}")
+        if limit is not None and not 0 < limit < inf:
+            raise ConfigError(f"{where}.{name} must be positive, got {limit!r:.80}")
     checked = dict(entry)
     if (bounds := checked.pop("priority", None)) is not None:
         integers = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]

@@ -87,7 +87,7 @@ async def serve_on(
     Raises:
         ConfigError: another process began to listen on the same port meanwhile.
     """
-    in_flight = InFlight()
+    in_flight = InFlight(config.request_timeout)
     access = Access(config) if access is None else access
     server = Server(create_app(engine, config, in_flight, access), config, in_flight, engine.model_name)
     # Without a file to reread, a hangup ends the process, as ever.

@@ -1,0 +1,208 @@
+"""What each tenant may use: requests and tokens per minute, and requests at once.
+
+A rate is a token bucket: it holds a minute's worth and fills evenly. Tokens are charged when they are known, a prompt's
+before it is queued and an output's when its request ends, and may run the bucket into debt: the next request is refused
+until that is paid. So no request is too large to be served, and in the long run no tenant gets more than its rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.auth import client_of, is_guarded
+from octavo.server.errors import ApiError
+from octavo.server.keys import Client
+
+# Tenants whose use is shown by name; a file that is reread again and again may name more.
+MAX_SHOWN_TENANTS = 256
+OTHERS = "other"
+
+
+class RateLimitError(ApiError):
+    """The tenant is over one of its rates, or has as many requests running as it may."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            message,
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": str(max(1, math.ceil(retry_after)))},
+        )
+
+
+class Bucket:
+    """A token bucket: at most one minute's worth, filled evenly; it may be in debt."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._at = now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """How long until it holds `amount`, or all that it can hold; 0 where it does."""
+        self._fill(now)
+        return max(0.0, (min(amount, self.per_minute) - self._level) * 60 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        self._fill(now)
+        self._level -= amount
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has used since the start, and uses now."""
+
+    running: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: int = 0
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+
+
+class Spent(Protocol):
+    """Tokens of one response, as far as it has come."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Charge:
+    """One request of a tenant, from its header to the end of its answer."""
+
+    def __init__(self, quotas: Quotas, client: Client) -> None:
+        self._quotas = quotas
+        self._client = client
+        self._spent: Spent | None = None
+
+    def begin(self, spent: Spent) -> None:
+        """The prompt is known and goes to the engine: its tokens are charged now, the output's at the end."""
+        self._spent = spent
+        self._quotas.charge(self._client, spent.prompt_tokens, 0)
+
+    def end(self) -> None:
+        """The request is over, however it ended."""
+        if self._spent is not None:
+            self._quotas.charge(self._client, 0, self._spent.completion_tokens)
+        self._quotas.leave(self._client)
+
+
+class Quotas:
+    """The use of every tenant. Limits are read from the client that asks, so that a reread file counts at once.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[str, TenantUse] = {}
+
+    def enter(self, client: Client) -> Charge:
+        """Let a request in; it must be left by `Charge.end`.
+
+        Raises:
+            RateLimitError: the tenant is over a limit, with the number and the time after which it may ask again.
+        """
+        use = self._use(client)
+        now = self._clock()
+        try:
+            self._check(client, use, now)
+        except RateLimitError:
+            use.refused += 1
+            raise
+        use.running += 1
+        use.requests += 1
+        if (requests := self._bucket(use, "requests", client.requests_per_minute, now)) is not None:
+            requests.take(1, now)
+        return Charge(self, client)
+
+    def charge(self, client: Client, prompt_tokens: int, completion_tokens: int) -> None:
+        use, now = self._use(client), self._clock()
+        use.prompt_tokens += prompt_tokens
+        use.completion_tokens += completion_tokens
+        if (tokens := self._bucket(use, "tokens", client.tokens_per_minute, now)) is not None:
+            tokens.take(prompt_tokens + completion_tokens, now)
+
+    def leave(self, client: Client) -> None:
+        self._use(client).running -= 1
+
+    def shown(self) -> dict[str, TenantUse]:
+        """The use of each tenant by name, as many as `MAX_SHOWN_TENANTS`; the rest are added up as `OTHERS`."""
+        shown = dict(list(self._uses.items())[:MAX_SHOWN_TENANTS])
+        rest = list(self._uses.values())[MAX_SHOWN_TENANTS:]
+        if rest:
+            names = ("running", "requests", "prompt_tokens", "completion_tokens", "refused")
+            shown[OTHERS] = TenantUse(*(sum(getattr(use, name) for use in rest) for name in names))
+        return shown
+
+    def _check(self, client: Client, use: TenantUse, now: float) -> None:
+        if client.max_concurrency is not None and use.running >= client.max_concurrency:
+            message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
+            raise RateLimitError(message, 1)
+        # For one token: whoever is out of debt may ask, however much it is.
+        limits = (("requests", client.requests_per_minute, 1.0), ("tokens", client.tokens_per_minute, 1.0))
+        for what, per_minute, amount in limits:
+            bucket = self._bucket(use, what, per_minute, now)
+            if bucket is not None and (wait := bucket.seconds_until(amount, now)) > 0:
+                message = f"This API key's tenant is over its rate of {per_minute:g} {what} per minute."
+                raise RateLimitError(message, wait)
+
+    def _use(self, client: Client) -> TenantUse:
+        use = self._uses.get(client.tenant)
+        if use is None:
+            use = self._uses[client.tenant] = TenantUse()
+        return use
+
+    def _bucket(self, use: TenantUse, what: str, per_minute: float | None, now: float) -> Bucket | None:
+        if per_minute is None:
+            use.buckets.pop(what, None)
+            return None
+        bucket = use.buckets.get(what)
+        if bucket is None or bucket.per_minute != per_minute:
+            bucket = use.buckets[what] = Bucket(per_minute, now)
+        return bucket
+
+
+class Metered:
+    """Holds each request that makes the server work to its tenant's limits; leaves the `Charge` in `scope["state"]`."""
+
+    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
+        self._app = app
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not is_guarded(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            charge = self._quotas.enter(client_of(scope))
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["charge"] = charge
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            charge.end()
+
+
+def charge_of(scope: Scope) -> Charge:
+    """The charge of a request that `Metered` let in."""
+    charge = scope["state"]["charge"]
+    assert isinstance(charge, Charge)
+    return charge
