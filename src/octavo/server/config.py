@@ -10,7 +10,6 @@ from math import inf
 from octavo.config import option, parse_bytes
 from octavo.errors import ConfigError
 from octavo.server.keys import check_key
-from octavo.server.transport import ConnectionLimits
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
@@ -102,15 +101,6 @@ class ServerConfig:
     def body_limit(self) -> int:
         """`max_body_size` as a number of bytes."""
         return int(self.max_body_size)
-
-    @property
-    def connection_limits(self) -> ConnectionLimits:
-        return ConnectionLimits(
-            max_connections=self.max_connections,
-            header_timeout=self.header_timeout,
-            body_timeout=self.body_timeout,
-            write_timeout=self.write_timeout,
-        )
 
     @property
     def accepted_admin_key(self) -> str | None:

@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded_protocol(config.connection_limits, self.connections),
+                http=guarded_protocol(config, self.connections),
                 ws="none",
                 timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
                 lifespan="off",  # the engine is started and stopped by `serve_on`

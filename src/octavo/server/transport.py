@@ -19,25 +19,10 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from octavo.server.config import ServerConfig
+
 # Bytes a second that a body must come at, once its first `body_timeout` is over.
 MIN_BODY_RATE = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Times in seconds.
-
-    Attributes:
-        max_connections: open at once; more are answered with 503 and closed.
-        header_timeout: from the first wait for a request to the end of its header.
-        body_timeout: for a request's body, beside what its size takes at `MIN_BODY_RATE`.
-        write_timeout: how long a client may leave the socket's buffers full.
-    """
-
-    max_connections: int
-    header_timeout: float
-    body_timeout: float
-    write_timeout: float
 
 
 @dataclass(slots=True)
@@ -50,15 +35,19 @@ class ConnectionCounters:
     unread: int = 0
 
 
-def guarded_protocol(limits: ConnectionLimits, counters: ConnectionCounters) -> type[GuardedConnection]:
+def guarded_protocol(limits: ServerConfig, counters: ConnectionCounters) -> type[GuardedConnection]:
     """uvicorn makes its connections from a class: one that knows these limits."""
     return type("LimitedConnection", (GuardedConnection,), {"limits": limits, "counters": counters})
 
 
 class GuardedConnection(H11Protocol):
-    """One connection, with a timer for the phase it is in."""
+    """One connection, with a timer for the phase it is in.
 
-    limits: ClassVar[ConnectionLimits]
+    Attributes:
+        limits: `max_connections` and the timeouts of the phases.
+    """
+
+    limits: ClassVar[ServerConfig]
     counters: ClassVar[ConnectionCounters]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
