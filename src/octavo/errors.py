@@ -10,6 +10,7 @@ OctavoError
 │   ├── UnsupportedModelError  an architecture or tensor type Octavo cannot run
 │   └── CorruptModelError      a file that does not hold what it declares
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
+├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
 ├── CacheError             the block accounting was violated: a bug, never user input
 └── EngineDeadError        the step loop died; carries the cause
 """
@@ -79,6 +80,14 @@ class LogitsError(OctavoError):
             "model (float16 overflows where bfloat16 does not), damaged weights, or min_tokens in a tiny vocabulary"
         )
         self.request_ids = list(request_ids)
+
+
+class RequestFailedError(OctavoError):
+    """The engine ended one request because something raised while computing or reporting it, and goes on."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the engine failed on request {request_id} and ended it; its log has the details")
+        self.request_id = request_id
 
 
 class CacheError(OctavoError):

@@ -17,7 +17,7 @@ from octavo.engine.builder import build_engine
 from octavo.engine.core import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.errors import RequestError
+from octavo.errors import RequestError, RequestFailedError
 from octavo.request import PinReceipt, PinRequest, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -76,9 +76,12 @@ class LLM:
             sampling_params: one for all, or one each.
             use_tqdm: show a progress bar on standard error.
 
+        A request that fails comes back with `error` set and the finish reason "error"; the others are complete.
+
         Raises:
             RequestError: before anything is computed; where there are several prompts, the message begins
                 with the index of the one.
+            EngineDeadError: nothing can be computed any more.
         """
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
@@ -130,6 +133,8 @@ class LLM:
         ((request, text),) = self._make_requests([prompt], params)
         request.pins = (PinRequest(len(request.prompt_token_ids), float(ttl_seconds)),)
         (output,) = self._run([(request, text)], use_tqdm=False)
+        if output.error is not None:
+            raise RequestFailedError(output.request_id)
         return output.pins[0]
 
     def pins(self) -> list[PinInfo]:

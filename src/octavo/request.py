@@ -21,7 +21,7 @@ _sequence_ids = itertools.count(1)
 class FinishReason(StrEnum):
     """Why a sequence ended; "stop" and "length" are OpenAI's.
 
-    ABORT: its client gave it up. ERROR: the model gave no usable logits for it.
+    ABORT: its client gave it up. ERROR: the model gave no usable logits for it, or computing or reporting it failed.
     """
 
     STOP = "stop"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
+from octavo.request import RequestId
+from tests.engine.faults import injected
 from tests.engine.tiny_engine import MAX_MODEL_LEN, POISON, VOCAB_SIZE, break_after, poison, slow_down
 from tests.server.conftest import wait_until
 from tests.server.real_engine import MODEL, RealServer, error_of, real_server, sse_objects
@@ -276,14 +281,43 @@ class TestFailures:
             assert (response.status_code, error_of(response)["code"]) == (500, "unusable_logits")
 
     def test_the_others_in_the_batch_do_not_notice(self, faulty: RealServer) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         expected = faulty.complete([5, 6, 7], max_tokens=60)["choices"]
         with ThreadPoolExecutor(8) as callers:
             sound = [callers.submit(faulty.complete, [5, 6, 7], max_tokens=60) for _ in range(4)]
             bad = [callers.submit(faulty.post, "/v1/completions", {"prompt": [9, POISON]}) for _ in range(4)]
             assert [each.result()["choices"] for each in sound] == [expected] * 4
             assert [each.result().status_code for each in bad] == [500] * 4
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("place", ["before computing", "in its output"])
+    def test_a_failing_request_gets_an_error_with_its_id_and_the_others_their_answers(
+        self, place: str, stream: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        marker = 77
+
+        with real_server() as server:
+            expected = server.complete([5, 6, 7], max_tokens=40)["choices"]
+
+            def strikes(concerned: set[str]) -> bool:
+                requests = (server.core.scheduler.request(RequestId(name)) for name in concerned)
+                return any(request is not None and marker in request.prompt_token_ids for request in requests)
+
+            with injected(server.core, place, strikes), ThreadPoolExecutor(4) as callers:
+                sound = [callers.submit(server.complete, [5, 6, 7], max_tokens=40) for _ in range(3)]
+                body = {"prompt": [9, marker], "max_tokens": 30, "stream": stream}
+                answer = server.post("/v1/completions", body)
+                assert [each.result()["choices"] for each in sound] == [expected] * 3
+            if stream and answer.status_code == 200:
+                (event,) = (line for line in answer.text.splitlines() if '"error"' in line)
+                error = json.loads(event.removeprefix("data: "))["error"]
+            else:
+                assert answer.status_code == 500
+                error = error_of(answer)
+            assert (error["code"], error["type"]) == ("step_failed", "server_error")
+            (request_id,) = re.findall(r"cmpl-[0-9a-f]+", error["message"])
+            assert server.client.get("/health").json() == {"status": "ok"}
+            assert "octavo:failed_steps_total" in server.client.get("/metrics").text
+        assert any(request_id in record.getMessage() and record.exc_info for record in caplog.records)
 
     def test_a_dead_engine_is_told_to_whom_it_served_and_to_all_who_come(self) -> None:
         with real_server() as server:

@@ -144,6 +144,38 @@ def test_ctrl_c_while_the_model_loads_says_nothing_more(start: Callable[..., Ser
     assert "Traceback" not in errors
 
 
+# `octavo serve`, whose runner raises from its tenth step on: for good, and whatever it is asked to compute.
+BREAKING = """
+import itertools, sys
+from octavo import cli
+from octavo.runner.runner import ModelRunner
+
+steps, execute = itertools.count(), ModelRunner.execute
+
+def breaking(self, plan):
+    if next(steps) >= 10:
+        raise RuntimeError("the device is lost")
+    return execute(self, plan)
+
+ModelRunner.execute = breaking
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_process_whose_engine_is_dead_says_why_and_exits_with_an_error() -> None:
+    arguments = ["serve", str(tiny_model()), "--port", "0", "--num-blocks", "512", "--dtype", "float32"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", BREAKING, *arguments], env=ENVIRONMENT, **pipes) as process:
+        server = ServerProcess(process)
+        events = Reader(server, LONG).all()
+        _, errors = process.communicate(timeout=30)
+    assert json.loads(events[-2])["error"]["code"] == "engine_dead", "whom it served is told"
+    assert process.returncode == 1
+    assert "CRITICAL octavo.engine.async_engine: the step loop died" in errors
+    assert "RuntimeError: the device is lost" in errors
+    assert errors.splitlines()[-1] == "octavo: error: the engine died, and the server with it; the log says why"
+
+
 def missing(folder: Path) -> Path:
     return folder / "nowhere.gguf"
 

@@ -22,7 +22,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError
+from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -219,10 +219,11 @@ class AsyncEngine:
                 pass
             self.core.close()
         except Exception as error:  # whatever it is, callers must hear of it
-            logger.exception("the step loop died")
-            self._error = error
+            logger.critical("the step loop died: no request can be served any more", exc_info=error)
+            cause = error.__cause__ or error if isinstance(error, EngineDeadError) else error
+            self._error = cause
             dead = EngineDeadError(f"the engine has stopped: {error}")
-            dead.__cause__ = error
+            dead.__cause__ = cause
             self._call_in_loop(self._fail_streams, dead)
 
     def _step(self) -> bool:
@@ -262,12 +263,28 @@ class AsyncEngine:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, _Addition):
-                self.core.add(message.request, prompt=message.prompt, kind=message.kind)
+                self._add(message)
             elif isinstance(message, _Question):
                 self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
             elif (output := self.core.abort(message.request_id)) is not None:
                 aborted.append(output)
         return aborted
+
+    def _add(self, addition: _Addition) -> None:
+        request_id = addition.request.request_id
+        try:
+            self.core.add(addition.request, prompt=addition.prompt, kind=addition.kind)
+        except Exception as error:
+            logger.exception("request %s could not be queued", request_id)
+            self.core.abort(request_id)
+            failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
+            self._call_in_loop(self._refuse, (request_id, failure))
+
+    def _refuse(self, refusal: tuple[RequestId, OctavoError]) -> None:
+        request_id, error = refusal
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.put_nowait(error)
 
     def _call_in_loop(self, callback: Callable[[_T], None], argument: _T) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread

@@ -7,22 +7,39 @@ import logging
 import random
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig
+from octavo.engine.containment import Containment
 from octavo.engine.inspection import PinInfo, kv_report, list_pins
-from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
-from octavo.errors import ContextLengthError, LogitsError, RequestError
+from octavo.errors import CacheError, ContextLengthError, EngineDeadError, LogitsError, RequestError
 from octavo.observe.stats import EngineStats
-from octavo.request import DEFAULT_CONTEXT, FinishReason, Request, RequestContext, RequestId, Sequence
+from octavo.request import (
+    DEFAULT_CONTEXT,
+    CacheOutcome,
+    CacheReport,
+    FinishReason,
+    Request,
+    RequestContext,
+    RequestId,
+    Sequence,
+)
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# How often the engine tries to compute a token of its own before it takes itself for dead.
+PROBES = 3
+# Requests that a message in the log names.
+_MAX_NAMED = 20
 
 Prompt = str | Seq[int]
 
@@ -55,6 +72,7 @@ class EngineCore:
         self._recorder = StatsRecorder(self.stats, scheduler)
         self._eos_token_ids = eos_token_ids
         self._processor = OutputProcessor(tokenizer, self._finish_sequence)
+        self._containment = Containment()
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -109,6 +127,8 @@ class EngineCore:
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
         """Queue a request that `make_request` made."""
         self.scheduler.add(request)
+        if not self._containment.may_run(request.request_id):
+            self.scheduler.hold(request)
         self._processor.add(request, prompt, kind)
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -116,19 +136,61 @@ class EngineCore:
         return self._end(request_id, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns what is new, one output per request concerned."""
-        plan = self.scheduler.schedule()
-        if not plan:
-            return []
-        self._recorder.on_planned()
+        """Compute one step; returns what is new, one output per request concerned.
+
+        An exception in it ends no request but the one that causes it, with `FinishReason.ERROR`: the step is computed
+        again, and cut down where that does not help (`engine/containment.py`).
+
+        Raises:
+            EngineDeadError: nothing can be computed any more, or the block accounting is broken.
+        """
+        plan: StepPlan | None = None
         try:
+            if self._containment.advance(self._num_computed):
+                self.scheduler.restart(self._containment.may_run)
+            plan = self.scheduler.schedule()
+            if not plan:
+                return []
+            planned = self.scheduler.planned
+            self._book_admissions()
             result = self.runner.execute(plan)
         except LogitsError as error:
             return self._end_faulty(error)
-        updates = self.scheduler.update(plan, result)
+        except Exception as error:
+            # Who was admitted before it raised is no newcomer in the steps to come.
+            self._book_admissions()
+            return self._contain(plan, self.scheduler.planned, error)
+        try:
+            updates = self.scheduler.update(plan, result)
+        except Exception as error:
+            return self._contain_update(plan, planned, error)
+        return self._report(updates)
+
+    def _report(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
+        """The outputs of a step, those of requests that fail only now among them."""
+        failures = self.scheduler.take_failures()
+        if failures:
+            updates = _without(updates, failures)
         outputs = self._processor.process(updates)
-        self._recorder.on_step(updates)
+        if failed_outputs := self._processor.take_failures():
+            updates = _without(updates, failed_outputs)
+            failures += failed_outputs
+        for request, error in failures:
+            self._log_failure(error, [request.request_id], "taking in its tokens failed: it ends")
+            outputs.append(self._fail(request))
+        if failures:
+            self._audit()
+        try:
+            self._recorder.on_step(updates)
+        except Exception:
+            logger.exception("the statistics of a step are lost")
         return outputs
+
+    def _book_admissions(self) -> None:
+        try:
+            self._recorder.on_planned()
+        except Exception:
+            logger.exception("the statistics of an admission are lost")
 
     def kv_report(self) -> dict[str, Any]:
         """Who holds which bytes of the cache, and how much it helped, ready for JSON: see `engine.inspection`.
@@ -162,12 +224,111 @@ class EngineCore:
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
 
+    def _contain(self, plan: StepPlan | None, planned: list[Sequence], error: Exception) -> list[RequestOutput]:
+        """A step raised before anything was made of its result: see to it that it is tried again, or who ends."""
+        goals = self._planned_tokens(plan, planned) if plan else self._runnable_tokens()
+        if not goals:
+            raise EngineDeadError(f"a step without requests failed: {error}") from error
+        culprit = self._containment.failed(goals)
+        self._log_failure(error, list(goals), "it is tried again" if culprit is None else "it ends")
+        self._restart(error)
+        if culprit is None:
+            return []
+        self._probe(error)
+        request = self.scheduler.end_request(culprit, FinishReason.ERROR)
+        self._restart(error)
+        return [] if request is None else [self._fail(request)]
+
+    def _contain_update(self, plan: StepPlan, planned: list[Sequence], error: Exception) -> list[RequestOutput]:
+        """Taking in a result raised outside any one request: whoever was touched may have lost tokens, and ends."""
+        touched: dict[RequestId, Request] = {}
+        for seq, start in zip(planned, plan.starts, strict=True):
+            if seq.finished or seq.num_computed != start:
+                touched[seq.request.request_id] = seq.request
+        if not touched:
+            return self._contain(plan, planned, error)
+        self._log_failure(error, list(touched), "they end")
+        for request_id in touched:
+            self.scheduler.end_request(request_id, FinishReason.ERROR)
+        self.scheduler.take_failures()
+        self._restart(error)
+        return [self._fail(request) for request in touched.values()]
+
+    def _restart(self, error: Exception) -> None:
+        """Start over from the requests alone; where even that fails, nothing can be relied on."""
+        try:
+            self.scheduler.restart(self._containment.may_run)
+        except Exception as failure:
+            raise EngineDeadError(f"a step failed ({error}), and so did starting over: {failure}") from error
+        self._audit(error)
+
+    def _audit(self, error: Exception | None = None) -> None:
+        try:
+            self.scheduler.kv.audit()
+        except CacheError as broken:
+            raise EngineDeadError(f"a step failed, and the block accounting with it: {broken}") from (error or broken)
+
+    def _probe(self, error: Exception) -> None:
+        """Find out whether anything can be computed at all: one token, nobody's, while nothing else runs.
+
+        Raises:
+            EngineDeadError: it cannot.
+        """
+        for attempt in range(1, PROBES + 1):
+            self.scheduler.restart(lambda _: False)
+            request = Request(RequestId(f"probe-{next(self._ids)}"), [0], SamplingParams(max_tokens=1))
+            # Nobody's: it is not booked.
+            request.cache_report = CacheReport(1, 0, CacheOutcome.BYPASSED)
+            self.scheduler.add(request)
+            try:
+                plan = self.scheduler.schedule()
+                self.scheduler.update(plan, self.runner.execute(plan))
+                if not self.scheduler.take_failures():
+                    return
+            except LogitsError:
+                return  # it was computed
+            except Exception:
+                logger.warning("attempt %d of %d to compute a token of nobody's failed too", attempt, PROBES)
+            finally:
+                self.scheduler.end_request(request.request_id)
+        raise EngineDeadError(f"nothing can be computed any more: {error}") from error
+
+    def _fail(self, request: Request) -> RequestOutput:
+        """The last output of a request that has ended with an error."""
+        self._recorder.on_ended(request, FinishReason.ERROR)
+        return self._processor.fail(request, STEP_FAILED)
+
+    def _log_failure(self, error: Exception, request_ids: list[RequestId], outcome: str) -> None:
+        self.stats.num_failed_steps += 1
+        named = ", ".join(request_ids[:_MAX_NAMED]) + (", …" if len(request_ids) > _MAX_NAMED else "")
+        logger.error("a step of %d requests (%s) failed: %s", len(request_ids), named, outcome, exc_info=error)
+
+    def _planned_tokens(self, plan: StepPlan, planned: list[Sequence]) -> dict[RequestId, int]:
+        """How many tokens of each planned request would have been computed."""
+        tokens: dict[RequestId, int] = {}
+        for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
+            request_id = seq.request.request_id
+            tokens[request_id] = max(tokens.get(request_id, 0), start + length)
+        return tokens
+
+    def _runnable_tokens(self) -> dict[RequestId, int]:
+        """The tokens of every request that could have been planned: the step failed before it said whom it took."""
+        return {
+            request.request_id: max(seq.num_tokens for seq in request.sequences)
+            for request in self.scheduler.requests
+            if self._containment.may_run(request.request_id)
+        }
+
+    def _num_computed(self, request_id: RequestId) -> int | None:
+        request = self.scheduler.request(request_id)
+        return None if request is None else max(seq.num_computed for seq in request.sequences)
+
     def _end_faulty(self, error: LogitsError) -> list[RequestOutput]:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
         logger.error("%s", error)
         self.scheduler.abandon_step()
-        outputs = (self._end(RequestId(name), FinishReason.ERROR) for name in error.request_ids)
-        return [output for output in outputs if output is not None]
+        outputs = [self._end(RequestId(name), FinishReason.ERROR) for name in error.request_ids]
+        return [replace(output, error=UNUSABLE_LOGITS) for output in outputs if output is not None]
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
@@ -214,3 +375,8 @@ class EngineCore:
                         f"token id {token_id} in {param} is outside the vocabulary of {self.vocab_size} tokens",
                         param=param,
                     )
+
+
+def _without(updates: list[SequenceUpdate], failures: list[tuple[Request, Exception]]) -> list[SequenceUpdate]:
+    failed = {request.request_id for request, _ in failures}
+    return [update for update in updates if update.seq.request.request_id not in failed]

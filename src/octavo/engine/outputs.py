@@ -7,6 +7,9 @@ from enum import Enum
 
 from octavo.request import CacheReport, FinishReason, PinReceipt, RequestId, TokenLogprobs
 
+UNUSABLE_LOGITS = "unusable_logits"
+STEP_FAILED = "step_failed"
+
 
 class OutputKind(Enum):
     """What each `RequestOutput` of a request holds."""
@@ -50,6 +53,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens that came from the prefix cache.
         finished: nothing follows.
         cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
+        error: where a request failed, the code of why: `UNUSABLE_LOGITS` or `STEP_FAILED`.
         pins: what became of the prefixes that were to be pinned; once finished.
     """
 
@@ -62,3 +66,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cache_report: CacheReport | None = None
     pins: list[PinReceipt] = field(default_factory=list)
+    error: str | None = None

@@ -61,6 +61,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._finish = finish
         self._tracked: dict[RequestId, _Tracked] = {}
+        self._failed: dict[RequestId, tuple[Request, Exception]] = {}
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
         """Follow a request; one whose completions are only chosen at its end has no deltas."""
@@ -76,8 +77,38 @@ class OutputProcessor:
             tracked = touched.get(request_id)
             if tracked is None:
                 tracked = touched[request_id] = self._tracked[request_id]
-            self._take_in(tracked.completions[update.seq.index], update)
-        return [output for tracked in touched.values() if (output := self._output(tracked)) is not None]
+            try:
+                self._take_in(tracked.completions[update.seq.index], update)
+            except Exception as error:
+                self._failed.setdefault(request_id, (tracked.request, error))
+        outputs = []
+        for request_id, tracked in touched.items():
+            if request_id in self._failed:
+                continue
+            try:
+                output = self._output(tracked)
+            except Exception as error:
+                self._failed[request_id] = (tracked.request, error)
+                continue
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """Requests whose output could not be made; they are ended by then."""
+        failures = list(self._failed.values())
+        self._failed.clear()
+        for request, _ in failures:
+            for seq in request.sequences:
+                self._finish(seq, FinishReason.ERROR, None)
+        return failures
+
+    def fail(self, request: Request, error: str) -> RequestOutput:
+        """The last output of a request that has ended with an error: without text, whose making may have failed."""
+        tracked = self._tracked.pop(request.request_id, None)
+        ended = [CompletionOutput(i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)]
+        prompt = None if tracked is None else tracked.prompt
+        return RequestOutput(request.request_id, prompt, request.prompt_token_ids, ended, finished=True, error=error)
 
     def end(self, request: Request) -> RequestOutput | None:
         """The last output of a request that was aborted; None where it is over already."""

@@ -34,7 +34,7 @@ class StatsRecorder:
     def on_planned(self) -> None:
         """Before a step is computed: who was admitted in it."""
         now = time.monotonic()
-        for request in self._scheduler.admitted:
+        for request in self._scheduler.take_admitted():
             self._stats.on_admitted(
                 queue_time=now - request.arrival_time,
                 queried_tokens=len(request.prompt_token_ids),

@@ -31,6 +31,7 @@ _COUNTERS = (
 )
 # What a tenant may not know of another is counted as cold, as in its own responses.
 _OWN_COUNTERS = (
+    ("failed_steps", "num_failed_steps", "Steps in which something raised, each try counted."),
     ("audits", "num_audits", "Times that the block accounting was proven while the engine was idle."),
     ("failed_audits", "num_failed_audits", "Audits that found the block accounting wrong: a bug, never user input."),
 )

@@ -82,6 +82,7 @@ class EngineStats:
         self.kv_usage = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_failed_steps = 0
         self.num_audits = 0
         self.num_failed_audits = 0
         self.audit_problem: str | None = None

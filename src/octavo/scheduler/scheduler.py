@@ -11,11 +11,12 @@ resumption after preemption differ only in how far behind they are.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
@@ -68,11 +69,24 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._builder = PlanBuilder(kv)
+        queue = ArrivalOrder() if waiting is None else waiting
+        self._compose(queue, victims or LowestPriority(), preemption or Recompute())
+        self._requests: dict[RequestId, Request] = {}
+        self._pinning: list[Sequence] = []  # admitted; whose requests want prefixes pinned that are not yet computed
+        self._sampling = Sampling(config.max_model_len)
+        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+        self._admitted: list[Request] = []
+        self._noted: set[RequestId] = set()  # whose admission has been told, or is about to be
+        self._held: set[SequenceId] = set()  # parked until the next restart
+        self._failures: list[tuple[Request, Exception]] = []
+        self.max_sequence_tokens = self._longest_sequence()
+
+    def _compose(self, queue: WaitingQueue, victims: VictimPolicy, mode: PreemptionMode) -> None:
+        """The parts that know who runs and who waits: nobody, over an empty queue."""
+        config, kv = self.config, self.kv
         self._running = RunningSet(kv, config.headroom_tokens, on_leave=self._builder.drop)
-        self._waiting = WaitingLine(ArrivalOrder() if waiting is None else waiting)
-        self._yielding = Yielding(
-            kv, self._running, self._waiting, victims or LowestPriority(), preemption or Recompute()
-        )
+        self._waiting = WaitingLine(queue)
+        self._yielding = Yielding(kv, self._running, self._waiting, victims, mode)
         self._admission = Admission(
             kv,
             self._running,
@@ -90,12 +104,6 @@ class Scheduler:
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._requests: dict[RequestId, Request] = {}
-        self._pinning: list[Sequence] = []  # admitted; whose requests want prefixes pinned that are not yet computed
-        self._sampling = Sampling(config.max_model_len)
-        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
-        self._admitted: list[Request] = []
-        self.max_sequence_tokens = self._longest_sequence()
 
     @property
     def counters(self) -> SchedulerCounters:
@@ -154,6 +162,10 @@ class Scheduler:
         """Every request that has not ended."""
         return list(self._requests.values())
 
+    def request(self, request_id: RequestId) -> Request | None:
+        """The request of that id, as long as it has not ended."""
+        return self._requests.get(request_id)
+
     @property
     def planned(self) -> list[Sequence]:
         """The sequence of each row of the plan whose result is awaited."""
@@ -164,10 +176,10 @@ class Scheduler:
         """The sequence of each draw of the plan whose result is awaited."""
         return [seq for draws in self._builder.draws for seq in draws]
 
-    @property
-    def admitted(self) -> list[Request]:
-        """Whom the last `schedule` admitted for the first time."""
-        return self._admitted
+    def take_admitted(self) -> list[Request]:
+        """Whom `schedule` has admitted for the first time since this was last asked."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     @property
     def has_work(self) -> bool:
@@ -276,18 +288,19 @@ class Scheduler:
             self._waiting.discard(seq)
             self._admission.forget(seq)
             self._yielding.swapped.pop(seq.seq_id, None)
+        self._held.discard(seq.seq_id)
         self._vacate(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.request.finished:
             self._requests.pop(seq.request.request_id, None)
+            self._noted.discard(seq.request.request_id)
             self._searches.pop(seq.request.request_id, None)
 
     def schedule(self) -> StepPlan:
         """The next step: a token for each running stream, then chunks of prompts (`scheduler/service.py`)."""
         builder = self._builder
         builder.begin()
-        self._admitted = []
         self.kv.pins.expire()
         swap = self.kv.swap
         # A step that failed was never told to `update`; whatever it moved has been moved.
@@ -297,7 +310,7 @@ class Scheduler:
         for seq in shares.streams:
             self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied)
         for seq, num_new in shares.chunks.values():
-            if seq.seq_id in shares.admitted and seq.index == 0:
+            if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in shares.copied)
         if builder and swap.has_transfers:
@@ -305,7 +318,12 @@ class Scheduler:
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what the runner computed: publish blocks, then let each request make of its samples what it does."""
+        """Take in what the runner computed: publish blocks, then let each request make of its samples what it does.
+
+        Where that raises for one request, the others are unharmed: `take_failures` says which have ended so.
+        """
+        if len(result.token_ids) != plan.num_draws:
+            raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         sequences, draws = self._builder.settle(plan)
         self.kv.swap.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
@@ -313,16 +331,73 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         first = 0
         for seq, start, length, drawing in zip(sequences, plan.starts, plan.lengths, draws, strict=True):
-            seq.num_computed = start + length
-            self.kv.commit(seq)
-            if drawing:
-                samples = [result.sample(first + i) for i in range(len(drawing))]
-                first += len(drawing)
-                self._decoding(seq).take(drawing, samples, self, updates)
+            draw, first = first, first + len(drawing)
+            if seq.finished:
+                continue  # with a sibling whose own update failed
+            try:
+                seq.num_computed = start + length
+                self.kv.commit(seq)
+                if drawing:
+                    samples = [result.sample(draw + i) for i in range(len(drawing))]
+                    self._decoding(seq).take(drawing, samples, self, updates)
+            except Exception as error:
+                self._fail(seq.request, error)
         if self._pinning:
             # Before anything else is allocated: what ended in this very step is still cached.
             self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
         return updates
+
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """Requests that have ended with `FinishReason.ERROR` because an update raised, each once."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        for seq in request.sequences:
+            self.finish(seq, FinishReason.ERROR)
+        self._failures.append((request, error))
+
+    def restart(self, may_run: Callable[[RequestId], bool] | None = None) -> None:
+        """After a step that failed anywhere: rely on nothing but the requests and their tokens.
+
+        Whatever was planned is void. Every sequence gives its blocks back, on the device and in host memory, and waits
+        to be computed anew; full blocks that were computed are found again in the prefix cache.
+
+        Args:
+            may_run: which requests are computed until the next restart; the others keep waiting. By default all.
+        """
+        self.abandon_step()
+        queue, counters = self.queue, self.counters
+        while queue.peek() is not None:
+            queue.pop()
+        self._compose(queue, self.victims, self.preemption)
+        self._yielding.counters = counters
+        held, self._held = self._held, set()
+        for request in self._requests.values():
+            for seq in request.sequences:
+                is_waiting = seq.status is SequenceStatus.WAITING or seq.seq_id in held
+                if seq.status is SequenceStatus.RUNNING:
+                    # Else it is a beam that has its candidates and waits for its siblings.
+                    is_waiting = seq.num_computed < seq.num_tokens
+                    self._note_admitted(seq)
+                    seq.num_preemptions += 1
+                elif not is_waiting:
+                    continue
+                self.kv.release(seq)
+                counters.recomputed_tokens += seq.num_computed
+                seq.num_computed = 0
+                seq.status = SequenceStatus.PARKED
+                if is_waiting and (may_run is None or may_run(request.request_id)):
+                    self._waiting.push(seq)
+                elif is_waiting:
+                    self._held.add(seq.seq_id)
+
+    def hold(self, request: Request) -> None:
+        """Let a request that was just added wait until the next `restart` that lets it run."""
+        seq = request.sequences[0]
+        self._waiting.discard(seq)
+        seq.status = SequenceStatus.PARKED
+        self._held.add(seq.seq_id)
 
     def abandon_step(self) -> None:
         """The step planned last gave no result: what it moved has been moved, and the runner's state is unknown."""
@@ -331,7 +406,10 @@ class Scheduler:
 
     def _note_admitted(self, seq: Sequence) -> None:
         request = seq.request
-        if seq.num_preemptions == 0:
+        if seq.index:
+            return
+        if request.request_id not in self._noted:
+            self._noted.add(request.request_id)
             self._admitted.append(request)
         if request.pins and seq not in self._pinning:
             self._pinning.append(seq)
@@ -355,5 +433,9 @@ class Scheduler:
         for wanted in request.pins[len(request.pin_receipts) :]:
             if seq.num_computed < wanted.num_tokens // size * size:
                 return seq.finished
-            request.pin_receipts.append(self.kv.pin(request, wanted))
+            try:
+                request.pin_receipts.append(self.kv.pin(request, wanted))
+            except Exception as error:
+                self._fail(request, error)
+                return True
         return True

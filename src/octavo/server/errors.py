@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import EngineDeadError, LogitsError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, LogitsError, OctavoError, RequestError, RequestFailedError
 
 logger = logging.getLogger("octavo.server")
 
@@ -99,6 +99,17 @@ class GenerationFailedError(ApiError):
         super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="unusable_logits")
 
 
+class StepFailedError(ApiError):
+    """Something raised while the engine computed or reported this request; it ended it and goes on."""
+
+    def __init__(self, request_id: str) -> None:
+        message = (
+            f"The engine failed while it computed request {request_id}, and ended it. Other requests go on; the "
+            "server's log has the details under that id."
+        )
+        super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="step_failed")
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What the client is told about `error`. What nobody foresaw is logged here, and told without its insides."""
     if isinstance(error, ApiError):
@@ -108,6 +119,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
         return GenerationFailedError()
+    if isinstance(error, RequestFailedError):
+        return StepFailedError(error.request_id)
     if isinstance(error, EngineDeadError):
         logger.error("a request met a dead engine: %s", error)  # which logged its traceback when it died
         message = "The engine has stopped after an internal error and serves no more requests; restart the server."

@@ -11,11 +11,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.request import FinishReason, RequestContext
+from octavo.engine.outputs import UNUSABLE_LOGITS, OutputKind, RequestOutput
+from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import GenerationFailedError
+from octavo.server.errors import GenerationFailedError, StepFailedError
 from octavo.server.prompts import EncodedPrompt
 
 
@@ -74,8 +74,10 @@ async def _close(stream: AsyncIterator[RequestOutput]) -> None:
 
 
 def _refuse_faulty(output: RequestOutput) -> None:
-    if output.finished and any(choice.finish_reason is FinishReason.ERROR for choice in output.outputs):
+    if output.error == UNUSABLE_LOGITS:
         raise GenerationFailedError
+    if output.error is not None:
+        raise StepFailedError(output.request_id)
 
 
 async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.server.access import Access
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
@@ -37,6 +37,7 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
 
     Raises:
         ConfigError: the address cannot be listened on.
+        EngineDeadError: the engine died while it served. Its clients have been told by then.
         Exception: whatever `make_engine` raises.
     """
     access = Access(config)
@@ -86,10 +87,12 @@ async def serve_on(
 
     Raises:
         ConfigError: another process began to listen on the same port meanwhile.
+        EngineDeadError: the engine died while it served.
     """
     in_flight = InFlight(config.request_timeout)
     access = Access(config) if access is None else access
     server = Server(create_app(engine, config, in_flight, access), config, in_flight, engine.model_name)
+    server.has_engine = lambda: engine.is_alive
     # Without a file to reread, a hangup ends the process, as ever.
     server.on_hangup = None if config.keys_file is None else access.reread
     with server.handled_signals():
@@ -97,6 +100,8 @@ async def serve_on(
         try:
             _listen(listener)
             await server.serve(sockets=[listener])
+            if not engine.is_alive:
+                raise EngineDeadError("the engine died, and the server with it; the log says why")
         finally:
             await engine.shutdown(0)
 
@@ -128,6 +133,7 @@ class Server(uvicorn.Server):
             )
         )
         self._model_name = model_name
+        self.has_engine: Callable[[], bool] = lambda: True
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
         self.on_hangup: Callable[[], None] | None = None
@@ -160,6 +166,10 @@ class Server(uvicorn.Server):
             sys.stdout.flush()
             os._exit(128 + sig)
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second: whether to leave. Without its engine a server has nothing left to serve."""
+        return await super().on_tick(counter) or not self.has_engine()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
