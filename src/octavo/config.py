@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -33,6 +34,11 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own limit")
     max_num_seqs: int = option(256, "most sequences computed in one step")
     max_num_batched_tokens: int = option(2048, "most tokens computed in one step; longer prompts go in chunks")
+    itl_slo_ms: float | None = option(
+        None,
+        "milliseconds between two tokens of a running stream that prompts leave room for: chunks of prompts are sized "
+        "by a model of the step's time, fitted as steps are computed; default: only max_num_batched_tokens sizes them",
+    )
     block_size: int | Literal["max"] = option(
         16, "tokens per block; 'max': one block of max_model_len per sequence, as engines did before paging"
     )
@@ -87,6 +93,9 @@ class EngineConfig:
             raise ConfigError(f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        slo = self.itl_slo_ms
+        if slo is not None and (isinstance(slo, bool) or not isinstance(slo, (int, float)) or not 0 < slo < math.inf):
+            raise ConfigError(f"itl_slo_ms must be a positive number of milliseconds, got {slo!r}")
         if not 0.0 <= self.pin_budget <= 1.0:
             raise ConfigError(f"pin_budget must be in [0, 1], got {self.pin_budget}")
         if self.pin_tenant_share is not None and not 0.0 <= self.pin_tenant_share <= 1.0:

@@ -60,6 +60,7 @@ REACHED: dict[tuple[str, Any], Any] = {
     ("preemption_mode", "swap"): lambda s: isinstance(s.preemption, Swap),
     ("preemption_mode", "auto"): lambda s: isinstance(s.preemption, CheaperWay) and s.preemption.speed is SPEED,
     ("max_num_seqs", 7): lambda s: s.config.max_num_seqs == 7,
+    ("itl_slo_ms", 50.0): lambda s: s.config.itl_slo_ms == 50.0,
     ("max_num_batched_tokens", 99): lambda s: s.config.max_num_batched_tokens == 99,
 }
 

@@ -75,6 +75,7 @@ class EngineCore:
         self._containment = Containment()
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
+        self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +146,8 @@ class EngineCore:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
         """
         plan: StepPlan | None = None
+        # A stream's client waits from step to step, whatever is done in between.
+        began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         try:
             if self._containment.advance(self._num_computed):
                 self.scheduler.restart(self._containment.may_run)
@@ -164,7 +167,11 @@ class EngineCore:
             updates = self.scheduler.update(plan, result)
         except Exception as error:
             return self._contain_update(plan, planned, error)
-        return self._report(updates)
+        outputs = self._report(updates)
+        ended = time.perf_counter()
+        self.scheduler.observe(plan, ended - began)
+        self._went_on_at = ended if self.scheduler.has_work else None
+        return outputs
 
     def _report(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """The outputs of a step, those of requests that fail only now among them."""

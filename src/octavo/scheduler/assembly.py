@@ -96,6 +96,7 @@ def assemble_scheduler(
             max_model_len,
             watermark=watermark,
             headroom_tokens=headroom_tokens,
+            itl_slo_ms=config.itl_slo_ms,
         ),
         kv,
         victims=make_victim_policy(config.preemption_victim, kv.restore_cost),

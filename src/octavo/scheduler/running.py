@@ -29,6 +29,7 @@ class Place:
         copies: shared blocks that it must copy before it writes to them.
         siblings: parallel samples or beams that begin once it has computed their prompt, each with a place of its own.
         sibling_blocks: what one of them takes then: a copy of a prompt's last, half-full block, and its headroom.
+        headroom: blocks that must be there for it to grow by, `most` permitting.
         bound: what it is bound to take, siblings included, as it counts in `RunningSet.reserve`.
         capacity: tokens that have room in blocks which are its own.
         publish_at: number of computed tokens from which the cache must hear of it.
@@ -40,7 +41,8 @@ class Place:
     copies: int
     siblings: int
     sibling_blocks: int
-    capacity: int
+    headroom: int
+    capacity: int = 0
     bound: int = 0
     publish_at: int = 0
 
@@ -154,11 +156,15 @@ class RunningSet:
         most = -(-(num_prompt + (seq.request.params.max_tokens or 1) - 1) // size)
         base = min(-(-seq.num_tokens // size), most)
         shared = num_prompt // size
-        sibling_blocks = min(-(-num_prompt // size) + self._headroom, most) - shared if siblings else 0
-        return Place(0, base, most, 0, siblings, sibling_blocks, 0)
+        # Sequences of one request grow in step: what they take, they take all at once.
+        headroom = self._headroom
+        if len(seq.request.sequences) > 1:
+            headroom += -(-headroom // 2)
+        sibling_blocks = min(-(-num_prompt // size) + headroom, most) - shared if siblings else 0
+        return Place(0, base, most, 0, siblings, sibling_blocks, headroom)
 
     def _bound(self, place: Place) -> int:
-        own = min(max(place.held, place.base) + self._headroom, place.most) - place.held
+        own = min(max(place.held, place.base) + place.headroom, place.most) - place.held
         blocks = max(0, own) + place.copies + place.siblings * place.sibling_blocks
         return blocks * self._num_growing
 

@@ -18,6 +18,7 @@ from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
@@ -25,6 +26,7 @@ from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recomput
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.service import Service
+from octavo.scheduler.step_time import LatencyTarget, StepLoad
 from octavo.scheduler.waiting import WaitingLine
 from octavo.scheduler.yielding import SchedulerCounters, Yielding
 
@@ -42,6 +44,8 @@ class SchedulerConfig:
         headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
             must be able to grow by after an admission, as far as max_tokens lets them; what is left of their prompts
             comes on top.
+        itl_slo_ms: milliseconds between two tokens of a running stream that chunks of prompts leave room for; None:
+            the token budget alone sizes them.
     """
 
     max_num_seqs: int
@@ -49,6 +53,7 @@ class SchedulerConfig:
     max_model_len: int
     watermark: float = DEFAULT_WATERMARK
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
+    itl_slo_ms: float | None = None
 
 
 class Scheduler:
@@ -69,6 +74,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._builder = PlanBuilder(kv)
+        self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
         self._compose(queue, victims or LowestPriority(), preemption or Recompute())
         self._requests: dict[RequestId, Request] = {}
@@ -103,6 +109,7 @@ class Scheduler:
             self._yielding,
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            time_limit=None if self._latency is None else self._time_limit,
         )
 
     @property
@@ -399,10 +406,19 @@ class Scheduler:
         seq.status = SequenceStatus.PARKED
         self._held.add(seq.seq_id)
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long, from the end of the step before where the engine went straight on to its own end."""
+        if self._latency is not None:
+            self._latency.observe(StepLoad.of(plan.starts, plan.lengths), seconds)
+
     def abandon_step(self) -> None:
         """The step planned last gave no result: what it moved has been moved, and the runner's state is unknown."""
         self._builder.abandon()
         self.kv.swap.complete_transfers()
+
+    def _time_limit(self, streams: list[Sequence]) -> TimeLimit | None:
+        assert self._latency is not None
+        return self._latency.limit(seq.num_tokens for seq in streams)
 
     def _note_admitted(self, seq: Sequence) -> None:
         request = seq.request

@@ -1,0 +1,196 @@
+"""How long a step takes: a model of a few terms, fitted to the steps as they are computed.
+
+    T =  c0                                       a step with nothing in it, the host's share included
+       + Σ_k c_k · max(0, rows - k)               matrix products: reading the weights hides the first rows' arithmetic
+       + a · context tokens read by streams       attention of decodes: bytes of keys and values
+       + b · Σ query · context of chunks          attention of prompts: arithmetic
+       + d · sequences                            sampling and bookkeeping
+
+All coefficients are at least 0, so the time rises with everything that is added to a step, and the products' term is
+convex. The fit is weighted least squares in relative errors with exponential forgetting, kept as normal equations and
+solved by non-negative coordinate descent from the last solution: O(terms²) a step, no step is kept. A step that took
+far longer than others do (a page fault, another process) moves the fit no more than a step at the edge of what is usual
+does (Huber's weights).
+
+Pure numbers, no clock: the scheduler sizes chunks by it, and a simulator can take it for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+KNOTS = (16, 64, 256)
+NUM_TERMS = 5 + len(KNOTS)
+
+_FORGETTING = 0.995  # a step counts half after 140 others
+_USUAL_ERROR = 3.0  # Huber's threshold, in mean relative errors
+_SWEEPS = 2
+
+
+class StepLoad(NamedTuple):
+    """What a step computes, as far as its time depends on it.
+
+    Attributes:
+        rows: tokens.
+        stream_context: tokens whose keys and values streams read: the sum of their lengths.
+        chunk_work: sum, over chunks of prompts, of tokens times their mean context.
+        num_seqs: sequences.
+    """
+
+    rows: int = 0
+    stream_context: int = 0
+    chunk_work: float = 0.0
+    num_seqs: int = 0
+
+    def with_chunk(self, start: int, num_tokens: int, num_seqs: int = 1) -> StepLoad:
+        """And `num_tokens` tokens of a prompt after `start` computed ones."""
+        return StepLoad(
+            self.rows + num_tokens,
+            self.stream_context,
+            self.chunk_work + num_tokens * (start + 0.5 * num_tokens),
+            self.num_seqs + num_seqs,
+        )
+
+    @classmethod
+    def of(cls, starts: Iterable[int], lengths: Iterable[int]) -> StepLoad:
+        """Of a plan: `starts[i]` tokens of sequence i are computed, and `lengths[i]` more will be."""
+        rows = stream_context = num_seqs = 0
+        chunk_work = 0.0
+        for start, length in zip(starts, lengths, strict=True):
+            rows += length
+            num_seqs += 1
+            if length == 1:
+                stream_context += start + 1
+            else:
+                chunk_work += length * (start + 0.5 * length)
+        return cls(rows, stream_context, chunk_work, num_seqs)
+
+
+def _terms(load: StepLoad) -> list[float]:
+    rows = load.rows
+    # Scaled so that all are of one order of magnitude.
+    return [
+        1.0,
+        rows / 256,
+        *(max(0, rows - knot) / 256 for knot in KNOTS),
+        load.stream_context / 8192,
+        load.chunk_work / 1e6,
+        load.num_seqs / 64,
+    ]
+
+
+class StepTimeModel:
+    """The fit. Before the first step it predicts 0."""
+
+    def __init__(self) -> None:
+        self.num_observed = 0
+        self._weights = [0.0] * NUM_TERMS
+        self._products = [[0.0] * NUM_TERMS for _ in range(NUM_TERMS)]
+        self._targets = [0.0] * NUM_TERMS
+        self._mean_error = 0.1
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds that a step of this load takes on average."""
+        return sum(map(float.__mul__, self._weights, _terms(load)))
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step of this load took so long."""
+        if not seconds > 0:
+            return
+        terms = _terms(load)
+        self.num_observed += 1
+        weight = 1.0 / seconds**2
+        if self.num_observed > 2 * NUM_TERMS:
+            error = abs(self.predict(load) / seconds - 1)
+            usual = _USUAL_ERROR * self._mean_error
+            self._mean_error += 0.02 * (min(error, 2 * usual) - self._mean_error)
+            if error > usual:
+                weight *= usual / error
+        for row, term in zip(self._products, terms, strict=True):
+            weighted = weight * term
+            row[:] = [_FORGETTING * old + weighted * other for old, other in zip(row, terms, strict=True)]
+        weighted = weight * seconds
+        self._targets = [_FORGETTING * old + weighted * term for old, term in zip(self._targets, terms, strict=True)]
+        for _ in range(_SWEEPS if self.num_observed > 64 else 16 * _SWEEPS):
+            self._sweep()
+
+    def _sweep(self) -> None:
+        weights = self._weights
+        for index, (row, target) in enumerate(zip(self._products, self._targets, strict=True)):
+            diagonal = row[index]
+            if diagonal > 0:
+                # A millionth of ridge: terms that always rise together share their weight.
+                slope = target - sum(map(float.__mul__, row, weights))
+                weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
+
+
+class LatencyTarget:
+    """Sizes chunks of prompts so that streams wait no longer than `seconds` between two tokens.
+
+    The model predicts a mean. What counts is how far steps lie above it, so the ratio of measured to predicted time is
+    followed at its quantile 1 - `misses`: a step that took longer pushes it up, and every other one lets it sink a
+    little, in such a proportion that just that share of steps lies above (Robbins and Monro 1951).
+
+    Nothing is extrapolated far: a chunk is at most twice as long as the longest that was measured beside streams.
+
+    Args:
+        seconds: between two tokens of one stream, as its client sees it.
+        misses: share of steps that may take longer.
+    """
+
+    def __init__(self, seconds: float, misses: float = 0.003) -> None:
+        self.seconds = seconds
+        self.model = StepTimeModel()
+        self._misses = misses
+        self._ratio = 1.15
+        self._longest = 16
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step took so long, from the end of the one before to its own."""
+        predicted = self.model.predict(load)
+        chunk_tokens = load.rows - load.num_seqs
+        if chunk_tokens > 0 and self.model.num_observed > NUM_TERMS and predicted > 0:
+            missed = seconds > predicted * self._ratio
+            self._ratio = min(3.0, max(1.0, self._ratio + 0.1 * (missed - self._misses)))
+        self._longest = max(self._longest, chunk_tokens)
+        self.model.observe(load, seconds)
+
+    def limit(self, stream_lengths: Iterable[int]) -> ChunkTime:
+        """For a step with streams of these lengths."""
+        lengths = list(stream_lengths)
+        load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
+        return ChunkTime(self.model, load, self.seconds / self._ratio, 2 * self._longest)
+
+
+class ChunkTime:
+    """What is left of one step's time, as `scheduler.budget.TimeLimit` wants it.
+
+    Args:
+        load: of the streams.
+        seconds: that the whole step may take, as the model predicts.
+        most: tokens of prompts.
+    """
+
+    def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int) -> None:
+        self._model = model
+        self._load = load
+        self._seconds = seconds
+        self._most = most
+
+    def chunk(self, start: int, most: int) -> int:
+        """The longest chunk of at most `most` tokens after `start` computed ones that still fits; maybe 0."""
+        fits, too_long = 0, min(most, self._most) + 1
+        # Time rises with the tokens: bisect.
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self._model.predict(self._load.with_chunk(start, middle)) <= self._seconds:
+                fits = middle
+            else:
+                too_long = middle
+        return fits
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """A chunk is part of the step."""
+        self._load = self._load.with_chunk(start, num_tokens)
+        self._most -= num_tokens

@@ -1,0 +1,284 @@
+"""Everyone keeps moving: what streams, prompts, wide requests and newcomers can rely on, whatever else there is."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.request import PinRequest, Request, SequenceStatus
+from octavo.scheduler.keyed_heap import KeyedHeap
+from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_manager, make_request, make_sequence
+
+_arrivals = itertools.count()
+
+
+class Server:
+    """A scheduler as it serves, blocks of 16 tokens, whose runner draws token 7 for everyone."""
+
+    def __init__(self, num_blocks: int = 2001, seqs: int = 64, budget: int = 2048, **cache: Any) -> None:
+        self.kv = make_manager(num_blocks, 16, **cache)
+        self.scheduler = Scheduler(SchedulerConfig(seqs, budget, max_model_len=1 << 21), self.kv)
+        self.num_steps = 0
+
+    def add(self, tokens: list[int] | int, max_tokens: int = 10, n: int = 1, priority: int = 0) -> Request:
+        number = next(_arrivals)
+        prompt = [number * 1000 + i for i in range(tokens)] if isinstance(tokens, int) else tokens
+        request = make_request(prompt, n=n, max_tokens=max_tokens, ignore_eos=True)
+        request.arrival_time, request.priority = float(number), priority
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws))
+        self.num_steps += 1
+        return plan
+
+    def steps_until(self, done: Any, most: int = 20_000) -> int:
+        for count in range(1, most):
+            self.step()
+            if done():
+                return count
+        raise AssertionError(f"not done after {most} steps")
+
+    def run(self) -> None:
+        self.steps_until(lambda: not self.scheduler.has_work)
+        self.kv.audit()
+
+
+def running(requests: list[Request]) -> int:
+    return sum(seq.status is SequenceStatus.RUNNING for request in requests for seq in request.sequences)
+
+
+def outputs(request: Request) -> list[int]:
+    return [seq.num_output_tokens for seq in request.sequences]
+
+
+@pytest.mark.parametrize("cache", ["hashed", "radix"])
+def test_requests_over_one_long_cached_prefix_run_together(cache: str) -> None:
+    server = Server(1 + 2000 + 600, prefix_cache=cache)
+    document = list(range(32_000))
+    server.add([*document, 0], max_tokens=1)
+    server.run()
+    # Six blocks of its own for each.
+    requests = [server.add([*document, *[k] * 16], max_tokens=64) for k in range(1, 33)]
+    server.step()
+    assert running(requests) == 32
+    server.run()
+    assert server.scheduler.counters.num_preemptions == 0
+
+
+def preemptions(count: int, n: int) -> int:
+    server = Server(401, seqs=256)
+    for i in range(count):
+        server.add([i] * 100, max_tokens=64, n=n)
+    server.run()
+    return server.scheduler.counters.num_preemptions
+
+
+def test_parallel_samples_are_reserved_for_like_as_many_requests() -> None:
+    as_many = preemptions(256, n=1)
+    assert preemptions(16, n=16) <= as_many
+    assert preemptions(4, n=64) <= as_many
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_no_prompt_takes_a_running_streams_token(priority: int) -> None:
+    server = Server(20_001)
+    streams = [server.add(50, max_tokens=1000) for _ in range(8)]
+    server.step()
+    before = [outputs(request) for request in streams]
+    server.add(100_000, max_tokens=1, priority=priority)
+    for _ in range(30):
+        server.step()
+    assert [outputs(request)[0] - old[0] for request, old in zip(streams, before, strict=True)] == [30] * 8
+
+
+def test_an_early_request_that_comes_back_takes_no_running_streams_token() -> None:
+    server = Server(6400, prefix_caching=False)
+    first = server.add(60_000, max_tokens=20_000)
+    server.steps_until(lambda: outputs(first)[0] >= 2)
+    streams = [server.add(50, max_tokens=10_000) for _ in range(8)]
+    for _ in range(3):
+        server.step()
+    server.scheduler._yielding.preempt(first.sequences[0])
+    before = sum(outputs(request)[0] for request in streams)
+    for _ in range(20):
+        server.step()
+    assert sum(outputs(request)[0] for request in streams) == before + 8 * 20
+
+
+def test_a_short_prompt_behind_a_long_one_has_its_first_token_within_three_steps() -> None:
+    alone = Server(20_001)
+    long = alone.add(200_000, max_tokens=1)
+    steps_alone = alone.steps_until(lambda: long.finished)
+    server = Server(20_001)
+    long = server.add(200_000, max_tokens=1)
+    server.step()
+    short = server.add(20, max_tokens=1)
+    assert server.steps_until(lambda: short.finished) <= 3
+    server.steps_until(lambda: long.finished)
+    assert server.num_steps <= 1.1 * steps_alone
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 400), min_size=1, max_size=8),
+    stream=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    budget=st.integers(16, 64),
+)
+def test_no_prompt_starves_under_a_stream_of_shorter_ones(prompts: list[int], stream: list[int], budget: int) -> None:
+    server = Server(4001, seqs=12, budget=budget)
+    requests = [server.add(length, max_tokens=1) for length in prompts]
+    shorter = itertools.cycle(stream)
+    bound = 0
+    for request, length in zip(requests, prompts, strict=True):
+        # A quarter of each step is for the first in order of service; a place is free when a shorter one ends.
+        bound += -(-length // max(1, (budget - 12) // 4)) + 2 + 60 // budget
+        while not request.finished:
+            for _ in range(3):
+                server.add(next(shorter), max_tokens=1)
+            server.step()
+            assert server.num_steps <= 2 * bound + 8, f"{prompts} stand still"
+    server.kv.audit()
+
+
+def test_a_wide_request_at_the_head_does_not_leave_places_empty() -> None:
+    server = Server(1001)
+    server.add(10, max_tokens=500)
+    server.step()
+    wide = server.add(10, n=64, max_tokens=4)
+    behind = [server.add(10, max_tokens=4) for _ in range(30)]
+    assert server.steps_until(lambda: all(request.finished for request in behind)) < 20
+    assert wide.sequences[0].status is SequenceStatus.WAITING
+
+
+@pytest.mark.parametrize("max_tokens", [4, 100, 5000])
+def test_a_wide_request_does_not_starve_behind_a_stream_of_narrow_ones(max_tokens: int) -> None:
+    server = Server(20_001)
+    server.add(10, max_tokens=500)
+    server.step()
+    wide = server.add(10, n=64, max_tokens=4)
+    for _ in range(520):
+        server.add(10, max_tokens=max_tokens)
+        server.step()
+        if wide.finished:
+            break
+    assert wide.finished, "it starts when those end that ran before it, and is done four tokens later"
+
+
+def test_a_long_request_that_waits_for_blocks_lets_others_pass_and_starts_in_time() -> None:
+    server = Server(1001)
+    first = server.add(8000, max_tokens=300)  # half of all blocks, for 300 steps
+    server.step()
+    long = server.add(12_000, max_tokens=10)
+    server.step()
+    assert long.sequences[0].status is SequenceStatus.WAITING
+    passing = []
+    while not first.finished:
+        passing.append(server.add(100, max_tokens=20))
+        server.step()
+    assert sum(request.finished for request in passing) > 200
+    assert server.steps_until(lambda: outputs(long)[0] > 0) < 25
+
+
+def test_fewer_tokens_a_step_than_streams_take_turns() -> None:
+    server = Server(1001, budget=16)
+    request = server.add(10, n=64, max_tokens=50)
+    for _ in range(41):
+        server.step()
+    drawn = outputs(request)
+    assert max(drawn) - min(drawn) <= 1
+    late = server.add(40, max_tokens=1)
+    server.steps_until(lambda: request.finished)
+    server.run()
+    assert late.finished
+
+
+@settings(max_examples=30, deadline=None)
+@given(budget=st.integers(1, 9), n=st.integers(1, 9), prompt=st.integers(1, 40))
+def test_every_stream_has_its_turn_whatever_the_budget(budget: int, n: int, prompt: int) -> None:
+    server = Server(1001, seqs=12, budget=budget)
+    request = server.add(5, n=n, max_tokens=40)
+    server.steps_until(lambda: min(outputs(request)) > 0)
+    other = server.add(prompt, max_tokens=40)
+    waited = dict.fromkeys(range(n), 0)
+    while not request.finished:
+        before = outputs(request)
+        server.step()
+        for i, (old, new) in enumerate(zip(before, outputs(request), strict=True)):
+            waited[i] = 0 if new > old or request.sequences[i].finished else waited[i] + 1
+            assert waited[i] <= -(-(n + 2) // budget)
+    server.steps_until(lambda: other.finished)
+
+
+def test_a_head_that_does_not_fit_is_not_looked_up_again_before_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server(1001)
+    server.add(8000, max_tokens=5000)
+    server.step()
+    server.add(12_000, max_tokens=10)
+    server.step()
+    looked_up = []
+    match = type(server.kv).match
+    monkeypatch.setattr(type(server.kv), "match", lambda kv, seq: looked_up.append(seq) or match(kv, seq))
+    for _ in range(100):
+        server.step()
+    assert len(looked_up) <= 1
+
+
+def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
+    server = Server(seqs=1)
+    server.add(10, max_tokens=100)
+    for _ in range(50):
+        request = make_request([1] * 50, max_tokens=10)
+        request.pins = (PinRequest(48, 60.0),)
+        server.scheduler.add(request)
+    server.step()
+    assert server.scheduler._pinning == []
+
+
+def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:
+    server = Server(seqs=1)
+    server.add(10, max_tokens=100)
+    server.step()
+    waiting = [server.add(30, priority=5) for _ in range(100)]
+    assert (server.scheduler.num_waiting, server.scheduler.num_waiting_tokens) == (100, 3000)
+    for request in waiting:
+        server.scheduler.end_request(request.request_id)
+    assert (server.scheduler.num_waiting, server.scheduler.num_waiting_tokens) == (0, 0)
+    heaps = (server.scheduler.queue._heap, server.scheduler._waiting._by_size)  # type: ignore[attr-defined]
+    assert all(len(heap._entries) < 70 and not heap._live for heap in heaps)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["push", "pop", "discard", "look"]), st.integers(0, 5)), max_size=120))
+def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, int]]) -> None:
+    keys: dict[int, tuple[int, int]] = {}
+    heap = KeyedHeap(lambda seq: keys[seq.seq_id])
+    there: list = []
+    gone: list = []
+    for operation, number in operations:
+        if operation == "push":
+            # One that was there before comes back, maybe under another key.
+            seq = gone.pop() if gone and number % 2 else make_sequence([1])
+            keys[seq.seq_id] = (number, seq.seq_id)
+            heap.push(seq)
+            there.append(seq)
+        elif there and operation in ("pop", "discard"):
+            there.sort(key=lambda seq: keys[seq.seq_id])
+            seq = there.pop(0 if operation == "pop" else number % len(there))
+            assert operation != "pop" or heap.peek() is seq
+            heap.discard(seq)
+            gone.append(seq)
+        there.sort(key=lambda seq: keys[seq.seq_id])
+        assert heap.smallest(number) == there[:number]
+        assert len(heap) == len(there)
+        assert len(heap._entries) <= 2 * len(there) + 34
