@@ -1,4 +1,4 @@
-"""A request and the sequences it is computed as. Pure state: who changes it is the scheduler alone."""
+"""Requests and their sequences: pure state, changed only by the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _sequence_ids = itertools.count(1)
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; "stop" and "length" are OpenAI's.
+    """The reason a sequence ended; "stop" and "length" are OpenAI's.
 
     ABORT: its client gave it up. ERROR: the model gave no usable logits for it, or computing or reporting it failed.
     """
@@ -63,7 +63,7 @@ class PinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What accompanies a prompt on its way to the engine, besides how its tokens are chosen.
+    """The context of a request besides its prompt and sampling parameters.
 
     Attributes:
         request_id: None: the engine gives one.
@@ -87,7 +87,7 @@ DEFAULT_CONTEXT = RequestContext()
 
 @dataclass(frozen=True, slots=True)
 class PinReceipt:
-    """What became of a `PinRequest`. Only full blocks can be pinned, and only within the budget.
+    """The result of a `PinRequest`. Only full blocks can be pinned, and only within the budget.
 
     Attributes:
         pin_id: of the pin that was made or renewed; None where nothing could be pinned.
@@ -102,7 +102,7 @@ class PinReceipt:
 
 
 class CacheOutcome(StrEnum):
-    """What became of a prompt's tokens that did not come from the prefix cache, and why."""
+    """Why tokens of a prompt did not come from the prefix cache."""
 
     COMPLETE = "complete"  # all that can ever come from a cache did: the full blocks before the last token
     TOO_SHORT = "too_short"  # the prompt has no full block before its last token
@@ -163,7 +163,7 @@ class CacheReport:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens: the unit that is scheduled, holds block tables and is preempted.
+    """One sequence of tokens: the unit that is scheduled, holds block tables and is preempted.
 
     The one scheduling rule: `num_computed` (tokens whose keys and values lie in blocks) chases `num_tokens`.
 
@@ -212,7 +212,7 @@ class Sequence:
         return head if end <= split else head + self.output_token_ids[: end - split]
 
     def append_token(self, token_id: int) -> None:
-        """One more token of output."""
+        """Append an output token."""
         self.output_token_ids.append(token_id)
 
     @property
@@ -236,7 +236,7 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt and what is asked of it; `params.max_tokens` is definite by the time it gets here.
+    """One prompt and its parameters; `params.max_tokens` is definite by the time it gets here.
 
     Attributes:
         prompt_token_ids: shared by all sequences, and never changed.

@@ -1,4 +1,4 @@
-"""Attention over block tables: the contract, and the backends that fulfil it."""
+"""Attention over block tables: the contract and its backends."""
 
 from __future__ import annotations
 

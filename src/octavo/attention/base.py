@@ -21,7 +21,7 @@ from octavo.storage.arena import LayerKV
 
 @dataclass(slots=True)
 class GroupBatch:
-    """Where one group's tokens of this step live.
+    """The cache locations of one group's tokens in this step.
 
     Attributes:
         block_tables: int32 [rows, max_blocks]; `AttentionBatch.table_rows` says which row is whose. The others are of

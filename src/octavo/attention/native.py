@@ -1,4 +1,4 @@
-"""Attention by the C++ kernels, and by the reference where they do not reach."""
+"""Attention by the C++ kernels, with the reference as fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over block tables in plain torch, on any device: the answer other backends are held to."""
+"""Attention over block tables in plain torch, on any device: the oracle for other backends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def _window_start(position: int, window: int | None) -> int:
-    """The first position that a query at `position` sees."""
+    """The first position that a query at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1)
 
 

@@ -1,4 +1,4 @@
-"""The engine behind an event loop: the step loop in a thread of its own, one wake-up of the loop a step.
+"""The engine behind an event loop: the step loop runs in its own thread and wakes the event loop once per step.
 
 event loop                                engine thread
 generate() ── add / abort ──> inbox ──>   take in, step, step, …
@@ -53,14 +53,14 @@ class _Abort:
 
 
 class _Question(Generic[_T]):
-    """Something to be asked of the core between two steps, and where its answer goes."""
+    """A call to run on the core between two steps, and the future for its result."""
 
     def __init__(self, ask: Callable[[EngineCore], _T], answer: asyncio.Future[_T]) -> None:
         self._ask = ask
         self._answer = answer
 
     def put_to(self, core: EngineCore) -> Callable[[], None]:
-        """Ask; returns what hands the answer over, in the event loop."""
+        """Run the call; returns a function that delivers the result in the event loop."""
         try:
             found = self._ask(core)
         except Exception as error:
@@ -70,7 +70,7 @@ class _Question(Generic[_T]):
 
 
 class AsyncEngine:
-    """Many callers of one `EngineCore`. All methods are called from the event loop that called `start`.
+    """One `EngineCore` shared by many callers. All methods must be called from the event loop that called `start`.
 
     Args:
         idle_audit_seconds: how long nothing must run before the block accounting is proven once. A mismatch is logged,
@@ -131,7 +131,7 @@ class AsyncEngine:
         *,
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request, as they come. Closing the iterator aborts the request within one step.
+        """Yield the outputs of one request as they arrive. Closing the iterator aborts the request within one step.
 
         Raises:
             RequestError: from the first step of the iterator; nothing has been queued then.
@@ -158,7 +158,7 @@ class AsyncEngine:
                 self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step; its stream gets what is left, with the reason "abort".
+        """Abort a request before the next step; its stream gets the remaining output, with the reason "abort".
 
         Unknown ids are ignored: it may just have finished.
         """
@@ -181,7 +181,7 @@ class AsyncEngine:
         return await self._ask(lambda core: core.reset_prefix_cache())
 
     async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
-        """Asked in the engine's thread, between two steps: only there does the accounting stand still."""
+        """Run a call in the engine's thread between two steps, where the accounting does not change."""
         self._require_alive()
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
@@ -190,7 +190,7 @@ class AsyncEngine:
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Take no more requests, let what runs finish for up to `drain_seconds`, abort the rest, stop the thread."""
+        """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest, stop the thread."""
         self._closing = True
         deadline = time.monotonic() + drain_seconds
         while self._streams and self.is_alive and time.monotonic() < deadline:
@@ -227,7 +227,7 @@ class AsyncEngine:
             self._call_in_loop(self._fail_streams, dead)
 
     def _step(self) -> bool:
-        """Take in what has come, compute one step or wait; returns whether to go on."""
+        """Accept new requests, compute one step or wait; returns whether to continue."""
         # Cleared before anything is looked at: what comes later, a stop too, sets it again.
         self._wake.clear()
         if self._stopping:
@@ -243,7 +243,7 @@ class AsyncEngine:
         return True
 
     def _audit(self) -> None:
-        """Prove the block accounting, slice by slice; gives up as soon as anything comes in."""
+        """Audit the block accounting slice by slice; stops as soon as a request arrives."""
         slices = self.core.scheduler.kv.auditor()
         try:
             while not self._wake.wait(AUDIT_PAUSE_SECONDS):
@@ -258,7 +258,7 @@ class AsyncEngine:
             self.stats.on_audit(str(error))
 
     def _take_in(self) -> list[RequestOutput]:
-        """Add and abort as asked; returns the last outputs of what was aborted."""
+        """Add and abort requests from the inbox; returns the last outputs of the aborted ones."""
         aborted = []
         while self._inbox:
             message = self._inbox.popleft()

@@ -1,4 +1,4 @@
-"""From options to an engine: finds and loads the model, sizes the cache, joins the parts."""
+"""Build an engine from options: find and load the model, size the cache, join the parts."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _require_deterministic(model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
-    """Refuse what cannot promise the same bits: only the C++ kernels reduce in an order of their own choosing."""
+    """Refuse configurations that are not bit-deterministic: only the C++ kernels control their order of reduction."""
     if not isinstance(model, NativeDecoder):
         reason = f"{model.architecture} in {model.dtype} does not run on the native decoder here"
     elif not (isinstance(attention, NativeAttention) and all(attention.supports(layer) for layer in arena.layers)):
@@ -182,7 +182,7 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
 
 
 def _restore_speed(config: EngineConfig, runner: ModelRunner, host: HostTier) -> RestoreSpeed | None:
-    """Measured where the choice between swapping and computing again depends on it."""
+    """Measure swapping and prefill speed, if the choice between swapping and recomputation depends on them."""
     if not needs_restore_speed(config, host.num_blocks):
         return None
     max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)

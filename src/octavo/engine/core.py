@@ -1,4 +1,4 @@
-"""The engine: requests in, one step at a time, outputs out. Single-threaded; who drives it owns it."""
+"""The engine core: requests in, one step at a time, outputs out. Single-threaded."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class EngineCore:
         *,
         add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and validate; touches no engine state but the seed, so any thread may call it.
+        """Tokenise and validate a request; thread-safe, because it touches no engine state but the seed.
 
         Raises:
             RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
@@ -133,11 +133,11 @@ class EngineCore:
         self._processor.add(request, prompt, kind)
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
-        """End a request and free its blocks at once; returns its last output, None where it is over already."""
+        """Abort a request and free its blocks at once; returns its last output, or None if it has already ended."""
         return self._end(request_id, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns what is new, one output per request concerned.
+        """Compute one step; returns one output for each request with new tokens.
 
         An exception in it ends no request but the one that causes it, with `FinishReason.ERROR`: the step is computed
         again, and cut down where that does not help (`engine/containment.py`).
@@ -227,7 +227,7 @@ class EngineCore:
         return count
 
     def close(self) -> None:
-        """Abort all that is queued or running."""
+        """Abort all queued and running requests."""
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
 

@@ -1,4 +1,4 @@
-"""What `/debug/kv` and `/debug/pins` tell: the cache's books, ready for JSON. For whoever runs the server, not clients.
+"""The reports of `/debug/kv` and `/debug/pins` as JSON-ready values, for operators rather than clients.
 
 To be called where the scheduler stands still: between two steps, in the thread that drives it.
 """
@@ -22,7 +22,7 @@ SWAPPED = "swapped"
 
 @dataclass(frozen=True, slots=True)
 class PinInfo:
-    """One pin, as it stands.
+    """The present state of one pin.
 
     Attributes:
         num_blocks: over all groups; blocks that several pins hold count for each.
@@ -39,7 +39,7 @@ class PinInfo:
 
 
 def list_pins(kv: KVCacheManager) -> list[PinInfo]:
-    """Every pin whose time is not over, the soonest to expire first."""
+    """Every unexpired pin, the soonest to expire first."""
     kv.pins.expire()
     now, size = kv.pins.clock(), kv.spec.block_bytes
     return [
@@ -57,7 +57,7 @@ def list_pins(kv: KVCacheManager) -> list[PinInfo]:
 
 
 def kv_report(scheduler: Scheduler) -> dict[str, Any]:
-    """Bytes by state in all and by tenant, each unfinished request's blocks, and what the prefix cache did so far.
+    """Bytes by state, in total and by tenant; the blocks of each unfinished request; prefix cache totals.
 
     The active, cached and pinned bytes of the tenants and the free ones add up to the whole cache; swapped ones are
     beside it, in host memory, and with its free ones add up to the swap space. `queried_tokens` are the cached and

@@ -1,4 +1,4 @@
-"""What a caller gets back; the field names of vLLM's `RequestOutput` and `CompletionOutput`."""
+"""Outputs for callers, with the field names of vLLM's `RequestOutput` and `CompletionOutput`."""
 
 from __future__ import annotations
 

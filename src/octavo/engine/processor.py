@@ -1,4 +1,4 @@
-"""From tokens to what callers see: detokenised text, stop strings, deltas or whole outputs."""
+"""Turn tokens into outputs: detokenised text, stop strings, deltas or whole completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 @dataclass(slots=True)
 class _Completion:
-    """One sequence's output: what is pending since the last delta (everything so far, for FINAL)."""
+    """The pending output of one sequence since the last delta (for FINAL, since the start)."""
 
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
@@ -26,7 +26,7 @@ class _Completion:
     delivered_end: bool = False
 
     def take(self, index: int) -> CompletionOutput:
-        """Hand out what is pending and start anew."""
+        """Return the pending output and reset it."""
         seq, params = self.seq, self.seq.request.params
         wants_logprobs = params.logprobs is not None
         output = CompletionOutput(
@@ -45,7 +45,7 @@ class _Completion:
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request on its way out."""
+    """The output state of one request."""
 
     request: Request
     prompt: str | None
@@ -64,13 +64,13 @@ class OutputProcessor:
         self._failed: dict[RequestId, tuple[Request, Exception]] = {}
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
-        """Follow a request; one whose completions are only chosen at its end has no deltas."""
+        """Track a request; one whose completions are chosen at its end has no deltas."""
         kind = OutputKind.FINAL if request.params.chooses else kind
         completions = [_Completion(seq, self._make_detokenizer(request)) for seq in request.sequences]
         self._tracked[request.request_id] = _Tracked(request, prompt, kind, completions)
 
     def process(self, updates: Iterable[SequenceUpdate]) -> list[RequestOutput]:
-        """Take in one step's tokens; returns one output per request that has something to say."""
+        """Process one step's tokens; returns one output per request with news."""
         touched: dict[RequestId, _Tracked] = {}
         for update in updates:
             request_id = update.seq.request.request_id
@@ -111,12 +111,12 @@ class OutputProcessor:
         return RequestOutput(request.request_id, prompt, request.prompt_token_ids, ended, finished=True, error=error)
 
     def end(self, request: Request) -> RequestOutput | None:
-        """The last output of a request that was aborted; None where it is over already."""
+        """The last output of an aborted request, or None if it has already ended."""
         tracked = self._tracked.get(request.request_id)
         return self._output(tracked) if tracked is not None else None
 
     def forget(self, request_id: RequestId) -> None:
-        """Nothing more will be said of a request; nothing happens where it is over already."""
+        """Stop tracking a request; does nothing if it has already ended."""
         self._tracked.pop(request_id, None)
 
     def _make_detokenizer(self, request: Request) -> IncrementalDetokenizer | None:

@@ -1,4 +1,4 @@
-"""What a step means for the statistics: who was admitted, whose token came when, who finished."""
+"""Statistics of each step: admissions, token times, finished requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StatsRecorder:
         self._on_cache()
 
     def on_planned(self) -> None:
-        """Before a step is computed: who was admitted in it."""
+        """Record the admissions of a planned step, before it is computed."""
         now = time.monotonic()
         for request in self._scheduler.take_admitted():
             self._stats.on_admitted(
@@ -45,7 +45,7 @@ class StatsRecorder:
                 self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
 
     def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
-        """After a step, once stop strings have ended what they end."""
+        """Record a step, after stop strings have been applied."""
         now = time.monotonic()
         prompt_tokens = generation_tokens = 0
         # Most sequences had their last token in the same step: one observation serves them all.
@@ -74,12 +74,12 @@ class StatsRecorder:
         self._stats.on_step(**self._queues(), prompt_tokens=prompt_tokens, generation_tokens=generation_tokens)
 
     def on_ended(self, request: Request, reason: FinishReason) -> None:
-        """A request was ended from outside, between two steps."""
+        """Record a request that was ended between two steps."""
         self._on_finished(request, reason, time.monotonic())
         self.on_changed()
 
     def on_changed(self) -> None:
-        """Something was done to the cache or the queues between two steps."""
+        """Refresh the gauges after a change to the cache or the queues between two steps."""
         self._on_cache()
         self._stats.on_queues(**self._queues())
 

@@ -1,4 +1,4 @@
-"""How an engine's memory divides, asked of the device it will run on."""
+"""How an engine divides the memory of its device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.planner.startup import StartSizing
 def size_before_loading(
     config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> StartSizing:
-    """What the configuration promises, so that a model that cannot fit is refused before it is read.
+    """Sizes from the configuration alone, so that a model that cannot fit is refused before it is read.
 
     Raises:
         ConfigError: max_model_len is over what the model was made for, or the memory does not suffice.
@@ -47,7 +47,7 @@ def size_before_loading(
 
 
 def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
-    """The same with what the loaded model really takes and stores."""
+    """The sizes with the actual memory of the loaded model."""
     return replace(
         sizing,
         shape=replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings),
@@ -57,7 +57,7 @@ def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> S
 
 
 def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
-    """What quantised weights take that are used as they are: about their file. None where they are dequantised."""
+    """Bytes of quantised weights that are used as they are, about the size of their file; None if dequantised."""
     if source.format is not ModelFormat.GGUF or config.quantization == "none" or dtype is torch.float32:
         return None
     return source.path.stat().st_size

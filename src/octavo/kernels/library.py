@@ -1,4 +1,4 @@
-"""The compiled library: whether it is there, its instruction-set level and its threads."""
+"""The compiled library: its availability, instruction-set level and threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _load() -> ModuleType | None:
 
 
 class _Missing:
-    """Stands in for the library where it is not compiled."""
+    """A placeholder for the library where it is not compiled."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError(f"{name}: the C++ kernels are not compiled; ask kernels.available() first")
@@ -52,7 +52,7 @@ if not TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether the library is compiled. Where it is not, a warning was logged once, when this module was imported."""
+    """Whether the library is compiled. If not, a warning was logged when this module was imported."""
     return _load() is not None
 
 
@@ -62,7 +62,7 @@ def isa() -> str:
 
 
 def supported_isas() -> list[str]:
-    """The levels that this CPU has, slowest first."""
+    """The levels that this CPU supports, slowest first."""
     return native.supported_isas()
 
 

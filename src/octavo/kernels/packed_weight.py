@@ -80,7 +80,7 @@ class PackedWeight:
         return self._encode(*native.plan_coding(self.packed, self.outputs, self.inputs))
 
     def compact(self) -> PackedWeight:
-        """The matrix `coded` where that pays: few rows wait a quarter less for memory, many lose some 2 % to decoding.
+        """The `coded` matrix where it is faster: few rows read a quarter less, many lose some 2 % to decoding.
 
         Not for exponents that are spread too wide, nor where the instruction set decodes slower than memory delivers.
         """

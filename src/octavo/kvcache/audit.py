@@ -1,4 +1,4 @@
-"""Checks in slices: how the parts of the cache prove their invariants without holding anybody up.
+"""Incremental audits: invariants are checked in slices, without delaying requests.
 
 A check yields None wherever it may pause, a few hundred entries apart, and a sentence for each violation. What it has
 found when it is left is true; what it has not looked at is unknown. Nothing may change between two slices: whoever
@@ -40,5 +40,5 @@ def in_slices(items: Iterable[T]) -> Iterator[list[T]]:
 
 
 def problems(findings: Findings) -> list[str]:
-    """All that a check finds, without pausing."""
+    """Every problem that a check finds, without pausing."""
     return [finding for finding in findings if finding is not None]

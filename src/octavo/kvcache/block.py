@@ -30,7 +30,7 @@ def new_table(block_ids: Iterable[int] = ()) -> BlockTable:
 
 
 def table_of(block_ids: BlockIds) -> BlockTable:
-    """The same as a table."""
+    """A block table of these ids."""
     table = array("i")
     table.frombytes(np.ascontiguousarray(block_ids, np.int32).tobytes())
     return cast(BlockTable, table)
@@ -54,7 +54,7 @@ class BlockState(Enum):
 
 
 class BlockCopy(NamedTuple):
-    """Copy-on-write: the whole of `source` goes to `destination` before the step computes."""
+    """A copy-on-write: all of `source` is copied to `destination` before the step computes."""
 
     source: BlockId
     destination: BlockId

@@ -1,4 +1,4 @@
-"""The hash chain: a full block's key says everything its keys and values depend on.
+"""The hash chain: a full block's key covers everything that its keys and values depend on.
 
     root(model, dtype, codec, block size, scope) -> key 0 = H(root, tokens 0..15) -> key 1 = H(key 0, tokens 16..31) …
 
@@ -88,7 +88,7 @@ class FullBlocks:
 
     @classmethod
     def of(cls, root: BlockHash, block_size: int, token_ids: Sequence[int]) -> FullBlocks:
-        """Pack and hash a prompt. Any thread may: of a long one, other threads get their turn between slices."""
+        """Pack and hash a prompt. Thread-safe; for a long prompt, other threads may run between slices."""
         end = len(token_ids) // block_size * block_size
         step = max(1, _SLICE_TOKENS // block_size) * block_size
         tokens: list[bytes] = []
@@ -105,7 +105,7 @@ class FullBlocks:
 
 
 class TokenChain:
-    """The full blocks of one token sequence and their keys, each packed and hashed once as the sequence grows.
+    """The full blocks of one sequence and their keys, each packed and hashed once as the sequence grows.
 
     Args:
         prompt: the blocks that it begins with; they are shared, not copied.
@@ -126,7 +126,7 @@ class TokenChain:
         return self._num_shared + len(self._keys) // DIGEST_BYTES
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the full blocks of `token_ids` that are not in the chain yet."""
+        """Add the full blocks of `token_ids` that are not in the chain yet."""
         self.grow(len(token_ids), lambda start, end: token_ids[start:end])
 
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
@@ -139,7 +139,7 @@ class TokenChain:
             self._keys += chain_hashes(self.key(have), packed, size)
 
     def copy(self) -> Self:
-        """For a fork: the prompt is shared, the blocks of output are copied."""
+        """A copy for a fork: the prompt is shared, the blocks of output are copied."""
         twin = type(self)(self._shared)
         twin._tokens = self._tokens[:]
         twin._keys = self._keys[:]
@@ -185,7 +185,7 @@ class TokenChain:
 
 
 class NullChain(TokenChain):
-    """Of a cache without prefix caching: no block ever has a key, and nothing is packed or hashed."""
+    """The chain without prefix caching: no block has a key, and nothing is packed or hashed."""
 
     __slots__ = ()
 

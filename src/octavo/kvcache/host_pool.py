@@ -1,4 +1,4 @@
-"""The ledger of host blocks: which are free, and which swapped sequence holds each of the others. No memory, no torch.
+"""The accounting of host blocks: free ones, and those held by swapped sequences. No memory, no torch.
 
 A host block that a step in flight reads or writes is nobody's to take, whoever let go of it meanwhile:
 
@@ -20,7 +20,7 @@ HostBlockId = NewType("HostBlockId", int)
 
 
 class BlockSwap(NamedTuple):
-    """One block's bytes go from one memory to the other; the direction is that of the list it stands in."""
+    """A transfer of one block between device and host; its direction is that of the list that contains it."""
 
     device: BlockId
     host: HostBlockId
@@ -69,7 +69,7 @@ class HostPool:
         self._draining.add(host)
 
     def release(self, hosts: Iterable[HostBlockId]) -> int:
-        """Their contents are wanted no more; returns how many of them had been moved here, or are about to be.
+        """Free host blocks; returns how many of them had been moved here, or are about to be.
 
         A transfer out that no step has taken yet is cancelled, and not counted.
 
@@ -89,7 +89,7 @@ class HostPool:
         return num_moved
 
     def take_transfers(self) -> tuple[list[BlockSwap], list[BlockSwap]]:
-        """What the next step must move (out, in); from now until `complete` these are in flight."""
+        """Take the next step's transfers (out, in), which are in flight until `complete`."""
         out = [BlockSwap(block, host) for host, block in self._out.items()]
         into = [BlockSwap(block, host) for host, block in self._in.items()]
         self._in_flight.update(self._out, self._in)
@@ -108,7 +108,7 @@ class HostPool:
         return bool(self._out or self._in)
 
     def complete(self) -> None:
-        """The step that was in flight is over."""
+        """Complete the transfers in flight."""
         if self._in_flight:
             ended = self._draining & self._in_flight
             self._free.extend(ended)

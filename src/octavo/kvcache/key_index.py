@@ -1,4 +1,4 @@
-"""A hash table from 16-byte keys to small ids, in flat memory: no object per entry, nothing for the collector to visit.
+"""A hash table from 16-byte keys to small ids in flat memory, without an object per entry for the garbage collector.
 
     slots  [ 0 | 5 | 0 | 2 | 7 | 0 | … ]       id + 1 at the key's home or the next places after it, 0 for none
     keys   [ – | key of 0 | key of 1 | … ]     by id + 1
@@ -61,7 +61,7 @@ class KeyIndex:
         return bytes(self._keys[at : at + DIGEST_BYTES])
 
     def put(self, key: bytes, entry_id: int) -> None:
-        """Let a key stand for an id, which has none now; the id that it stood for is forgotten."""
+        """Map a key to an id that has no key yet; a previous id of this key is forgotten."""
         if entry_id >= self._capacity:
             self._grow(entry_id + 1)
         slots, keys, entry = self._slots, self._keys, entry_id + 1

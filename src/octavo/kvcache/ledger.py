@@ -1,4 +1,4 @@
-"""Who holds which bytes, and why the prefix cache did not help: what the cache's books say beside its counts.
+"""The ledger: which tenant holds which bytes, and why the prefix cache missed.
 
 The pool counts and the prefix cache finds; neither knows whose a block is or what became of one that is gone. The
 ledger notes that when a block is published or evicted, and is asked once per request and by `/debug/kv`. What it
@@ -41,7 +41,7 @@ class _Eviction(NamedTuple):
 
 
 class _Evictions:
-    """The latest evictions by key: a ring that forgets the oldest, in flat memory."""
+    """The latest evictions by key: a ring buffer in flat memory."""
 
     BYTES_EACH = KeyIndex.BYTES_PER_ID + 8 + 8
 
@@ -115,7 +115,7 @@ class RequestHolding:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Every block of the pool but the null block, by state, and by the tenant that is answerable for it.
+    """Every block but the null block, by state and by the tenant accountable for it.
 
     A published block is its first computer's, another the one's who holds it; free blocks are nobody's. So the
     tenants' blocks and the free ones add up to all.
@@ -131,7 +131,7 @@ class Stock:
 
 
 class CacheLedger:
-    """Notes of what is published and evicted; O(1) each.
+    """Records published and evicted blocks; O(1) each.
 
         by block id    key of the prefix that it ends | key of the one before it | who computed it
 
@@ -174,7 +174,7 @@ class CacheLedger:
                 self._firsts.put(_first_key(chain), block_id)
 
     def evicted(self, block_id: BlockId) -> None:
-        """A cached block has given way."""
+        """Record the eviction of a cached block."""
         source = self._sources[block_id]
         assert source is not None  # the pool evicts nothing that was not published
         self._sources[block_id] = None
@@ -218,7 +218,7 @@ class CacheLedger:
         return replace(diverged, diverged_at=at, diverged_from=rival.request_id)
 
     def admitted(self, request: Request, report: CacheReport) -> None:
-        """A request has been admitted for the first time: its report is settled, and counted."""
+        """Record the first admission of a request, with its final report."""
         request.cache_report = report
         totals = self.totals.get(request.tenant)
         if totals is None:

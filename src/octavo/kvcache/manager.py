@@ -42,7 +42,7 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class _Holding:
-    """What one sequence holds.
+    """The blocks and hash chain of one sequence.
 
     Attributes:
         num_slid: leading table entries given up to a window, per group.
@@ -113,7 +113,7 @@ class KVCacheManager:
         return self._holdings[seq.seq_id].tables
 
     def hash_prompt(self, request: Request) -> None:
-        """Pack and hash a request's prompt, so that the thread that steps need not. Any thread may call it."""
+        """Pack and hash a request's prompt outside the engine's thread. Thread-safe."""
         request.full_blocks = self.prefix_cache.full_blocks(request.prompt_token_ids, request.cache_scope)
 
     def match(self, seq: Sequence) -> PrefixHit:
@@ -264,7 +264,7 @@ class KVCacheManager:
             self._slide(seq.num_computed, holding)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` hold the very blocks of `parent`; whoever writes first gets a copy."""
+        """Share the blocks of `parent` with `child`; the first to write gets a copy."""
         source = self._holdings[parent.seq_id]
         if child.seq_id in self._holdings:
             raise CacheError(f"sequence {child.seq_id} is forked into while it holds blocks")
@@ -284,7 +284,7 @@ class KVCacheManager:
         return seq.seq_id in self.swap
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Take a sequence's blocks away so that they can be brought back.
+        """Swap a sequence's blocks out to the host.
 
         Returns:
             Whether the host had room; if not, nothing has changed.
@@ -315,7 +315,7 @@ class KVCacheManager:
         return self.extend(seq, num_new_tokens)
 
     def restore_cost(self, seq: Sequence) -> RestoreCost:
-        """What taking this sequence's blocks would cost and gain. O(blocks of the sequence)."""
+        """The cost of preempting this sequence and the blocks it would free. O(blocks of the sequence)."""
         counts = self.pool.ref_counts
         tables = self._holdings[seq.seq_id].tables
         blocks = sum(block != NULL_BLOCK and counts[block] == 1 for table in tables for block in table)
@@ -335,12 +335,12 @@ class KVCacheManager:
             holding.num_published = holding.room = 0
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence is over: give back what it holds and remember nothing of it."""
+        """Forget a finished sequence and release what it holds."""
         self.release(seq)
         self._holdings.pop(seq.seq_id, None)
 
     def reset_prefix_cache(self) -> int:
-        """Give up every cached block; returns how many. Blocks in use or pinned stay published."""
+        """Evict every cached block; returns how many. Blocks in use or pinned stay published."""
         return self.pool.evict_all_cached()
 
     def audit(self) -> Audit:
@@ -358,7 +358,7 @@ class KVCacheManager:
                 return audit
 
     def auditor(self) -> Generator[None, None, Audit]:
-        """`audit` in slices of some tenths of a millisecond, for whoever must look up between two.
+        """`audit` in slices of some tenths of a millisecond, so that the caller can stop in between.
 
         Any change to the cache voids what is left of it: start anew.
         """

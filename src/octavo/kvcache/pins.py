@@ -129,7 +129,7 @@ class PinTable:
         return pin
 
     def unpin(self, pin_id: str) -> bool:
-        """Let a prefix go before its time; False where there is no such pin."""
+        """Remove a pin before it expires; False if there is none."""
         self.expire()
         pin = self._pins.pop(pin_id, None)
         if pin is None:
@@ -139,7 +139,7 @@ class PinTable:
         return True
 
     def expire(self) -> int:
-        """Let go of every pin whose time is over; returns how many. Costs one look at the clock where none is."""
+        """Remove expired pins; returns how many. Costs one look at the clock if there are none."""
         if not self._pins or (now := self.clock()) < self._next_expiry:
             return 0
         over = [pin for pin in self._pins.values() if pin.expires_at <= now]
@@ -151,7 +151,7 @@ class PinTable:
         return len(over)
 
     def yield_one(self) -> bool:
-        """Let go of the pin that would expire first, because somebody needs the room; False where there is none."""
+        """Remove the pin that expires first, to make room; False if there is none."""
         if not self._pins:
             return False
         pin = min(self._pins.values(), key=_expiry)

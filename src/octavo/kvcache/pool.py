@@ -1,4 +1,4 @@
-"""The block pool: who is referenced how often, what is free, what may be evicted. O(1) an operation and block."""
+"""The block pool: reference counts, free blocks and evictable blocks. O(1) per operation and block."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class BlockPool:
         self.ref_counts[block_id] = count + 1
 
     def acquire_all(self, block_ids: Sequence[BlockId]) -> None:
-        """Add a reference to each; null blocks are passed over. No other block may stand in a table twice."""
+        """Add a reference to each; null blocks are skipped. No other block may stand in a table twice."""
         if len(block_ids) <= _MANY:
             for block_id in block_ids:
                 if block_id != NULL_BLOCK:
@@ -130,7 +130,7 @@ class BlockPool:
         self._count_of[ids] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Drop one reference to each; null blocks are passed over.
+        """Drop one reference to each; null blocks are skipped.
 
         Raises:
             CacheError: a block has no reference left: it was freed twice.
@@ -175,7 +175,7 @@ class BlockPool:
         self.num_freed += len(last) - int(published.sum()) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
-        """Keep published blocks from being evicted until each pin is taken back; null blocks are passed over.
+        """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
 
         Raises:
             CacheError: a block is not published: nothing could find it.
@@ -199,7 +199,7 @@ class BlockPool:
             self.pin_counts[block_id] = pins + 1
 
     def unpin(self, block_ids: Iterable[BlockId]) -> None:
-        """Take back one pin of each; null blocks are passed over. Whoever has none left is an ordinary cached block.
+        """Remove one pin of each; null blocks are skipped. Without pins they are ordinary cached blocks.
 
         Raises:
             CacheError: a block is not pinned.

@@ -99,7 +99,7 @@ class LlamaDecoder(CausalLM):
         self.weight_bytes = reader.nbytes
 
     def _reader(self, weights: Weights, linear: LinearFactory) -> WeightReader:
-        """Where `__init__` takes its matrices from."""
+        """The reader from which `__init__` takes its matrices."""
         return WeightReader(self.config, weights, self.dtype, self.device, linear)
 
     def forward(
@@ -163,7 +163,7 @@ class WeightReader:
         self.nbytes = 0
 
     def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
-        """The table of tokens [vocab_size, hidden_size], and the product that makes logits."""
+        """The token embedding [vocab_size, hidden_size], and the projection to logits."""
         config = self._config
         shape = (config.vocab_size, config.hidden_size)
         embedding = self.tensor("model.embed_tokens.weight", *shape)
@@ -197,7 +197,7 @@ class WeightReader:
         return linear
 
     def gate_up(self, names: list[str], inner: int, hidden: int, *, bias: bool) -> Linear:
-        """The gate and what it opens, as one product of | gate | up |."""
+        """Gate and up projections as one product, | gate | up |."""
         return self.linear(names, [inner, inner], hidden, bias=bias)
 
     def layer(self, index: int) -> DecoderLayer:
@@ -229,7 +229,7 @@ class WeightReader:
         )
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """A checked tensor that the caller makes something of."""
+        """A checked tensor for further processing."""
         if not self._weights.has(name):
             raise CorruptModelError(
                 f"{self._config.architecture}: tensor {name!r} of shape {list(shape)} is missing from the checkpoint"

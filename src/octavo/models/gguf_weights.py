@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as the decoder wants them: Hugging Face's names and row order, floats or stored bytes."""
+"""A GGUF file's tensors for the decoder: Hugging Face's names and row order, as floats or stored bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a weight matrix is kept and multiplied."""
+"""Weight matrices: how they are stored and multiplied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LinearFactory = Callable[[torch.Tensor, "torch.Tensor | None"], Linear]
 
 
 class PlainLinear(Linear):
-    """The weight as it came."""
+    """A plain `torch` weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight

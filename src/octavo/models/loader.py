@@ -57,7 +57,7 @@ def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a natively run model consists of, in the order of the layers."""
+    """The tensors of a natively supported model, in the order of the layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     v_rows, o_columns = config.num_kv_heads * config.value_dim, config.num_heads * config.value_dim

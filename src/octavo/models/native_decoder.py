@@ -1,4 +1,4 @@
-"""The decoder with its whole step in one call of the C++ library, and quantised weights as they are.
+"""The decoder that computes a whole step in one call of the C++ library, with quantised weights used as they are.
 
 Where the step's cache or backend is not the library's, the same packed weights serve the Python decoder's forward pass.
 """
@@ -190,7 +190,7 @@ class _SideBySide(Linear):
 
 
 class _Interleaved(_SideBySide):
-    """Gate and up with their outputs in turns of 16, as a gated product takes them; a call gives | gate | up |."""
+    """Gate and up with outputs interleaved by 16, the layout of gated products; a call returns | gate | up |."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         sums = super().__call__(x)
@@ -266,7 +266,7 @@ class _PackingReader(WeightReader):
         return self._count(_Interleaved([_Part(weight.compact(), both)]))
 
     def _pack(self, names: list[str], out_features: list[int], in_features: int) -> _SideBySide:
-        """Each run of matrices of one format becomes one."""
+        """Pack each run of matrices of one format into one."""
         matrices = [self._matrix(name, rows, in_features) for name, rows in zip(names, out_features, strict=True)]
         parts: list[_Part] = []
         for format, run in groupby(matrices, key=attrgetter("format")):
@@ -288,7 +288,7 @@ class _PackingReader(WeightReader):
         return _Matrix(raw.type.name if raw else floats, floats, outputs, raw, partial(self.get, name, outputs, inputs))
 
     def _stored(self, name: str, rows: int, inputs: int) -> RawTensor | None:
-        """A quantised matrix whose bytes the kernels take as they are; None where it is to be read as floats."""
+        """A quantised matrix in a format that the kernels support, or None if it must be dequantised."""
         raw = self._weights.raw(name) if self._quantised and self._weights.has(name) else None
         if raw is None or raw.type.name not in kernels.QUANTISED_FORMATS or inputs % 32:
             return None

@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a fused projection divides: | num_heads * key_dim | kv_heads * key_dim | kv_heads * value_dim |."""
+    """The layout of a fused projection: | num_heads * key_dim | kv_heads * key_dim | kv_heads * value_dim |."""
 
     num_heads: int
     kv_heads: int

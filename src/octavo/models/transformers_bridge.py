@@ -110,7 +110,7 @@ class TransformersModel(CausalLM):
 
 
 class _Attention(Protocol):
-    """What answers a layer's call for attention: a step's blocks, or the probe."""
+    """The implementation behind a layer's attention call: a step over blocks, or the probe."""
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
@@ -118,7 +118,7 @@ class _Attention(Protocol):
         """query, key, value [num_tokens, heads, dim] -> [num_tokens, num_heads, value_dim]."""
 
     def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
-        """What the layers of one kind get for a mask over `length` tokens."""
+        """The mask over `length` tokens for the layers of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def _probe(model: Any, max_positions: int) -> _Probe:
 
 
 def _refuse_unsupported(model_class: Any, config: Any) -> None:
-    """What is known before the weights are read.
+    """Refuse unsupported configurations before the weights are read.
 
     Raises:
         UnsupportedModelError: the class and the reason.

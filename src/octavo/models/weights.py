@@ -1,4 +1,4 @@
-"""What a model asks its weights for, whatever file they lie in."""
+"""The weight source that a model reads from, whatever the file format."""
 
 from __future__ import annotations
 

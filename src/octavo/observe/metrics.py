@@ -50,7 +50,7 @@ _HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Reads one engine's statistics whenever Prometheus asks."""
+    """A Prometheus collector over one engine's statistics."""
 
     def __init__(self, stats: EngineStats, model_name: str) -> None:
         self._stats = stats
@@ -106,7 +106,7 @@ def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class MetricsPage:
-    """What `GET /metrics` answers: the engine's statistics and this process's memory, CPU time and open files."""
+    """The page at `GET /metrics`: the engine's statistics and this process's memory, CPU time and open files."""
 
     def __init__(self, stats: EngineStats, model_name: str) -> None:
         # A registry of its own: the global one would be shared by every engine of the process.

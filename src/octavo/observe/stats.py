@@ -1,4 +1,4 @@
-"""What the engine counts while it runs: plain numbers, so that counting costs the step loop next to nothing.
+"""The engine's statistics: plain numbers, so that counting costs the step loop next to nothing.
 
 The step loop's thread alone writes; any thread may read. A reader can see one field a step ahead of another, which a
 scrape cannot tell from having come a moment later. `observe/metrics.py` turns these numbers into Prometheus' format.
@@ -105,7 +105,7 @@ class EngineStats:
         self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
 
     def on_audit(self, problem: str | None) -> None:
-        """The block accounting was gone through; `problem` says what is wrong with it."""
+        """Record an audit of the block accounting; `problem` describes a mismatch."""
         self.num_audits += 1
         self.num_failed_audits += problem is not None
         self.audit_problem = problem

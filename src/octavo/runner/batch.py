@@ -1,4 +1,4 @@
-"""From a step plan to tensors: the only place where slots are computed."""
+"""Build a step's tensors from its plan: the only place where slots are computed."""
 
 from __future__ import annotations
 

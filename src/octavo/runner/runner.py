@@ -1,4 +1,4 @@
-"""Carries out step plans: the one owner of the device's tensors."""
+"""Executes step plans: the one owner of the device's tensors."""
 
 from __future__ import annotations
 

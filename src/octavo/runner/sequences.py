@@ -1,4 +1,4 @@
-"""What the runner knows of each sequence it has been told of: a row for each, kept from step to step."""
+"""The runner's state of running sequences: one row each, kept from step to step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SequenceTable:
         return len(self._rows)
 
     def apply(self, plan: StepPlan) -> Rows:
-        """Take in what a plan says of its sequences; returns the row of each that it computes: int64 [rows]."""
+        """Apply a plan's changes to its sequences; returns the row of each sequence that it computes: int64 [rows]."""
         if plan.reset:
             for seq_id in list(self._rows):
                 self._drop(seq_id)

@@ -1,4 +1,4 @@
-"""Moving blocks between the device and a tier, and how long that takes beside computing them."""
+"""Move blocks between the device and a tier, and measure how long that takes compared with recomputing them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None
 
 
 class BlockMover:
-    """Carries out what a plan moves; on a CPU, storing in the tier overlaps what the step computes.
+    """Executes a plan's transfers; on a CPU, storing in the tier overlaps with the step's computation.
 
         step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
         beside               └──> store in the tier ………………………………………┘
@@ -69,7 +69,7 @@ class BlockMover:
         self._stores: list[Future[None]] = []
 
     def begin(self, plan: StepPlan) -> None:
-        """Do all that must precede the computation. `finish` must follow, also where this raises."""
+        """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
         if tier is not None and plan.swap_out:
             if self._overlaps and len(plan.swap_out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
@@ -82,7 +82,7 @@ class BlockMover:
             swap_in(arena, tier, plan.swap_in)
 
     def finish(self) -> None:
-        """Wait until everything is stored; raises what went wrong with it."""
+        """Wait until everything is stored; re-raises errors of the transfers."""
         stores, self._stores = self._stores, []
         wait(stores)
         for store in stores:
@@ -104,7 +104,7 @@ def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor) -> None:
 
 
 def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: int) -> RestoreSpeed:
-    """Time a few blocks' way out and back, and a short prefill, on an engine that has not begun to serve.
+    """Time swapping a few blocks out and in, and a short prefill, before the engine serves.
 
     Takes a few milliseconds for a small model, and three decode steps' time for a large one. What it writes into the
     arena nobody reads.

@@ -1,4 +1,4 @@
-"""What the draws of a step depend on besides logits, a record for each, gathered from a table of running sequences."""
+"""The inputs of a step's draws besides logits, gathered from a table of running sequences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SamplingState:
 
     @classmethod
     def of(cls, snapshot: SamplingSnapshot, token_ids: npt.NDArray[np.integer]) -> SamplingState:
-        """Of a sequence with these tokens, which are only looked at where a penalty counts them."""
+        """The state of a sequence with these tokens, which are read only if a penalty counts them."""
         counts = None
         if snapshot.params.counts_tokens:
             counts = TokenCounts(token_ids, snapshot.num_prompt_tokens)
@@ -102,7 +102,7 @@ class SamplingTable:
         self._states[row] = state
 
     def fork(self, parent: int, child: int, seed: int) -> None:
-        """Row `child` becomes what row `parent` is, with a seed of its own."""
+        """Copy row `parent` to row `child`, with a seed of its own."""
         state = self._state(parent)
         counts = None if state.counts is None else state.counts.fork()
         self._records[child] = self._records[parent]
@@ -117,7 +117,7 @@ class SamplingTable:
     def count(
         self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
     ) -> None:
-        """Take in a step's tokens where a penalty counts them; those that are counted already are passed over.
+        """Count a step's tokens for penalties; tokens already counted are skipped.
 
         Args:
             starts: position of each row's first token.

@@ -1,4 +1,4 @@
-"""How often a sequence has which tokens, kept up to date token by token for the penalties."""
+"""Token counts of a sequence for the penalties, updated token by token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenCounts:
         return self._counts[: len(self._places)]
 
     def append(self, token_id: int) -> None:
-        """The output has one token more."""
+        """Count one more output token."""
         self.num_tokens += 1
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
@@ -50,7 +50,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def fork(self) -> TokenCounts:
-        """The same counts for a sequence that goes on otherwise. O(distinct tokens of the output)."""
+        """A copy of the counts for a forked sequence. O(distinct tokens of the output)."""
         child = TokenCounts.__new__(TokenCounts)
         child.prompt_ids, child.num_tokens = self.prompt_ids, self.num_tokens
         child._ids, child._counts, child._places = self._ids.copy(), self._counts.copy(), self._places.copy()

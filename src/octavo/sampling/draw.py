@@ -1,4 +1,4 @@
-"""From logits and one uniform number a row to a token: temperature, the filters, the draw.
+"""Draw tokens from logits with one uniform number per row: temperature, filters, draw.
 
 All filters keep a row's most likely tokens, in vLLM's order and sense:
 
@@ -33,7 +33,7 @@ _BISECTED_AT_ONCE = 2**19
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """What one draw needs, a value a row, on the logits' device.
+    """The parameters of a draw, one value per row, on the logits' device.
 
     Attributes:
         uniforms: float64 [rows] in [0, 1).
@@ -57,7 +57,7 @@ class DrawParams:
 
 
 def draw_from_all(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token a row under temperature and min_p alone, which need no order among the tokens.
+    """Draw one token per row under temperature and min_p only, which need no sorting.
 
     Args:
         logits: float32 [rows, vocab].
@@ -70,7 +70,7 @@ def draw_from_all(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tenso
 
 
 def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token a row under all filters; arguments and results as of `draw_from_all`.
+    """Draw one token per row under all filters; arguments and results as `draw_from_all`.
 
     The few largest logits are enough for most rows; the others are tried again with more of them, and in the end
     search the whole vocabulary for the cut. Which of these a row takes depends on that row alone.

@@ -1,4 +1,4 @@
-"""What changes single logits before a token is chosen: minimum length, biases and penalties.
+"""Logit adjustments before a token is chosen: minimum length, biases and penalties.
 
 Each touches a few tokens of a row, so all of it is index arithmetic on flat positions `row * vocab + token_id`,
 one gather and one scatter per kind for the whole batch.

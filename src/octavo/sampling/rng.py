@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, position): nothing to store, nothing to lose at a preemption."""
+"""Random numbers as a pure function of (seed, position): no state to store or to lose at a preemption."""
 
 from __future__ import annotations
 

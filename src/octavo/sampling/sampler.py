@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: every request's own `SamplingParams`, in one batched pass.
+"""Samples tokens from logits in one batched pass, each request with its own `SamplingParams`.
 
 The sampler holds no state: what a draw depends on comes with it (`sampling/batch.py`). The random number for position p
 of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a request gives the same

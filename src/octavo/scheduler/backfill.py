@@ -1,4 +1,4 @@
-"""Who may pass a request that does not fit yet.
+"""Backfilling: who may overtake a request that does not fit yet.
 
 The head of the line may need more places or blocks than are free: parallel samples as many as run at once, or a prompt
 as long as the pool. To let nobody pass would leave the rest of the machine idle; to let everybody pass would starve the

@@ -1,4 +1,4 @@
-"""Beam search over one prompt: which continuations go on, and which endings are kept. Pure: numbers in, choices out.
+"""Beam search over one prompt: which continuations survive, and which finished ones are kept. Pure computation.
 
 The rules are those of transformers' `generate(num_beams=w, do_sample=False)` (`_beam_search` in 5.23):
 

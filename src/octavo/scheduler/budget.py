@@ -1,4 +1,4 @@
-"""What is left of a step for prompts: tokens, and time where running streams have a latency to keep."""
+"""The budget of a step for prompts: tokens, and time if running streams have a latency target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TimeLimit(Protocol):
         """The longest chunk of a prompt, at most `most` tokens after `start` computed ones, that still fits."""
 
     def take(self, start: int, num_tokens: int) -> None:
-        """A chunk is part of the step."""
+        """Charge a chunk to the budget."""
 
 
 class StepBudget:
@@ -37,7 +37,7 @@ class StepBudget:
         return max(self._time.chunk(start, most), min(most, self._least))
 
     def take(self, start: int, num_tokens: int) -> None:
-        """A chunk is part of the step."""
+        """Charge a chunk to the budget."""
         self.num_tokens -= num_tokens
         self._least = max(0, self._least - num_tokens)
         if self._time is not None:

@@ -1,4 +1,4 @@
-"""What a request makes of its next tokens' samples: each sequence goes its own way, or all of them search together."""
+"""How a request continues from its samples: independent sequences, or beam search."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from octavo.scheduler.plan import Candidate, SampleResult, SequenceUpdate
 
 
 class SequenceMoves(Protocol):
-    """What a decoding may have done to sequences: the scheduler's own operations."""
+    """The scheduler's operations on sequences that a `Decoding` may use."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Make `child` what `parent` is, over the same blocks; what the child held is given up."""
+        """Fork `child` from `parent` over the same blocks; releases what the child held."""
 
     def resume(self, seq: Sequence) -> None:
-        """A sequence has a next token to compute: queue it where it holds no blocks."""
+        """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
 
     def vacate(self, seq: Sequence) -> None:
-        """Nothing continues a sequence for now: give its blocks and its place among the running back.
+        """Suspend a sequence without a next token: release its blocks and its place among the running.
 
         Unlike one that is finished it can be forked into again.
         """
@@ -38,7 +38,7 @@ class Decoding(Protocol):
     def take(
         self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
     ) -> None:
-        """Act on the samples that `drawing` asked for, and add to `updates` what the caller shall hear of.
+        """Process the samples that `drawing` requested, and append the results to `updates`.
 
         All blocks of the first sequence are computed and committed by then.
         """

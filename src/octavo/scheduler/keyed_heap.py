@@ -1,4 +1,4 @@
-"""A heap of sequences from which any can be taken out."""
+"""A heap of sequences with removal of arbitrary elements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KeyedHeap:
         heapq.heappush(self._entries, (key, seq.seq_id))
 
     def peek(self) -> Sequence | None:
-        """The one with the smallest key; None where there is none."""
+        """The sequence with the smallest key, or None."""
         while self._entries:
             key, seq_id = self._entries[0]
             live = self._live.get(seq_id)

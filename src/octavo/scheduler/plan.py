@@ -1,4 +1,4 @@
-"""What one step computes, and what came of it: frozen plain values that survive pickling.
+"""Step plans and results: frozen plain values that survive pickling.
 
 A plan names sequences by id. Whoever executes plans (the runner, in this process or another) keeps a state for each
 sequence it has been told of, and a plan says only what has changed since the one before:
@@ -38,7 +38,7 @@ from octavo.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingSnapshot:
-    """What drawing a sequence's tokens depends on, besides its logits and its tokens.
+    """The inputs of sampling a sequence besides its logits and its tokens.
 
     Attributes:
         seed: with the number of the output token, all that a draw's randomness comes from.
@@ -63,7 +63,7 @@ class SequenceForked(NamedTuple):
 
 
 class SequenceDropped(NamedTuple):
-    """Nothing more will be said of this sequence, or all of it anew."""
+    """A sequence that later plans do not mention, or introduce anew."""
 
     seq_id: SequenceId
 

@@ -1,4 +1,4 @@
-"""From scheduled sequences to a `StepPlan`, and what the runner has been told of them."""
+"""Builds a `StepPlan` from scheduled sequences, and tracks what the runner knows of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class PlanBuilder:
         self._scores.append(PromptScores(len(self.sequences) - 1, first, targets, num_top))
 
     def finish(self, swap_out: Iterable[BlockSwap] = (), swap_in: Iterable[BlockSwap] = ()) -> StepPlan:
-        """The step as collected. Without a row it is empty, and whatever has changed is told with the next."""
+        """Finish the collected step. Without rows the plan is empty, and changes are sent with the next."""
         if not self.sequences:
             return StepPlan()
         self._step += 1

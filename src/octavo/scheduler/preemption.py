@@ -1,4 +1,4 @@
-"""Who must yield its blocks when the pool runs out, and whether they are moved to the host or computed again."""
+"""Preemption: which sequence yields its blocks, and whether they are swapped or recomputed."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def make_victim_policy(name: str, cost: CostOf) -> VictimPolicy:
 
 
 class PreemptionMode(Protocol):
-    """Decides for each victim how it gets its keys and values back."""
+    """Decides whether a victim is swapped or recomputed."""
 
     def swaps(self, seq: Sequence) -> bool:
         """Whether to move them to the host, where there is room, rather than to compute them again."""
 
 
 class Recompute:
-    """All over again; what the prefix cache still has is found there."""
+    """Recomputes everything that is no longer in the prefix cache."""
 
     def swaps(self, seq: Sequence) -> bool:
         return False
@@ -111,7 +111,7 @@ class RestoreSpeed:
 
 
 class CheaperWay:
-    """Whichever costs less for this victim, by the measured speeds.
+    """Swaps or recomputes, whichever the measured speeds make cheaper for this victim.
 
     Both sides are upper bounds of the same kind: published blocks may be found again in the prefix cache either way.
     """

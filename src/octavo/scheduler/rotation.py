@@ -1,4 +1,4 @@
-"""Turns, for steps of fewer tokens than there are running streams."""
+"""Rotation among running streams, for steps with fewer tokens than streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from octavo.request import Sequence, SequenceId
 
 
 class Rotation:
-    """Whoever had its last token longest ago is next. All prompts together take turns like one stream.
+    """Least recently served first. All prompts together take turns like one stream.
 
     So of s streams with a limit of t tokens a step, each has a token at least every ceil((s + 1) / t) steps.
     """

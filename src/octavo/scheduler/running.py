@@ -1,4 +1,4 @@
-"""The sequences that hold a place and blocks, and how many blocks they are bound to take yet.
+"""The running sequences, and how many more blocks they will need.
 
 What a running sequence will take is kept up as it takes blocks, never summed over all: an admission asks for `reserve`
 in O(1).
@@ -86,7 +86,7 @@ class RunningSet:
         return len(self.order) + self.num_promised
 
     def enter(self, seq: Sequence) -> None:
-        """It has been given blocks."""
+        """Add a sequence that was given blocks."""
         place = self._place(seq, num_pending_siblings(seq))
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
@@ -101,7 +101,7 @@ class RunningSet:
         self._enter(child, place)
 
     def leave(self, seq: Sequence) -> None:
-        """Its blocks are about to be taken back."""
+        """Remove a sequence whose blocks are about to be released."""
         self.order.remove(seq)
         self._on_leave(seq)
         place = self.places.pop(seq.seq_id)
@@ -109,7 +109,7 @@ class RunningSet:
         self.reserve -= place.bound
 
     def grew(self, seq: Sequence) -> Place:
-        """The cache has given it blocks, or copies of shared ones."""
+        """Account for new blocks of a sequence, or copies of shared ones."""
         place = self.places[seq.seq_id]
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
@@ -126,7 +126,7 @@ class RunningSet:
             self._count(place)
 
     def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
-        """What would be bound if a newcomer entered with blocks for its first `num_tokens` tokens."""
+        """The reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
         place = self._place(newcomer, num_pending_siblings(newcomer))
         place.held = -(-num_tokens // self._size)
         return self.reserve + self._bound(place)

@@ -57,7 +57,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Decides the next step; told its result, moves the sequences on.
+    """Decides each step, and advances the sequences by its result.
 
     Attributes:
         max_sequence_tokens: prompt and output of the longest sequence that the model and the pool have room for.
@@ -253,7 +253,7 @@ class Scheduler:
         return request
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Make `child` what `parent` is, over the same blocks; what the child held is given up.
+        """Fork `child` from `parent` over the same blocks; releases what the child held.
 
         Where the parent has lost its blocks, or all places are taken, the child waits to be computed anew.
         """
@@ -270,12 +270,12 @@ class Scheduler:
             child.num_computed = 0
 
     def resume(self, seq: Sequence) -> None:
-        """A sequence has a next token to compute: queue it where it holds no blocks."""
+        """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
         if seq.status is SequenceStatus.PARKED:
             self._waiting.push(seq)
 
     def vacate(self, seq: Sequence) -> None:
-        """Nothing continues a sequence for now: give its blocks and its place among the running back."""
+        """Suspend a sequence without a next token: release its blocks and its place among the running."""
         self._vacate(seq)
         seq.num_computed = 0
         seq.status = SequenceStatus.PARKED
@@ -325,7 +325,7 @@ class Scheduler:
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in what the runner computed: publish blocks, then let each request make of its samples what it does.
+        """Process a step's result: publish blocks, then let each request's `Decoding` continue.
 
         Where that raises for one request, the others are unharmed: `take_failures` says which have ended so.
         """
@@ -412,7 +412,7 @@ class Scheduler:
             self._latency.observe(StepLoad.of(plan.starts, plan.lengths), seconds)
 
     def abandon_step(self) -> None:
-        """The step planned last gave no result: what it moved has been moved, and the runner's state is unknown."""
+        """Abandon the last planned step, which gave no result: its transfers are done, the runner's state unknown."""
         self._builder.abandon()
         self.kv.swap.complete_transfers()
 

@@ -1,4 +1,4 @@
-"""Whose tokens a step computes: those of running streams first, then prompts by what they have left.
+"""Which tokens a step computes: running streams first, then prompts by how much they have left.
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: nobody's prompt and
    nobody's priority takes a running stream's token. Where the step has fewer tokens than there are streams, they take
@@ -44,7 +44,7 @@ MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
 
 
 class StepShares:
-    """What a step is made of, as it is decided.
+    """The composition of a step while it is decided.
 
     Attributes:
         streams: sequences that compute one token.

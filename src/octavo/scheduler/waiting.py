@@ -1,4 +1,4 @@
-"""All sequences that wait for a place, in their order of admission and by how much each has to compute."""
+"""The waiting sequences, in order of admission and by how much each has to compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WaitingLine:
         self.num_tokens += seq.num_tokens
 
     def head(self) -> Sequence | None:
-        """Whose turn it is."""
+        """The next sequence in order of admission."""
         return self.queue.peek()
 
     def shortest(self, count: int) -> list[Sequence]:
@@ -37,7 +37,7 @@ class WaitingLine:
         return self._by_size.smallest(count)
 
     def admit(self, seq: Sequence) -> None:
-        """It waits no more: it has a place."""
+        """Remove a sequence that was admitted."""
         if seq is self.queue.peek():
             self.queue.pop()
         else:
@@ -45,7 +45,7 @@ class WaitingLine:
         self._leave(seq)
 
     def discard(self, seq: Sequence) -> None:
-        """It ends while it waits."""
+        """Remove a sequence that ended while waiting."""
         self.queue.discard(seq)
         self._leave(seq)
 

@@ -1,4 +1,4 @@
-"""Taking blocks back from sequences: preemption, and what swapped sequences still keep."""
+"""Reclaiming blocks: preemption, and blocks that swapped sequences keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SchedulerCounters:
 
 
 class Yielding:
-    """Makes sequences give their blocks back, and remembers which of them may come back by swapping.
+    """Reclaims the blocks of sequences, and remembers which of them can be swapped in again.
 
     Attributes:
         swapped: waiting; the cache knows which of them were given up since.
@@ -70,7 +70,7 @@ class Yielding:
         self._waiting.push(seq)
 
     def start_over(self, seq: Sequence) -> None:
-        """Give all its blocks back, wherever they are."""
+        """Release all of a sequence's blocks, on device and host."""
         self._kv.release(seq)
         self.swapped.pop(seq.seq_id, None)
         self.counters.recomputed_tokens += seq.num_computed

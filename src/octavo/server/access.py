@@ -1,4 +1,4 @@
-"""Which keys a server accepts: made from its options, and anew when the keys file is reread."""
+"""The keys that a server accepts, from its options and its keys file, which can be reread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Access:
         return bool(self.clients.clients)
 
     def reread(self) -> None:
-        """Read the keys file again; where it cannot be used, the keys stay as they are and the log says why."""
+        """Reread the keys file; if it is unusable, keep the present keys and log why."""
         if self._config.keys_file is None:
             return
         try:
@@ -53,7 +53,7 @@ class Access:
 
 
 def client_keys(config: ServerConfig) -> dict[Digest, Client]:
-    """The keys that clients may send, with whom each belongs to; empty where no key is asked for."""
+    """The keys that clients may send and their owners; empty where no key is required."""
     if config.keys_file is not None:
         clients = read_keys_file(config.keys_file)
     else:

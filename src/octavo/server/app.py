@@ -1,4 +1,4 @@
-"""The HTTP application: which path is answered by what. Engine and transport come from outside."""
+"""The HTTP application: routes and their handlers. Engine and transport are passed in."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def create_app(
 
 
 def _cors(config: ServerConfig) -> Middleware:
-    """Lets pages of the allowed origins read the answers. Keys travel in headers that pages set: no cookies."""
+    """CORS headers for the allowed origins. Keys travel in headers that pages set: no cookies."""
     from starlette.middleware.cors import CORSMiddleware
 
     return Middleware(
@@ -95,7 +95,7 @@ def _cors(config: ServerConfig) -> Middleware:
 
 
 class Api:
-    """The handlers. Each reads its body itself, so that a body over the limit is never held."""
+    """The request handlers. Each reads its body itself, so that a body over the limit is never buffered."""
 
     def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight, access: Access) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ class Api:
         self._metrics: Any = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler) of everything that is served."""
+        """(method, path, handler) of every route."""
         return [
             ("POST", "/v1/completions", self.create_completion),
             ("POST", "/v1/chat/completions", self.create_chat_completion),
@@ -249,7 +249,7 @@ class Api:
         return await offload(len(raw), lambda: parse_body(body_type, raw))
 
     def _served_name(self, model: str | None) -> str:
-        """The name to answer under; a client that names none means the one model there is."""
+        """The model name to report; a request without one means the only model."""
         if model is None:
             return self._names[0]
         if model not in self._names:

@@ -1,4 +1,4 @@
-"""Who may ask, and to whom the work is accounted: the API key of a request, and what it opens."""
+"""Authentication: the API key of a request, its tenant, and what it may access."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def presented_key(scope: Scope) -> str | None:
 
 
 def client_of(scope: Scope) -> Client:
-    """Who asks, as `RequireApiKey` found; anybody where no key is needed."""
+    """The client that `RequireApiKey` identified; the anonymous client where no key is required."""
     client = scope.get("state", {}).get("client", ANYBODY)
     assert isinstance(client, Client)
     return client
 
 
 class RequireApiKey:
-    """Lets nothing through to the guarded paths without a key; leaves the client in `scope["state"]`."""
+    """Middleware that requires a key on the guarded paths; stores the client in `scope["state"]`."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class RequireApiKey:
 
 
 class AdminAccess:
-    """Who may look into the server and reset it: holders of admin keys, and nobody where there is none.
+    """Access to the admin endpoints: for holders of an admin key; for nobody if none is configured.
 
     Args:
         keys: those of clients and of admins; a client whose `admin` is false is a stranger here.
@@ -75,7 +75,7 @@ class AdminAccess:
             raise incorrect_key()
 
     def admits(self, request: Request) -> bool:
-        """Whether the request carries an admin's key."""
+        """Whether the request carries an admin key."""
         key = presented_key(request.scope)
         client = None if key is None else self._keys.find(key)
         return client is not None and client.admin

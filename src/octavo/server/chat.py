@@ -19,7 +19,7 @@ from octavo.server.protocol import ChatBody
 
 
 class ChatCompletions:
-    """Answers chat bodies with one engine."""
+    """Handles chat requests with one engine."""
 
     def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
         self._engine = engine
@@ -46,13 +46,13 @@ class ChatCompletions:
 
 
 def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
-    """What `echo` puts before the answer: the last message, where the answer continues it (as in vLLM)."""
+    """The text that `echo` puts before the answer: the last message, if the answer continues it (as in vLLM)."""
     continues = messages[-1]["role"] == "assistant" or body.add_generation_prompt is False
     return str(messages[-1]["content"]) if body.echo and continues else ""
 
 
 class ChatAnswer:
-    """One chat request on its way: the same job, answered whole or as a stream."""
+    """One chat request, answered whole or as a stream."""
 
     def __init__(self, engine: EngineClient, texts: TokenTexts, body: ChatBody, job: Job, echoed: str) -> None:
         self._engine = engine
@@ -91,7 +91,7 @@ class ChatAnswer:
         return {"index": completion.index, "message": message, **self._reported(completion)}
 
     def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
-        """What a choice says beside its text, whole or in part."""
+        """The fields of a choice besides its text, for whole answers and for chunks."""
         reported: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": completion.finish_reason,
@@ -104,7 +104,7 @@ class ChatAnswer:
         return reported
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events: one piece of bytes for whatever one wake-up of the engine brought."""
+        """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
         head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
         reports_usage, continuous = self._body.reports_usage, self._body.reports_usage_continuously
         tail = '],"usage":null}' if reports_usage else "]}"
@@ -129,7 +129,7 @@ class ChatAnswer:
         yield DONE
 
     def _last_event(self, head: str) -> str:
-        """After all choices have ended: usage and the `octavo` object, as far as they were asked for."""
+        """The last event, after all choices have ended: usage and the `octavo` object, if requested."""
         told = self._extension.report()
         if self._body.reports_usage:
             told = {"usage": self._usage.report(), **told}
@@ -144,7 +144,7 @@ class ChatAnswer:
         }
 
     def _roles(self, head: str, tail: str, output: RequestOutput) -> list[str]:
-        """The first event of every choice, which says whose words follow."""
+        """The first event of every choice, which carries its role."""
         delta = {"role": "assistant", "content": self._echoed}
         if self._body.return_token_ids:
             tail = f'],"prompt_token_ids":{dumps(output.prompt_token_ids)}{tail[1:]}'

@@ -19,7 +19,7 @@ from octavo.server.protocol import CompletionBody
 
 
 class Completions:
-    """Answers completion bodies with one engine."""
+    """Handles completion requests with one engine."""
 
     def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Completions:
 
 
 class CompletionAnswer:
-    """One completion request on its way: the same job, answered whole or as a stream.
+    """One completion request, answered whole or as a stream.
 
     Choices are numbered as OpenAI does: completion i of prompt p is choice p * n + i.
     """
@@ -76,7 +76,7 @@ class CompletionAnswer:
         return json_bytes({**self._head(), "choices": choices, **told})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events: one piece of bytes for whatever one wake-up of the engine brought."""
+        """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
         # Everything that stays the same is formatted once: a token costs a few joins of strings.
         head = dumps(self._head())[:-1] + ',"choices":['
         continuous = self._body.reports_usage_continuously
@@ -117,7 +117,7 @@ class CompletionAnswer:
 
 
 class _Choice:
-    """What one choice has reported so far: the prompt goes out with its first piece."""
+    """The state of one choice: whether its prompt (for `echo`) has been sent with the first piece."""
 
     def __init__(self, answer: CompletionAnswer, prompt_index: int, body: CompletionBody) -> None:
         self._answer = answer
@@ -133,7 +133,7 @@ class _Choice:
             )
 
     def piece(self, index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        """The choice object of what is new."""
+        """The choice object for the new part."""
         text = completion.text
         token_ids: list[int] = completion.token_ids
         logprobs: list[TokenLogprobs | None] = list(completion.logprobs or ())

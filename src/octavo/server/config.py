@@ -1,4 +1,4 @@
-"""Every option of the HTTP server, declared once: `octavo serve` makes its flags from this."""
+"""The options of the HTTP server, declared once: `octavo serve` makes its flags from them."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ class ServerConfig:
 
     @property
     def accepted_admin_key(self) -> str | None:
-        """The admin key given, or else that of the environment."""
+        """The admin key from the options, or else from the environment."""
         if self.admin_key is not None:
             return self.admin_key
         return next(iter(_keys_of_environment(ADMIN_KEY_VARIABLE)), None)
 
     @property
     def accepted_keys(self) -> tuple[str, ...]:
-        """The keys given one by one, or else those of the environment.
+        """The API keys from the options, or else from the environment.
 
         Raises:
             ConfigError: the environment variable is set, but holds no key: whoever set it meant to ask for one.

@@ -1,4 +1,4 @@
-"""The requests being answered: each ends with its client, and all of them when a shutdown runs out of time."""
+"""Requests in flight: each is cancelled when its client disconnects, and all when a shutdown times out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Result = TypeVar("Result")
 
 
 class ClientLeftError(HTTPException):
-    """The client closed its connection before it was answered."""
+    """The client disconnected before its answer."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
 
 
 class InFlight:
-    """Work that is done for connected clients. Used from the event loop alone.
+    """The work in flight for connected clients. Used only from the event loop.
 
     Args:
         timeout: seconds after which any work is ended; None: never.
@@ -44,13 +44,13 @@ class InFlight:
         return len(self._tasks)
 
     def cancel_all(self) -> None:
-        """End all work, and all that comes, with `ShuttingDownError`."""
+        """Cancel all work, present and future, with `ShuttingDownError`."""
         self._cancelled = True
         for task in self._tasks:
             task.cancel()
 
     async def run(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, cancelled as soon as its client is gone. The request's body must have been read.
+        """Await `work`, and cancel it if its client disconnects. The request's body must have been read.
 
         Raises:
             ClientLeftError: the client closed the connection.
@@ -105,7 +105,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events as they come from `events`, pieces of ready-made bytes.
+    """A response of server-sent events: chunks of bytes as `events` yields them.
 
     The status is sent with the first piece: an error before it is an ordinary error response, one after it an event.
     """

@@ -1,4 +1,4 @@
-"""What the server needs of an engine; `engine.async_engine.AsyncEngine` is one, the tests' `FakeEngine` another."""
+"""The engine interface that the server uses; implemented by `engine.async_engine.AsyncEngine`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenizerLike(Protocol):
 
 
 class EngineClient(Protocol):
-    """One engine, seen from the event loop."""
+    """An engine as used from the event loop."""
 
     @property
     def model_name(self) -> str: ...
@@ -84,11 +84,11 @@ class EngineClient(Protocol):
         ...
 
     async def unpin(self, pin_id: str) -> bool:
-        """Let a pin go; False where there is none of that id."""
+        """Remove a pin; False if there is none with that id."""
         ...
 
     async def reset_prefix_cache(self) -> int:
-        """Give up every cached block that is neither used nor pinned; returns how many."""
+        """Evict every cached block that is neither in use nor pinned; returns how many."""
         ...
 
     async def shutdown(self, drain_seconds: float) -> None: ...

@@ -1,4 +1,4 @@
-"""Every error leaves the server as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelMissingError(ApiError):
 
 
 class ShuttingDownError(ApiError):
-    """The request was still running when the time that a shutdown grants was over."""
+    """The request was still running when the grace period of a shutdown ended."""
 
     def __init__(self) -> None:
         message = "The server is shutting down and had to cancel this request."
@@ -111,7 +111,7 @@ class StepFailedError(ApiError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What the client is told about `error`. What nobody foresaw is logged here, and told without its insides."""
+    """The error response for `error`. Unexpected exceptions are logged, and reported without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -131,12 +131,12 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def answer_octavo_error(request: Request, error: Exception) -> Response:
-    """Handler of what the package raises on purpose."""
+    """Exception handler for Octavo's own errors."""
     return to_api_error(error).response()
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Handler of what the router raises: no such path, or not with this method."""
+    """Exception handler for the router's errors: unknown path or method."""
     if not isinstance(error, HTTPException):
         return to_api_error(error).response()
     where = f"{request.method} {request.url.path}"
@@ -148,7 +148,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 class LastResort:
-    """Outermost: whatever escapes becomes a 500 that tells nothing of the insides, instead of a dropped connection."""
+    """Outermost middleware: turns any escaped exception into a 500 without details instead of a dropped connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The `octavo` object of a response: what Octavo tells beside OpenAI's fields, where the body asks for it."""
+"""The `octavo` object of a response: fields besides OpenAI's, where the request asks for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.engine.outputs import RequestOutput
 
 
 class ResponseExtension:
-    """Collects what is told over all prompts of one response.
+    """Collects the `octavo` object over all prompts of one response.
 
     Args:
         tells_ledger: the body asked why the cache did not help.
@@ -22,7 +22,7 @@ class ResponseExtension:
         self._outputs: list[RequestOutput | None] = [None] * num_prompts
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take in an output; the last of each prompt is what counts."""
+        """Record an output; the last one of each prompt counts."""
         if output.finished:
             self._outputs[prompt_index] = output
 

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: the work asked of the engine, its outputs, and their usage."""
+"""Shared by completions and chat completions: the engine's work, its outputs, and token usage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from octavo.server.prompts import EncodedPrompt
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one body asks of the engine: each prompt is a request of its own.
+    """The engine requests of one body: one per prompt.
 
     Attributes:
         model: the name the client used, which the response repeats.
@@ -39,7 +39,7 @@ class Job:
         return self.context.request_id or ""
 
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) as they come; closing it aborts what still runs.
+        """Yield (prompt index, output) as they arrive; closing the iterator aborts unfinished requests.
 
         Raises what the engine raises, and `GenerationFailedError` where it ended a request as faulty.
         """
@@ -64,7 +64,7 @@ _to_ascii_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def new_id(prefix: str) -> str:
-    """'cmpl' -> 'cmpl-4f1c…', unlike any other."""
+    """'cmpl' -> 'cmpl-4f1c…', a unique id."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -90,7 +90,7 @@ async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tupl
 
 
 async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all streams in the order they come; the first error ends them all."""
+    """Merge the streams in order of arrival; the first error ends all of them."""
     arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
@@ -130,7 +130,7 @@ class Usage:
         self._cached_tokens = [0] * len(prompts)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Count an output that holds only what is new."""
+        """Count the tokens of a delta output."""
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)

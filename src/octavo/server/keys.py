@@ -45,13 +45,13 @@ Digest = bytes
 
 
 def tenant_of(api_key: str) -> str:
-    """A short name for the key's holder: stable across restarts, and the key cannot be read back from it."""
+    """A short tenant name derived from the key: stable across restarts, and it does not reveal the key."""
     return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"octavo-tenant").hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Whom a request comes from, and what that tenant may do.
+    """The sender of a request, and what its tenant may do.
 
     Attributes:
         tenant: whom the work is accounted to; empty where no API key is asked for.
@@ -101,7 +101,7 @@ ANYBODY = Client(min_priority=None)
 
 
 class KeyRing:
-    """The keys that are accepted, and whose they are.
+    """The accepted keys and their owners.
 
     A key is looked up by a digest under a secret of this process: however often somebody guesses, the time that it
     takes says nothing about any key. Keys themselves are not kept.
@@ -113,11 +113,11 @@ class KeyRing:
         self.replace(clients)
 
     def replace(self, clients: Mapping[Digest, Client]) -> None:
-        """From now on these are the keys; requests that were let in go on."""
+        """Replace the keys; requests already admitted continue."""
         self._clients = {self._sealed(digest): (digest, client) for digest, client in clients.items()}
 
     def find(self, key: str) -> Client | None:
-        """The client whose key this is."""
+        """The owner of this key, or None."""
         digest = digest_of(key)
         known, client = self._clients.get(self._sealed(digest), (b"", None))
         return client if hmac.compare_digest(known, digest) else None
@@ -136,12 +136,12 @@ def digest_of(key: str) -> Digest:
 
 
 def clients_of_keys(keys: Iterable[str], *, admin: bool = False) -> dict[Digest, Client]:
-    """Keys given one by one: each is a tenant of its own, whose name is made from the key."""
+    """Clients for individually given keys: each is a tenant of its own, named after a hash of the key."""
     return {digest_of(key): Client(tenant=tenant_of(key), admin=admin) for key in keys}
 
 
 def sharing_all(clients: Mapping[Digest, Client]) -> dict[Digest, Client]:
-    """The same clients, who share cached prefixes with each other whatever their groups are."""
+    """The same clients, all sharing cached prefixes regardless of their groups."""
     return {digest: replace(client, cache_group="") for digest, client in clients.items()}
 
 

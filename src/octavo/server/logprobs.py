@@ -16,7 +16,7 @@ def _finite(logprob: float) -> float:
 
 
 class TokenTexts:
-    """Single tokens as clients see them. Kept once looked up: twenty alternatives a token are mostly the same few."""
+    """The texts of single tokens, cached: the twenty alternatives of each token repeat."""
 
     def __init__(self, engine: EngineClient) -> None:
         # The engine and not its tokenizer, for which it raises where the model has none.

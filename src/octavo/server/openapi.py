@@ -1,4 +1,4 @@
-"""The documentation at /docs, and the description of the API that it shows."""
+"""The documentation page at /docs, and its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAIN = {
 
 
 def describe(version: str) -> dict[str, Any]:
-    """The API in OpenAPI's terms."""
+    """The OpenAPI description of the API."""
     bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body, _ in _BODIES.values()]
     _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What keeps web pages away from a server that asks for no key.
+"""Protects a server without API keys from requests made by web pages.
 
 Any page can make its reader's browser send requests to 127.0.0.1, and by DNS rebinding (a name of the page's own that
 turns into 127.0.0.1) even read the answers. Three things tell such requests from a program's:
@@ -23,7 +23,7 @@ ANY = "*"
 
 
 class RefuseWebPages:
-    """Refuses what a web page of another origin made a browser send.
+    """Middleware that refuses requests that a web page of another origin made a browser send.
 
     Args:
         hosts: names under which the server may be asked, beside addresses, `localhost` and the machine's own; `*`: any.

@@ -1,4 +1,4 @@
-"""`cache_control` on messages: which prefixes of a chat its client wants kept, by Anthropic's convention.
+"""`cache_control` on messages: the prefixes of a chat to keep cached, by Anthropic's convention.
 
     {"role": "system", "content": "…", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
 

@@ -1,4 +1,4 @@
-"""From a body's prompt or messages to token ids."""
+"""Turns the prompt or messages of a body into token ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 async def offload(size: int, work: Callable[[], Result]) -> Result:
-    """`work()`, in a thread where its input is large, so that the streams of others go on meanwhile."""
+    """Run `work()`, in a thread if its input is large, so that other streams continue meanwhile."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 
@@ -71,7 +71,7 @@ def _are_token_id_lists(values: list[Any]) -> bool:
 
 
 async def encode_prompts(engine: EngineClient, prompt: Any, add_special_tokens: bool) -> list[EncodedPrompt]:
-    """Every prompt of a completion body as token ids; raises `RequestError`."""
+    """Encode every prompt of a completion body; raises `RequestError`."""
     prompts = split_prompts(prompt)
     return await offload(
         sum(map(len, prompts)), lambda: [_encode(engine, part, add_special_tokens) for part in prompts]
@@ -133,7 +133,7 @@ async def encode_chat(
     template_variables: dict[str, Any] | None = None,
     marks: Sequence[CacheMark] = (),
 ) -> EncodedPrompt:
-    """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
+    """Render and encode a chat; raises `RequestError`, also for what the template refuses.
 
     `messages` come from `checked_messages`. Special tokens are normally in the template already. The prefixes that
     `marks` end are measured in tokens of the prompt.

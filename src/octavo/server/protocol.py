@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's fields, and vLLM's extensions under vLLM's names.
+"""Request bodies: OpenAI's fields, and vLLM's extensions under vLLM's names.
 
 Types are strict ("5" is not 5) and unknown fields are refused, so that a misspelt option is never silently ignored.
 Ranges are checked where they are declared once: in `SamplingParams`.
@@ -24,7 +24,7 @@ TokenBiases = Annotated[dict[str, float], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
-    """What every body has. `unsupported` names fields that are known, and refused unless they ask for nothing."""
+    """The base of every body. Fields in `unsupported` are known, and refused unless they have no effect."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     unsupported: ClassVar[tuple[str, ...]] = ()
@@ -32,14 +32,14 @@ class RequestBody(BaseModel):
     model: str | None = None
 
     def refuse_unsupported(self) -> None:
-        """Raises `RequestError` naming the first field that asks for what Octavo does not have."""
+        """Raise `RequestError` for the first field that requests an unsupported feature."""
         for name in self.unsupported:
             if getattr(self, name) not in (None, False, "", [], {}):
                 raise RequestError(f"{name} is not supported by this server", param=name)
 
 
 class StreamOptions(BaseModel):
-    """What a stream reports beside its text."""
+    """The options of a streaming response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class OctavoOptions(BaseModel):
-    """What a response tells in its own `octavo` object."""
+    """The contents of the response's `octavo` object."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -140,7 +140,7 @@ class GenerationBody(RequestBody):
         return self.reports_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def common_sampling(self, vocab_size: int) -> dict[str, Any]:
-        """The keywords of `SamplingParams` that were given; raises `RequestError` for what cannot be combined."""
+        """The given keywords of `SamplingParams`; raises `RequestError` for invalid combinations."""
         self.refuse_unsupported()
         if self.stream_options is not None and not self.streams:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -173,7 +173,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def scores_only(self) -> bool:
-        """`echo` with no output asked for: the prompt's own log-probabilities are what is wanted."""
+        """Whether only the prompt is scored: `echo` with no output."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""An engine behind a socket, from the first listen to the last request."""
+"""Serve an engine on a socket, from start-up to the last request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAREWELL_SECONDS = 2.0
 
 
 def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None:
-    """Serve one engine until SIGINT or SIGTERM; returns when all that ran has finished or was cancelled.
+    """Serve one engine until SIGINT or SIGTERM; returns when every request has finished or was cancelled.
 
     The port is taken before `make_engine` loads a model, so that one in use fails at once. The first signal stops
     accepting, and lets what runs finish within `config.shutdown_timeout`; the second ends the process on the spot,
@@ -47,7 +47,7 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
 
 
 def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
-    """Refuse to serve other machines without keys, unless that was asked for; raises `ConfigError`."""
+    """Refuse to serve other machines without keys, unless explicitly allowed; raises `ConfigError`."""
     host = listener.getsockname()[0]
     if access.needs_key or config.allow_unauthenticated or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         return
@@ -58,7 +58,7 @@ def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds host:port, not yet listening; raises `ConfigError` where it cannot be had."""
+    """A socket bound to host:port, not yet listening; raises `ConfigError` if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -115,7 +115,7 @@ def _listen(listener: socket.socket) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with Octavo's way to leave: requests may finish for a while, and a second signal waits for nothing."""
+    """uvicorn with Octavo's shutdown: requests get a grace period, and a second signal ends it at once."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, in_flight: InFlight, model_name: str) -> None:
         self.connections = ConnectionCounters()

@@ -1,4 +1,4 @@
-"""HTTP connections that cannot be held for nothing: each phase of a request has its time.
+"""HTTP connections with a time limit for each phase of a request.
 
     connected ── header ──> body ── answer ──> kept alive ── header ──> …
                header_timeout  body_timeout   write_timeout  keep_alive_timeout
@@ -27,7 +27,7 @@ MIN_BODY_RATE = 64 * 1024
 
 @dataclass(slots=True)
 class ConnectionCounters:
-    """Connections that were ended, since the start."""
+    """Numbers of connections ended since the start, by reason."""
 
     refused: int = 0
     slow_header: int = 0
@@ -36,7 +36,7 @@ class ConnectionCounters:
 
 
 def guarded_protocol(limits: ServerConfig, counters: ConnectionCounters) -> type[GuardedConnection]:
-    """uvicorn makes its connections from a class: one that knows these limits."""
+    """The connection class for uvicorn, bound to these limits."""
     return type("LimitedConnection", (GuardedConnection,), {"limits": limits, "counters": counters})
 
 
@@ -108,7 +108,7 @@ class GuardedConnection(H11Protocol):
         self._header_timer = self.loop.call_later(self.limits.header_timeout, self._end_slow_header)
 
     def _note_phase(self) -> None:
-        """Stop and start the timers of header and body by what the client is sending now."""
+        """Start and stop the header and body timers by the phase the client is in."""
         state = self.conn.their_state
         if state is not h11.IDLE and self._header_timer is not None:
             self._header_timer.cancel()
@@ -141,7 +141,7 @@ class GuardedConnection(H11Protocol):
             self.transport.close()  # nothing was asked
 
     def _end_slow(self, message: str, code: str) -> None:
-        """Answer for the application, which is told that its client has left, and close."""
+        """Send an error in place of the application, tell it that the client disconnected, and close."""
         if self.transport.is_closing():
             return
         answered = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
@@ -160,7 +160,7 @@ class GuardedConnection(H11Protocol):
 
 
 def _plain_answer(status: HTTPStatus, message: str, code: str, *, retry: bool = False) -> bytes:
-    """A whole response, for a connection that ends with it."""
+    """A complete response that closes its connection."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     head = [

@@ -60,7 +60,7 @@ class LayerKV:
         return key.permute(2, 0, 1), value.transpose(0, 1)
 
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as matrix products want it: keys [kv_heads, key_dim, num_tokens], values [kv_heads, num_tokens, …].
+        """`gather` as matrix products need it: keys [kv_heads, key_dim, num_tokens], values [kv_heads, num_tokens, …].
 
         This is as the blocks lie, so that one strided copy does it.
         """
@@ -142,7 +142,7 @@ class KVArena:
 
 
 def _zero_pages(nbytes: int) -> mmap.mmap:
-    """Private anonymous pages: zero, and touched only when first written, so that an idle pool costs no memory."""
+    """Anonymous private pages, zeroed and allocated by the system on first write: an idle pool costs no memory."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""The contract of a place where blocks may also live, beside the device.
+"""The contract of a memory tier, where blocks may live besides the device.
 
 A tier holds bytes and decides nothing: which block goes where is the bookkeeping's (`kvcache/`), when it goes is the
 runner's.

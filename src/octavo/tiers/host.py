@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 
 
 class HostTier:
-    """Blocks in the host's memory: reserved at once, touched (and so taken) only when first written.
+    """Blocks in host memory: reserved at once, allocated by the system on first write.
 
     Args:
         num_blocks: may be 0; then nothing can be stored.

@@ -1,4 +1,4 @@
-"""Which cached block is given up first when a free one is needed.
+"""Eviction policies: which cached block is evicted first when a free one is needed.
 
 | name     | first to go                                           | per operation |
 |----------|-------------------------------------------------------|---------------|

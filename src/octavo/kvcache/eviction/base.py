@@ -1,4 +1,4 @@
-"""The contract of an eviction policy: which cached block is given up first when a free one is needed."""
+"""The contract of an eviction policy: which cached block is evicted first when a free one is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.kvcache.block import BlockId, BlockIds
 
 
 class EvictionPolicy(Protocol):
-    """The order in which cached blocks are given up.
+    """The order in which cached blocks are evicted.
 
     A policy holds exactly the cached blocks: published to the prefix cache and referenced by nobody. It also hears of
     the life of blocks that it does not hold, and may ignore it:
@@ -22,7 +22,7 @@ class EvictionPolicy(Protocol):
     """
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
-        """An active block enters the prefix cache; whatever was known of this id is void.
+        """An active block enters the prefix cache; earlier knowledge of this id is discarded.
 
         Args:
             position: index of the block within its sequence; it can be recomputed only after those before it.

@@ -1,4 +1,4 @@
-"""Evict what is cheap to have again and unlikely to be asked for."""
+"""Evict blocks that are cheap to recompute and unlikely to be used again."""
 
 from __future__ import annotations
 

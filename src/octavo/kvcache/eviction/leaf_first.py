@@ -1,4 +1,4 @@
-"""Leaves before the blocks they stand on, under any policy: for caches that know the tree."""
+"""Evict leaves before their ancestors, under any policy: for caches that know the tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.kvcache.eviction.base import EvictionPolicy
 
 class Lineage(Protocol):
     """Which published block continues which. Blocks of groups with a sliding window have neither parent nor children:
-    a hit needs only those inside the window, whatever became of the ones before.
+    a hit needs only those inside the window.
     """
 
     def parent(self, block_id: BlockId) -> BlockId | None:
@@ -22,7 +22,7 @@ class Lineage(Protocol):
 
 
 class LeafFirstEviction:
-    """The inner policy's order, in which a block waits until no cached block stands on it.
+    """The inner policy's order, restricted to blocks without cached descendants.
 
     An inner block's eviction would make its descendants unreachable while they still take memory. A victim that has
     cached children is set aside and gets back its old place when the last of them leaves: each block is set aside at

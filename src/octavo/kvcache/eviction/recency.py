@@ -1,4 +1,4 @@
-"""Least recently used: the policy that needs to know nothing of a block."""
+"""Least recently used: the policy that needs no knowledge of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix caches: two ways to find computed blocks by the tokens before them, and none."""
+"""Prefix caches, which find computed blocks by the tokens before them."""
 
 from __future__ import annotations
 

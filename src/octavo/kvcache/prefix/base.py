@@ -1,4 +1,4 @@
-"""The contract of a prefix cache, and the cache that never has anything.
+"""The contract of a prefix cache, and its null object.
 
 A prefix cache is an index from token prefixes to blocks. It owns no block: the pool decides what is evicted and tells
 it (`drop`). Blocks are put in only after their keys and values are computed.
@@ -23,7 +23,7 @@ class PrefixCache(Protocol[ChainT]):
     """
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
-        """Of a prompt, packed and hashed for `chain`. O(tokens); reads nothing that changes: any thread may call it."""
+        """The full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
 
     def chain(self, salt: str, prompt: FullBlocks | None = None) -> ChainT:
         """A chain for a new sequence; sequences of different salts never share a block.
