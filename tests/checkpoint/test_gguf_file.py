@@ -98,6 +98,20 @@ def test_absurd_counts_are_corrupt_and_allocate_nothing(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "x.gguf")
 
 
+@pytest.mark.parametrize("length", [2**63 - 9, 2**63, 2**64 - 8, 2**64 - 1, 100])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_string_that_runs_past_the_end_is_corrupt(length: int, count: int, tmp_path: Path) -> None:
+    array = struct.pack("<Q1sIIQ", 1, b"k", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, count)
+    strings = struct.pack("<Q", length) + struct.pack("<Q", 0) * (count - 1)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + array + strings)
+    with pytest.raises(CorruptModelError, match="a string array runs past the end"):
+        GGUFFile(tmp_path / "x.gguf")
+    single = struct.pack("<Q1sI", 1, b"k", gguf.GGUFValueType.STRING) + struct.pack("<Q", length)
+    (tmp_path / "y.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + single)
+    with pytest.raises(CorruptModelError, match="the header needs"):
+        GGUFFile(tmp_path / "y.gguf")
+
+
 def test_the_configuration_comes_from_the_metadata(path: Path) -> None:
     config = gguf_model_config(GGUFFile(path))
     assert config.architecture == "LlamaForCausalLM"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -206,4 +207,31 @@ def test_a_checkpoint_without_all_its_tensors_is_refused(tmp_path: Path) -> None
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("model_type", ["own_kind", "olmo2"])
+def test_code_that_a_folder_brings_is_not_run(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("Olmo2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": model_type, "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    if model_type == "own_kind":
+        with pytest.raises(UnsupportedModelError, match="brings code of its own"):
+            TransformersModel.load(tmp_path, dtype=torch.float32)
+    else:
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+    assert not (tmp_path / "ran").exists()
+    assert "y/N" not in capsys.readouterr().out
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    model = build("Olmo2")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
         TransformersModel.load(tmp_path, dtype=torch.float32)

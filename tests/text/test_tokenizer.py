@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -343,3 +344,28 @@ def test_a_sentencepiece_folder_writes_spaces_as_transformers(
     ours = Tokenizer.from_source(folder_source(tmp_path))
     assert_equal_on(["<s>hi</s> the", "a<s> b", *TEXTS], ours, AutoTokenizer.from_pretrained(tmp_path))
     assert b"".join(map(ours.token_bytes, ours.encode("ü 😀"))).decode().strip() == "ü 😀"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("tokens", [1, 2, 3], "tokenizer.ggml.tokens is no array of strings"),
+        ("tokens", "abc", "tokenizer.ggml.tokens is no array of strings"),
+        ("token_type", [1.0, 1.0, 1.0], "tokenizer.ggml.token_type is no array of integers"),
+        ("merges", [5], "tokenizer.ggml.merges is no array of strings"),
+        ("merges", ["a zz"], "its vocabulary cannot be used"),
+        ("merges", ["nothing"], "its vocabulary cannot be used"),
+        ("bos_token_id", -1, "bos_token has id -1 in a vocabulary of 3"),
+        ("eos_token_id", "b", "eos_token has id 'b' in a vocabulary of 3"),
+    ],
+)
+def test_a_damaged_vocabulary_is_an_error_that_names_the_part(key: str, value: Any, says: str, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"], key: value}
+
+    def fill(writer: Any) -> None:
+        for name, part in parts.items():
+            add = {list: writer.add_array, str: writer.add_string, int: writer.add_int32}[type(part)]
+            add(f"tokenizer.ggml.{name}", part)
+
+    with pytest.raises(CorruptModelError, match=re.escape(says)):
+        Tokenizer.from_source(write_vocabulary(tmp_path / "v.gguf", fill))

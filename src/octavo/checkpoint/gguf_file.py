@@ -209,8 +209,10 @@ class GGUFFile:
         try:
             for _ in range(count):
                 position += 8 + unpack(mapped, position)[0]
-        except struct.error:
+        except (struct.error, OverflowError):  # a length over 2⁶³ leads past what an index can be
             raise self._corrupt("a string array runs past the end") from None
+        if position > self.size:
+            raise self._corrupt("a string array runs past the end")
         self._position = position
         return array
 

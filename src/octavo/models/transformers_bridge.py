@@ -77,17 +77,29 @@ class TransformersModel(CausalLM):
             raise ModelNotFoundError(f"{folder} holds no config.json")
         _register_attention()
         try:
-            config = transformers.AutoConfig.from_pretrained(folder)
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
             if model_class is None:
                 raise UnsupportedModelError(f"{type(config).__name__}: transformers has no causal language model of it")
             _refuse_unsupported(model_class, config)
             model, report = model_class.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=_ATTENTION, output_loading_info=True
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=_ATTENTION,
+                output_loading_info=True,
+                # Pickled weights could run code when they are read.
+                use_safetensors=True,
+                trust_remote_code=False,
             )
         except OSError as error:
             raise ModelNotFoundError(f"{folder}: {error}") from error
         except ValueError as error:
+            if "trust_remote_code" in str(error):
+                raise UnsupportedModelError(
+                    f"{folder} brings code of its own (auto_map in config.json), which Octavo does not run: use a "
+                    "model whose architecture transformers itself has"
+                ) from error
             raise UnsupportedModelError(f"{folder}: {error}") from error
         if missing := sorted(report["missing_keys"]):
             raise CorruptModelError(

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from octavo.errors import CorruptModelError, UnsupportedModelError
+from octavo.errors import CorruptModelError, OctavoError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from octavo.checkpoint.gguf_file import GGUFFile
@@ -97,11 +97,11 @@ def byte_alphabet() -> dict[str, int]:
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
     """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
-    tokens = file.get("tokenizer.ggml.tokens")
+    tokens: list[str] = _array(file, "tokens", str)
     named = {name: file.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in _SPECIAL_TOKEN_KEYS.items()}
     for name, token_id in named.items():
-        if token_id is not None and token_id >= len(tokens):
-            raise CorruptModelError(f"{file.path}: {name} has id {token_id} in a vocabulary of {len(tokens)}")
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
+            raise CorruptModelError(f"{file.path}: {name} has id {token_id!r:.80} in a vocabulary of {len(tokens)}")
     return {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
 
 
@@ -112,9 +112,20 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         UnsupportedModelError: a kind of vocabulary or a pre-tokenizer Octavo does not know, named.
         CorruptModelError: the file holds no vocabulary, or its parts do not match.
     """
+    try:
+        return _build(file)
+    except OctavoError:
+        raise
+    except Exception as error:  # what `tokenizers` raises of parts that do not match is nothing narrower
+        raise CorruptModelError(f"{file.path}: its vocabulary cannot be used: {error}") from error
+
+
+def _build(file: GGUFFile) -> Tokenizer:
     kind = file.get("tokenizer.ggml.model")
-    tokens: list[str] = file.get("tokenizer.ggml.tokens")
-    types: list[int] = file.get("tokenizer.ggml.token_type", None) or [TokenType.NORMAL] * len(tokens)
+    tokens: list[str] = _array(file, "tokens", str)
+    types: list[int] = [TokenType.NORMAL] * len(tokens)
+    if file.length("tokenizer.ggml.token_type"):
+        types = _array(file, "token_type", int)
     if len(types) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(types)} token types for {len(tokens)} tokens")
     named = special_tokens(file)
@@ -135,6 +146,17 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         eos=named.get("eos_token") if file.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return tokenizer
+
+
+def _array(file: GGUFFile, name: str, kind: type[Any]) -> list[Any]:
+    """The array `tokenizer.ggml.<name>`, whose every element is a `kind`; raises `CorruptModelError`."""
+    values = file.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise CorruptModelError(f"{file.path}: tokenizer.ggml.{name} is no array of {_KINDS[kind]}")
+    return values
+
+
+_KINDS = {str: "strings", int: "integers", float: "floating-point numbers"}
 
 
 def _bos_eos_template(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> processors.PostProcessor:
@@ -191,13 +213,14 @@ def write_spaces_as_sentencepiece(tokenizer: Tokenizer, prepend: Literal["first"
 
 
 def _merges(file: GGUFFile) -> list[tuple[str, str]]:
-    pairs = [merge.partition(" ") for merge in file.get("tokenizer.ggml.merges")]
+    merges: list[str] = _array(file, "merges", str)
+    pairs = [merge.partition(" ") for merge in merges]
     return [(left, right) for left, _, right in pairs]
 
 
 def _merges_by_score(file: GGUFFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     """SentencePiece has no list of merges: any two pieces that form a piece merge, the best-scored result first."""
-    scores: list[float] = file.get("tokenizer.ggml.scores")
+    scores: list[float] = _array(file, "scores", float)
     if len(scores) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens")
     rank = {token: index for index, token in enumerate(tokens)}

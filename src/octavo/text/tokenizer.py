@@ -83,7 +83,7 @@ class Tokenizer:
             build_tokenizer(file),
             named_tokens=special_tokens(file),
             eos_token_ids=gguf_eos_token_ids(file),
-            chat_templates={} if template is None else {"default": template},
+            chat_templates={"default": template} if isinstance(template, str) else {},
         )
 
     @classmethod
@@ -233,7 +233,7 @@ def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenize
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
     except Exception as error:  # whatever a conversion raises, an ImportError of sentencepiece among it
         raise UnsupportedModelError(
