@@ -12,8 +12,17 @@ from octavo.kvcache.block import BlockState
 
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
     from octavo.engine.core import EngineCore
+    from octavo.runner.runner import ModelRunner
 
 MakeLLM = Callable[..., Any]
+
+
+def runner_of(core: EngineCore) -> ModelRunner:
+    """The runner of an engine that has it in its own process."""
+    from octavo.runner.runner import ModelRunner
+
+    assert isinstance(core.runner, ModelRunner)
+    return core.runner
 
 
 def assert_idle(core: EngineCore) -> None:

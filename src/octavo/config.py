@@ -75,6 +75,13 @@ class EngineConfig:
     )
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
+    executor: Literal["in_process", "process"] = option(
+        "in_process", "where the model is computed: in the engine's own process, or in one beside it, over a pipe"
+    )
+    record_plans: str | None = option(
+        None,
+        "a file for each step's plan, in numbers only, and its seconds; octavo.scheduler.plan_log reads it",
+    )
     num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
     seed: int = option(0, "seed for requests without one of their own")
 

@@ -11,6 +11,7 @@ OctavoError
 │   └── CorruptModelError      a file that does not hold what it declares
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
 ├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
+├── ExecutorError          a step failed in the process that computes it, or that process has died
 ├── CacheError             the block accounting was violated: a bug, never user input
 └── EngineDeadError        the step loop died; carries the cause
 """
@@ -80,6 +81,14 @@ class LogitsError(OctavoError):
             "model (float16 overflows where bfloat16 does not), damaged weights, or min_tokens in a tiny vocabulary"
         )
         self.request_ids = list(request_ids)
+
+    def __reduce__(self) -> tuple[type[LogitsError], tuple[list[str]]]:
+        # Made anew from the ids, not from the message: it may come from another process.
+        return type(self), (self.request_ids,)
+
+
+class ExecutorError(OctavoError):
+    """A step failed in the process that computes it, whose traceback is in the message; or that process has died."""
 
 
 class RequestFailedError(OctavoError):

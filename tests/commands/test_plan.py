@@ -15,6 +15,7 @@ from octavo.engine.builder import build_engine
 from octavo.kvcache.spec import DTYPE_BYTES
 from octavo.planner.known_models import KNOWN_MODELS
 from octavo.planner.machine import MEMORY_LIMIT_VARIABLE
+from tests.conftest import runner_of
 from tests.models.tiny import write_hf_model
 
 
@@ -155,8 +156,8 @@ def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(
     answer = plan(*flags, "--memory", "32MiB")
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "32MiB")
     engine = build_engine(EngineConfig(**options))
-    assert answer["memory"]["pool_bytes_per_device"] == engine.runner.arena.nbytes
-    assert answer["weight_bytes"] == engine.runner.model.weight_bytes
+    assert answer["memory"]["pool_bytes_per_device"] == runner_of(engine).arena.nbytes
+    assert answer["weight_bytes"] == runner_of(engine).model.weight_bytes
     engine.close()
 
 

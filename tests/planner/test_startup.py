@@ -19,6 +19,7 @@ from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limi
 from octavo.planner.sources import find_shape
 from octavo.planner.startup import StartSizing, serve_command
 from octavo.sampling_params import SamplingParams
+from tests.conftest import runner_of
 from tests.models.tiny import write_hf_model
 
 
@@ -120,7 +121,7 @@ def test_a_model_that_only_its_loader_can_count_is_sized_once_it_is_loaded(
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     config = EngineConfig(model=str(tmp_path), device="cpu", max_num_batched_tokens=16, max_num_seqs=1)
     engine = build_engine(config)
-    weights = engine.runner.model.weight_bytes
+    weights = runner_of(engine).model.weight_bytes
     engine.close()
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, str(weights))
     with pytest.raises(ConfigError, match=f"weights {re.escape(format_bytes(weights))}"):
@@ -132,10 +133,10 @@ def test_what_is_planned_is_what_is_allocated(tiny_model: str, monkeypatch: pyte
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
     engine = build_engine(EngineConfig(model=tiny_model, **options))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, **options)
-    assert engine.runner.arena.nbytes == predicted.pool().num_bytes
-    assert engine.runner.model.weight_bytes == predicted.budget.weights
+    assert runner_of(engine).arena.nbytes == predicted.pool().num_bytes
+    assert runner_of(engine).model.weight_bytes == predicted.budget.weights
     swap = predicted.num_host_blocks(predicted.pool()) * predicted.spec.block_bytes
-    assert engine.runner.host.nbytes == swap
+    assert runner_of(engine).host.nbytes == swap
     assert predicted.budget.left - predicted.pool().num_bytes - swap < predicted.spec.block_bytes, "all that is left"
     engine.close()
 
@@ -148,12 +149,12 @@ def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 64, "max_num_seqs": 8}
     engine = build_engine(EngineConfig(model=tiny_model, swap_space=swap_space, preemption_mode="swap", **options))
     predicted = sizing(64 * 2**20, tiny_model, CPU_MEMORY_SHARE, swap_space=swap_space, **options)
-    assert engine.runner.host.nbytes == predicted.budget.swap
+    assert runner_of(engine).host.nbytes == predicted.budget.swap
     asked = parse_bytes(str(swap_space))
     assert asked - predicted.spec.block_bytes < predicted.budget.swap <= asked
-    assert engine.scheduler.kv.swap.host.num_blocks == engine.runner.host.num_blocks
+    assert engine.scheduler.kv.swap.host.num_blocks == runner_of(engine).host.num_blocks
     rows = torch.ones(1, predicted.spec.block_bytes, dtype=torch.uint8)
-    engine.runner.host.write([engine.runner.host.num_blocks - 1], rows)
+    runner_of(engine).host.write([runner_of(engine).host.num_blocks - 1], rows)
     engine.close()
 
 

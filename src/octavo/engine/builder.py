@@ -7,7 +7,9 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,20 +17,24 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.kvcache.eviction import RecomputeCost
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
-from octavo.planner.startup import StartSizing
+from octavo.runner.executor import Executor, ProcessExecutor
+from octavo.runner.recording import RecordingExecutor
 from octavo.runner.runner import ModelRunner
 from octavo.runner.swapping import measure_restore_speed
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
 from octavo.text.tokenizer import Tokenizer
@@ -38,12 +44,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
-    source: ModelSource
-    sizing: StartSizing
-    model: CausalLM
-    tokenizer: Tokenizer | None
+class RunnerFacts:
+    """What the engine needs to know of a runner, wherever that is.
+
+    Attributes:
+        restore_speed: measured where the choice between swapping and computing again depends on it.
+    """
+
+    spec: KVCacheSpec
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    vocab_size: int
     hidden_size: int
+    eos_token_ids: frozenset[int]
+    weight_bytes: int
+    attention: str
+    restore_speed: RestoreSpeed | None
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -54,19 +71,84 @@ def build_engine(config: EngineConfig) -> EngineCore:
         ConfigError: the options contradict each other, the model or the machine.
     """
     started = time.perf_counter()
+    source = resolve_model(config.model)
+    runner, facts, tokenizer = _start_runner(config, source)
+    try:
+        if config.record_plans is not None:
+            runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
+        kv = assemble_cache(
+            config,
+            facts.spec,
+            facts.num_blocks,
+            num_host_blocks=facts.num_host_blocks,
+            # Quantised products round activations: their keys and values are not those of the dequantised weights.
+            identity=(model_fingerprint(Path(source.path)), facts.spec.dtype, config.quantization),
+            cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
+        )
+        scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
+    except BaseException:
+        runner.close()
+        raise
+    logger.info(
+        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), swap space: %s, attention: %s, ready in %.1f s",
+        config.model,
+        format_bytes(facts.weight_bytes),
+        facts.num_blocks - 1,
+        facts.spec.block_size,
+        format_bytes(facts.num_blocks * facts.spec.block_bytes),
+        format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
+        facts.attention,
+        time.perf_counter() - started,
+    )
+    return EngineCore(
+        config=config,
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+    )
+
+
+def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, Tokenizer | None]:
+    """The runner where `config.executor` wants it, and the tokenizer, which is read meanwhile."""
+    if config.executor == "process":
+        process = ProcessExecutor(partial(build_runner, config))
+        try:
+            tokenizer = _load_tokenizer(source)
+        except BaseException:
+            process.close()
+            raise
+        return process, process.facts(), tokenizer
+    if not load_model_config(source).runs_natively:
+        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
+        return *build_runner(config), _load_tokenizer(source)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        loading = beside.submit(_load_tokenizer, source)
+        return *build_runner(config), loading.result()
+
+
+def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
+    """Load the model, and give it its cache: in whichever process this is called.
+
+    Raises:
+        ModelError, ConfigError: see `build_engine`.
+    """
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
     device = _device(config)
+    source = resolve_model(config.model)
+    model_config = load_model_config(source)
+    sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
     # Loading is thousands of short steps: with several threads each would wait for the slowest, which on a busy machine
     # took four times as long.
     torch.set_num_threads(1)
     try:
-        loaded = _load(config, device)
+        model = _load(config, source, model_config, device)
     finally:
         torch.set_num_threads(num_threads)
     if kernels.available():
         kernels.set_num_threads(num_threads)
-    model = loaded.model
-    sizing = size_loaded(loaded.sizing, config, model)
+    sizing = size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
     arena = KVArena(spec, pool.num_blocks, device)
@@ -75,39 +157,38 @@ def build_engine(config: EngineConfig) -> EngineCore:
     attention = make_backend(config.attention_backend, device)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
-    kv = assemble_cache(
-        config,
-        spec,
-        pool.num_blocks,
-        num_host_blocks=host.num_blocks,
-        # Quantised products round activations: their keys and values are not those of the dequantised weights.
-        identity=(model_fingerprint(Path(loaded.source.path)), spec.dtype, config.quantization),
-        cost=RecomputeCost(spec.block_size, loaded.hidden_size),
-    )
     runner = ModelRunner(
         model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, host=host
     )
-    scheduler = assemble_scheduler(config, kv, max_model_len, restore_speed=_restore_speed(config, runner, host))
-    logger.info(
-        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), swap space: %s, attention: %s, ready in %.1f s",
-        config.model,
-        format_bytes(model.weight_bytes),
-        pool.usable_blocks,
-        spec.block_size,
-        format_bytes(pool.num_bytes),
-        format_bytes(host.nbytes),
-        attention.name,
-        time.perf_counter() - started,
-    )
-    tokenizer = loaded.tokenizer
-    return EngineCore(
-        config=config,
-        scheduler=scheduler,
-        runner=runner,
-        tokenizer=tokenizer,
+    facts = RunnerFacts(
+        spec=spec,
+        num_blocks=pool.num_blocks,
+        num_host_blocks=host.num_blocks,
+        max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        hidden_size=model_config.hidden_size,
+        eos_token_ids=model.eos_token_ids,
+        weight_bytes=model.weight_bytes,
+        attention=attention.name,
+        restore_speed=_restore_speed(config, runner, host),
     )
+    return runner, facts
+
+
+def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
+    """What a reader of recorded plans must know of the engine that executed them."""
+    return {
+        "model": config.model,
+        "block_size": facts.spec.block_size,
+        "block_bytes": facts.spec.block_bytes,
+        "bytes_per_token": facts.spec.bytes_per_token,
+        "num_blocks": facts.num_blocks,
+        "max_model_len": facts.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "weight_bytes": facts.weight_bytes,
+        "attention": facts.attention,
+    }
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -118,29 +199,20 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _load(config: EngineConfig, device: torch.device) -> _Loaded:
-    source = resolve_model(config.model)
-    model_config = load_model_config(source)
-    sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
+def _load(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> CausalLM:
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
-        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
-        model: CausalLM = _load_through_transformers(config, source, device)
-        return _Loaded(source, sizing, model, _load_tokenizer(source), model_config.hidden_size)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        tokenizer = beside.submit(_load_tokenizer, source)
-        # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
-        ops = LayerOps() if config.attention_backend == "reference" else None
-        weights = open_weights(source, model_config)
-        model = make_decoder(
-            model_config,
-            weights,
-            dtype=_dtype(config, device),
-            device=device,
-            quantised=config.quantization == "auto",
-            ops=ops,
-        )
-        return _Loaded(source, sizing, model, tokenizer.result(), model_config.hidden_size)
+        return _load_through_transformers(config, source, device)
+    # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
+    ops = LayerOps() if config.attention_backend == "reference" else None
+    return make_decoder(
+        model_config,
+        open_weights(source, model_config),
+        dtype=_dtype(config, device),
+        device=device,
+        quantised=config.quantization == "auto",
+        ops=ops,
+    )
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:

@@ -28,7 +28,7 @@ from octavo.request import (
     RequestId,
     Sequence,
 )
-from octavo.runner.runner import ModelRunner
+from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
@@ -57,7 +57,7 @@ class EngineCore:
         *,
         config: EngineConfig,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Executor,
         tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -227,9 +227,10 @@ class EngineCore:
         return count
 
     def close(self) -> None:
-        """Abort all queued and running requests."""
+        """Abort all that is queued or running, and close the runner."""
         for request_id in self.scheduler.request_ids:
             self.abort(request_id)
+        self.runner.close()
 
     def _contain(self, plan: StepPlan | None, planned: list[Sequence], error: Exception) -> list[RequestOutput]:
         """A step raised before anything was made of its result: see to it that it is tried again, or who ends."""

@@ -10,6 +10,7 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.models.base import CausalLM
 from octavo.runner.batch import BatchBuilder
+from octavo.runner.executor import Executor
 from octavo.runner.swapping import BlockMover
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.top_k import argmax
@@ -18,7 +19,7 @@ from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
 
 
-class ModelRunner:
+class ModelRunner(Executor):
     """A model, the arena its keys and values live in, and the sampler.
 
     Args:

@@ -1,0 +1,209 @@
+"""Executed plans in a file, with the seconds that each took: for the simulator, and to fit a step-time model to.
+
+Numbers only: what was computed, how long that took, and nothing of what any token was.
+
+    "OCTAVOPLANS 1\\n"
+    one line of JSON: what the reader must know of the engine (block_size, bytes_per_token, …)
+    chunks            [u32 length][length bytes of zlib] …    whole records, together at most ~64 KiB uncompressed
+
+    record, little-endian, without padding
+        u64 step      f64 at: seconds since the file was opened, when the step began      f64 seconds: it took
+        u32 rows, forks, drops, new, copies, swapped out, swapped in, scored prompt tokens
+        i64 × rows    sequence ids
+        i32 × rows    starts           tokens computed before the step
+        i32 × rows    lengths          tokens computed in it
+        i32 × rows    draws            tokens drawn from the row's last logits
+
+A file that was cut off in the middle is read up to its last whole chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import sys
+import time
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from octavo.errors import ConfigError
+from octavo.scheduler.plan import SequenceForked, StepPlan
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+DEFAULT_MAX_BYTES = 1 << 30
+
+_MAGIC = b"OCTAVOPLANS %d\n" % VERSION
+_HEAD = struct.Struct("<Qdd8I")
+_LENGTH = struct.Struct("<I")
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One executed plan. `starts`, `lengths` and `draws` have an entry for each of `seq_ids`.
+
+    Attributes:
+        at: seconds since the recording began, when the step did.
+        seconds: from handing the plan over to having its result.
+    """
+
+    step: int
+    at: float
+    seconds: float
+    seq_ids: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    draws: tuple[int, ...]
+    num_forks: int
+    num_drops: int
+    num_new: int
+    num_copies: int
+    num_swapped_out: int
+    num_swapped_in: int
+    num_scored: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose keys and values were in the cache when the step was done, of all its rows."""
+        return sum(self.starts) + sum(self.lengths)
+
+
+class PlanLog:
+    """Writes a recording; buffered, and bounded in size.
+
+    Args:
+        facts: of the engine, as JSON can hold them.
+        max_bytes: where the file has grown to so many, the recording ends with a warning.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, facts: Mapping[str, Any], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._path, self._max_bytes = Path(path), max_bytes
+        try:
+            self._file: BinaryIO | None = self._path.open("wb")
+        except OSError as error:
+            raise ConfigError(f"record_plans: cannot write {str(path)!r}: {error.strerror}") from error
+        self._opened = time.perf_counter()
+        self._buffer = bytearray()
+        head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
+        self._num_bytes = len(head)
+        self._file.write(head)
+
+    def record(self, plan: StepPlan, began: float, seconds: float) -> None:
+        """Append a plan that was executed from `began` (`time.perf_counter`) on; nothing once the file is full."""
+        if self._file is None:
+            return
+        num_forks = sum(isinstance(change, SequenceForked) for change in plan.changes)
+        self._buffer += _HEAD.pack(
+            plan.step,
+            began - self._opened,
+            seconds,
+            len(plan.seq_ids),
+            num_forks,
+            len(plan.changes) - num_forks,
+            len(plan.new),
+            len(plan.copies),
+            len(plan.swap_out),
+            len(plan.swap_in),
+            sum(len(scores.targets) for scores in plan.scores),
+        )
+        for kind, column in (("q", plan.seq_ids), ("i", plan.starts), ("i", plan.lengths), ("i", plan.draws)):
+            self._buffer += _little_endian(array(kind, column)).tobytes()
+        if len(self._buffer) >= _CHUNK_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is buffered. May be called again."""
+        if self._file is not None and self._buffer:
+            self._flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        assert self._file is not None
+        packed, self._buffer = zlib.compress(self._buffer, 1), bytearray()
+        self._num_bytes += _LENGTH.size + len(packed)
+        if self._num_bytes > self._max_bytes:
+            logger.warning("%s has reached %d bytes: no more plans are recorded", self._path, self._max_bytes)
+            self._file.close()
+            self._file = None
+            return
+        try:
+            self._file.write(_LENGTH.pack(len(packed)) + packed)
+            self._file.flush()
+        except OSError as error:
+            # A full disk ends the recording, not the service.
+            logger.warning("%s: no more plans are recorded: %s", self._path, error)
+            self._file = None
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """What a recording says of its engine.
+
+    Raises:
+        ConfigError: it is not a recording of this version.
+    """
+    with Path(path).open("rb") as file:
+        return _read_head(file, path)
+
+
+def read_plans(path: str | Path) -> Iterator[RecordedStep]:
+    """The steps of a recording, in their order.
+
+    Raises:
+        ConfigError: it is not a recording of this version.
+    """
+    with Path(path).open("rb") as file:
+        _read_head(file, path)
+        while len(prefix := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(prefix)
+            packed = file.read(length)
+            if len(packed) < length:
+                return
+            chunk = zlib.decompress(packed)
+            offset = 0
+            while offset < len(chunk):
+                step, offset = _read_step(chunk, offset)
+                yield step
+
+
+def _read_head(file: BinaryIO, path: str | Path) -> dict[str, Any]:
+    magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        raise ConfigError(f"{str(path)!r} is no recording of plans of version {VERSION}: it begins with {magic!r}")
+    facts: dict[str, Any] = json.loads(file.readline())
+    return facts
+
+
+def _read_step(chunk: bytes, offset: int) -> tuple[RecordedStep, int]:
+    step, at, seconds, rows, *counts = _HEAD.unpack_from(chunk, offset)
+    offset += _HEAD.size
+    columns: list[tuple[int, ...]] = []
+    for kind in "qiii":
+        column = array(kind)
+        end = offset + rows * column.itemsize
+        column.frombytes(chunk[offset:end])
+        columns.append(tuple(_little_endian(column)))
+        offset = end
+    seq_ids, starts, lengths, draws = columns
+    return RecordedStep(step, at, seconds, seq_ids, starts, lengths, draws, *counts), offset
+
+
+def _little_endian(column: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
