@@ -5,7 +5,10 @@ The runner is played by a rule that "computes" any plan; what a block holds is c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
+from octavo.scheduler.decoding import BeamDecoding, Sampling
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.preemption import (
     VICTIM_POLICIES,
@@ -55,18 +59,44 @@ POLICIES: dict[str, Any] = {
 TENANTS = ("", "ada")
 
 
+class _InjectedError(Exception):
+    """What the injected faults raise."""
+
+
+class _Raising:
+    """Raises at the `nth` call of all it stands in for, and once."""
+
+    def __init__(self, nth: int, done: bool) -> None:
+        self._left = nth
+        self._done = done
+
+    def instead_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            raises = self._left == -1
+            if raises and not self._done:
+                raise _InjectedError
+            result = original(*args, **options)
+            if raises:
+                raise _InjectedError
+            return result
+
+        return replaced
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """All of it together; a subclass may leave something out.
 
     Attributes:
         samples: whether requests draw their tokens, and at most how many sequences each.
-        beams, pins, aborts: whether there are any.
+        beams, pins, aborts, faults: whether there are any.
     """
 
     samples = 3
     beams = True
     pins = True
     aborts = True
+    faults = True
 
     @initialize(**LIMITS, **POLICIES)
     def build(
@@ -218,11 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(pin.expires_at > self.clock.now for pin in self.scheduler.kv.pins), "an expired pin is let go"
         self.check_limits(plan)
         self.play_runner(plan)
-        # Parallel samples differ, or sharing a block by mistake would not show.
-        samples = [self.sample(seq) for seq in self.scheduler.drawing]
-        scored = [[None] * len(scores.targets) for scores in plan.scores]
-        if plan:
-            self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
+        self.take_in(plan)
         self.num_steps += 1
 
     def streams(self) -> list[Sequence]:
@@ -232,6 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [seq for seq in running if seq.num_tokens - seq.num_computed == 1]
 
     def sample(self, seq: Sequence) -> SampleResult:
+        # Parallel samples differ, or sharing a block by mistake would not show.
         if seq.request.params.use_beam_search:
             return beams.sample(seq)
         return SampleResult((self.num_steps + seq.index) % 3)
@@ -280,6 +307,62 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan:
             ailing = data.draw(st.sampled_from([seq.request for seq in planned]))
             self.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
+
+    @precondition(lambda self: self.faults)
+    @rule(
+        place=st.sampled_from(("schedule", "before compute", "after compute", "update")),
+        operation=st.sampled_from(("match", "admit", "extend", "swap_in", "swap_out", "commit", "take")),
+        nth=st.integers(0, 4),
+        done=st.booleans(),
+        data=st.data(),
+    )
+    def step_that_raises(self, place: str, operation: str, nth: int, done: bool, data: st.DataObject) -> None:
+        """Something raises, before or after what it was asked for was done; the scheduler starts over."""
+        self.clock.now += 1
+        scheduler = self.scheduler
+        with ExitStack() as stack:
+            if place in ("schedule", "update"):
+                owners = (Sampling, BeamDecoding) if operation == "take" else (scheduler.kv,)
+                raising = _Raising(nth, done)
+                for owner in owners:
+                    stack.enter_context(patch.object(owner, operation, raising.instead_of(getattr(owner, operation))))
+            try:
+                plan = scheduler.schedule()
+                if place == "before compute":
+                    self.play_transfers(plan)
+                    raise _InjectedError
+                self.play_runner(plan)
+                if place == "after compute":
+                    raise _InjectedError
+                self.take_in(plan)
+            except _InjectedError:
+                self.start_over(data)
+        for request, error in scheduler.take_failures():
+            assert isinstance(error, _InjectedError)
+            assert request.finished
+        self.num_steps += 1
+
+    def start_over(self, data: st.DataObject) -> None:
+        """As the engine does: all at once, or cut down first."""
+        scheduler = self.scheduler
+        if data.draw(st.booleans()):
+            chosen = {name for i, name in enumerate(scheduler.request_ids) if i % 2}
+            scheduler.restart(chosen.__contains__)
+            scheduler.kv.audit()
+            for _ in range(2):
+                plan = scheduler.schedule()
+                assert {seq.request.request_id for seq in scheduler.planned} <= chosen
+                self.play_runner(plan)
+                self.take_in(plan)
+                scheduler.kv.audit()
+        scheduler.restart()
+        assert scheduler.num_running == scheduler.num_swapped == 0
+
+    def take_in(self, plan: StepPlan) -> None:
+        samples = [self.sample(seq) for seq in self.scheduler.drawing]
+        scored = [[None] * len(scores.targets) for scores in plan.scores]
+        if plan:
+            self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
 
     def play_runner(self, plan: StepPlan) -> None:
         self.play_transfers(plan)

@@ -2,6 +2,8 @@
 
     prefix cache × eviction policy × preemption × pins × (one sample | parallel samples | beams) × aborts
 
+each with exceptions injected at random into planning, computing and updating.
+
 `python -m pytest -s -m soak tests/scheduler/test_soak.py`; `-k swap` or the like runs a part. After every step
 `audit()` recounts every reference, on the device and in host memory, and every sequence is shown to read its own
 tokens.
@@ -61,6 +63,10 @@ def combination(cache: str | None, policy: str, preemption: str, pinning: bool, 
         def count(self) -> None:
             self.counts["steps"] += hasattr(self, "scheduler")
 
+        def start_over(self, data: st.DataObject) -> None:
+            super().start_over(data)
+            self.counts["restarted"] += 1
+
         def teardown(self) -> None:
             super().teardown()
             if hasattr(self, "scheduler"):
@@ -99,8 +105,11 @@ def test_every_combination_holds_for_its_share_of_a_hundred_thousand_steps(cache
         total += machine.counts
     assert len(machines) == len(EVICTION_POLICIES) * 2 * len(DECODING) * 2
     assert total["preempted"] > 0
+    assert total["restarted"] > 0
     assert (total["moved"] > 0) == (preemption != "recompute")
     assert (total["pinned"] > 0) == (cache is not None)
-    figures = " | ".join(f"{total[name]:,}" for name in ("steps", "planned", "preempted", "moved", "copied", "pinned"))
+    figures = " | ".join(
+        f"{total[name]:,}" for name in ("steps", "planned", "restarted", "preempted", "moved", "copied", "pinned")
+    )
     seconds = time.perf_counter() - started
     print(f"\n| {cache or 'off'} | {preemption} | {len(machines)} | {figures} | {seconds:.0f} |")

@@ -107,6 +107,15 @@ class HostPool:
         """Whether the next step must move anything."""
         return bool(self._out or self._in)
 
+    def cancel(self) -> int:
+        """Transfers in that no step has taken will not happen: their host blocks are free; returns how many."""
+        for host in self._in:
+            self._draining.discard(host)
+            self._free.append(host)
+        count = len(self._in)
+        self._in.clear()
+        return count
+
     def complete(self) -> None:
         """Complete the transfers in flight."""
         if self._in_flight:

@@ -222,6 +222,10 @@ class SwapSpace:
         self.counters.blocks_in += len(into)
         return out, into
 
+    def cancel_transfers(self) -> None:
+        """Nothing that is planned and not yet taken will happen: its sequences have given up their blocks."""
+        self.counters.blocks_dropped += self.host.cancel()
+
     def complete_transfers(self) -> None:
         """That step is over."""
         self.host.complete()

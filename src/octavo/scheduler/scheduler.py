@@ -398,6 +398,8 @@ class Scheduler:
                     self._waiting.push(seq)
                 elif is_waiting:
                     self._held.add(seq.seq_id)
+        # What was to come back from the host would overwrite blocks that are others' by then.
+        self.kv.swap.cancel_transfers()
 
     def hold(self, request: Request) -> None:
         """Let a request that was just added wait until the next `restart` that lets it run."""
