@@ -101,7 +101,7 @@ class KVCacheManager:
         self._holdings: dict[SequenceId, _Holding] = {}
         self._windows = [group.sliding_window for group in spec.groups]
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
-        self._slides = any(window is not None for window in self._windows)
+        self.slides = any(window is not None for window in self._windows)
 
     @property
     def usage(self) -> float:
@@ -260,7 +260,7 @@ class KVCacheManager:
         filled = seq.num_computed // self.spec.block_size
         if filled > holding.num_published:
             self._publish(seq, holding, filled)
-        if self._slides:
+        if self.slides:
             self._slide(seq.num_computed, holding)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

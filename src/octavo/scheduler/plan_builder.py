@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy
@@ -95,6 +95,28 @@ class PlanBuilder:
         else:
             self._token_ids.extend(seq.tokens(start, end))
         self.num_tokens += num_new
+
+    def add_streams(
+        self, seqs: Iterable[Sequence], copied: Container[SequenceId], add: Callable[[Sequence], None]
+    ) -> None:
+        """One token of each sequence, its last, from which it draws the next. What `add` does, for many at once.
+
+        Args:
+            copied: whose token goes to a copy of a block.
+            add: takes those that have drawn nothing yet, or whose tables have changed.
+        """
+        told_of, size = self._told.get, self._block_size
+        for seq in seqs:
+            output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
+            if not output or start >= told_of(seq_id, 0) * size or seq_id in copied:
+                add(seq)
+                continue
+            self.sequences.append(seq)
+            self.draws.append((seq,))
+            self._starts.append(start)
+            self._lengths.append(1)
+            self._token_ids.append(output[-1])
+            self.num_tokens += 1
 
     def score_prompt(self, first: int, last: int) -> None:
         """Positions `first .. last` of the sequence added last score the prompt tokens after them."""

@@ -314,8 +314,11 @@ class Scheduler:
         swap.complete_transfers()
         shares = self._service.share()
         builder.copies.extend(shares.copies)
-        for seq in shares.streams:
-            self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied)
+        builder.add_streams(
+            shares.streams,
+            shares.copied,
+            lambda seq: self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied),
+        )
         for seq, num_new in shares.chunks.values():
             if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
@@ -336,15 +339,23 @@ class Scheduler:
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         updates: list[SequenceUpdate] = []
+        places, size, token_ids = self._running.places, self.kv.spec.block_size, result.token_ids
+        # Nothing but a token for each draw: the way of nearly all rows of nearly all steps.
+        plain = not (result.logprobs or result.candidates or self._searches)
         first = 0
         for seq, start, length, drawing in zip(sequences, plan.starts, plan.lengths, draws, strict=True):
             draw, first = first, first + len(drawing)
-            if seq.finished:
+            if seq.status is SequenceStatus.FINISHED:
                 continue  # with a sibling whose own update failed
             try:
-                seq.num_computed = start + length
-                self.kv.commit(seq)
-                if drawing:
+                seq.num_computed = computed = start + length
+                place = places[seq.seq_id]
+                if computed >= place.publish_at:
+                    self.kv.commit(seq)
+                    place.publish_at = 0 if self.kv.slides else computed - computed % size + size
+                if plain and len(drawing) == 1:
+                    self._sampling.take_token(seq, token_ids[draw], self, updates)
+                elif drawing:
                     samples = [result.sample(draw + i) for i in range(len(drawing))]
                     self._decoding(seq).take(drawing, samples, self, updates)
             except Exception as error:
