@@ -122,7 +122,7 @@ struct GemmTask {
 struct QuantRows {
     uint32_t* quants;     // [rows / R][blocks * 8][R]
     uint32_t* exponents;  // [rows / R][blocks][R]: to be added to those of the weights' scales
-    uint32_t* sums;       // [rows / R][blocks][R]: an integer to begin with, or the float that a minimum is times of
+    uint32_t* sums;       // [rows / R][blocks][R]: initial integer sum, or the float that multiplies the minimum
     float* scales;        // [rows]
     QuantRows at(int64_t row, int64_t blocks) const {
         return {quants + row * blocks * 8, exponents + row * blocks, sums + row * blocks, scales + row};

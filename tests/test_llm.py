@@ -304,7 +304,7 @@ def test_an_unknown_option_is_named_with_the_known_ones(tiny_llama: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 257}, "max_model_len is 257, but .* was made for 256 tokens"),
+        ({"max_model_len": 257}, "max_model_len is 257, but .* supports at most 256 tokens"),
         ({"kv_cache_memory": 1000}, "raise kv_cache_memory or lower block_size"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),

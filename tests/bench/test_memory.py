@@ -142,7 +142,7 @@ def test_the_real_engine_plays_the_same_comparison(
     [
         (["--block-size", "16"], "use --block-sizes"),
         (["--num-blocks", "9"], "use --kv-cache-memory"),
-        (["--max-model-len", "999999"], "was made for 4096"),
+        (["--max-model-len", "999999"], "supports at most 4096"),
         (["--workload", "odd64"], "unknown workload"),
     ],
 )

@@ -181,7 +181,7 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
     [
         (["llma-3.1-70b"], "did you mean llama-3.1-70b"),
         (["llama-2-7b", "--context", "5000"], "a context of 5000 tokens is over max_model_len, which is 4096"),
-        (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b was made for 4096"),
+        (["llama-2-7b", "--max-model-len", "5000"], "max_model_len is 5000, but llama-2-7b supports at most 4096"),
         (["qwen2.5-7b", "--tensor-parallel-size", "8"], "possible: 1, 2, 4, 28"),
         (["llama-2-7b", "--concurrency", "0"], "concurrency must be at least 1, got 0"),
         (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),

@@ -22,7 +22,7 @@ def test_a_new_pool_has_every_block_but_the_null_block_free() -> None:
 def test_allocation_is_all_or_nothing() -> None:
     pool, _ = make_pool(4)
     pool.allocate(2)
-    with pytest.raises(CacheError, match="2 blocks asked for, 1 available of 3"):
+    with pytest.raises(CacheError, match="2 blocks requested, 1 available of 3"):
         pool.allocate(2)
     assert pool.num_available == 1
     assert problems(pool.check()) == []

@@ -232,7 +232,7 @@ def test_a_cache_too_small_for_a_token_is_refused_with_what_it_needs(tiny_model:
 
 
 def test_max_model_len_over_the_models_own_is_refused(tiny_model: str) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len is 300, but .* was made for 256 tokens"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 300, but .* supports at most 256 tokens"):
         build_engine(EngineConfig(model=tiny_model, device="cpu", max_model_len=300))
 
 

@@ -103,7 +103,7 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 1.5', "tenants.a.max_concurrency must be an integer, got 1.5"),
         ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a.tokens_per_minute must be a number"),
         ('[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf', "tenants.a.requests_per_minute must be positive"),
-        ("[tenants.a\nkeys = 'secret'", "is no TOML"),
+        ("[tenants.a\nkeys = 'secret'", "is not valid TOML"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_without_repeating_a_key(tmp_path: Path, text: str, says: str) -> None:

@@ -244,11 +244,11 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(
     ("make", "says"),
     [
         (no_model_at_all, "holds neither a config.json nor a GGUF file"),
-        (cut_short, "cut short or damaged"),
+        (cut_short, "truncated or corrupt"),
         (not_gguf, "GGUF"),
         (unknown_type, "is stored as IQ4_NL; supported: F32"),
         (broken_config, "config.json"),
-        (weights_cut_short, "cut short or damaged"),
+        (weights_cut_short, "truncated or corrupt"),
     ],
 )
 def test_whatever_is_wrong_with_a_model_is_told_in_one_line(

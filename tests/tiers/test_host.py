@@ -32,7 +32,7 @@ def test_what_was_read_is_the_callers_to_keep() -> None:
 
 def test_a_tier_without_blocks_takes_no_memory_and_less_than_none_is_refused() -> None:
     assert HostTier(0, 64).nbytes == 0
-    with pytest.raises(ConfigError, match="no or some blocks, got -1"):
+    with pytest.raises(ConfigError, match="0 or more blocks, got -1"):
         HostTier(-1, 64)
 
 

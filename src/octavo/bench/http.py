@@ -107,7 +107,7 @@ class _Response(asyncio.Protocol):
             head, separator, data = bytes(self._head).partition(b"\r\n\r\n")
             if not separator:
                 if len(head) > MAX_HEAD_BYTES:
-                    raise ProtocolError("the answer's head does not end")
+                    raise ProtocolError("the header of the response does not end")
                 return
             self.status, headers = parse_head(head)
             self._body = BodyDecoder(headers)

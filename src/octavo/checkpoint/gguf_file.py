@@ -243,7 +243,7 @@ class GGUFFile:
             raise self._corrupt(f"the header needs {count} bytes at {self._position}, the file has {self.size}")
 
     def _corrupt(self, what: str) -> CorruptModelError:
-        return CorruptModelError(f"{self.path} is cut short or damaged: {what}")
+        return CorruptModelError(f"{self.path} is truncated or corrupt: {what}")
 
 
 def check_tensor_type(tensor: GGUFTensor, path: Path) -> None:

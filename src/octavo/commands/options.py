@@ -158,7 +158,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be token ids as 1,2,3, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be token ids such as 1,2,3, got {text!r}") from None
 
 
 def _token_biases(text: str) -> dict[int, float]:

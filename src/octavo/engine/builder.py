@@ -250,7 +250,7 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
         )
     else:
         return
-    raise ConfigError(f"deterministic cannot be promised: {reason}")
+    raise ConfigError(f"deterministic cannot be guaranteed: {reason}")
 
 
 def _restore_speed(config: EngineConfig, runner: ModelRunner, host: HostTier) -> RestoreSpeed | None:

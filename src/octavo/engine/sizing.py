@@ -25,7 +25,7 @@ def size_before_loading(
     """Sizes from the configuration alone, so that a model that cannot fit is refused before it is read.
 
     Raises:
-        ConfigError: max_model_len is over what the model was made for, or the memory does not suffice.
+        ConfigError: max_model_len is over what the model supports, or the memory does not suffice.
     """
     on_cpu = device.type == "cpu"
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))

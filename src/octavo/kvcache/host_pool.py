@@ -31,7 +31,7 @@ class HostPool:
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
-            raise CacheError(f"a host pool has no or some blocks, got {num_blocks}")
+            raise CacheError(f"a host pool needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
         self.holders: dict[HostBlockId, SequenceId] = {}
         self._free = [HostBlockId(i) for i in range(num_blocks - 1, -1, -1)]

@@ -86,7 +86,7 @@ class BlockPool:
             CacheError: fewer are available. Callers ask `num_available` first.
         """
         if count > self.num_available:
-            raise CacheError(f"{count} blocks asked for, {self.num_available} available of {self.num_blocks - 1}")
+            raise CacheError(f"{count} blocks requested, {self.num_available} available of {self.num_blocks - 1}")
         free = self._free
         taken: list[BlockId] = []
         if _MANY < count <= len(free):

@@ -18,7 +18,7 @@ class CausalLM(ABC):
     Attributes:
         architecture: the Hugging Face class name.
         vocab_size: width of the logits.
-        max_position_embeddings: tokens of context the model was made for.
+        max_position_embeddings: the longest context that the model supports, in tokens.
         kv_layers: what each attention layer stores, in the order in which `forward` takes `kv`.
         eos_token_ids: every id that ends a generation.
         weight_bytes: bytes the weights take in memory, packed copies included.

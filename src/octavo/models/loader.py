@@ -138,7 +138,7 @@ class SafetensorsWeights:
             raise CorruptModelError(f"{path} is missing, though the folder's index lists it") from error
         except SafetensorError as error:
             raise CorruptModelError(
-                f"{path} ({path.stat().st_size} bytes) is cut short or damaged ({error}): download it again"
+                f"{path} ({path.stat().st_size} bytes) is truncated or corrupt ({error}): download it again"
             ) from error
 
     def _only_file(self) -> Path:

@@ -90,7 +90,7 @@ class Deployment:
     """One model under one set of options. Bytes are of one device, unless a name says otherwise.
 
     Raises:
-        ConfigError: a context over max_model_len, or a max_model_len over what the model was made for.
+        ConfigError: a context over max_model_len, or a max_model_len over what the model supports.
         UnsupportedModelError: heads that cannot be divided among the devices.
     """
 
@@ -100,11 +100,11 @@ class Deployment:
     def __post_init__(self) -> None:
         limit = self.model.max_position_embeddings
         if self.max_model_len > limit:
-            raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} was made for {limit}")
+            raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.model.name} supports at most {limit}")
         if self.context > self.max_model_len:
             raise ConfigError(
                 f"a context of {self.context} tokens is over max_model_len, which is {self.max_model_len} "
-                f"({self.model.name} was made for {limit})"
+                f"({self.model.name} supports at most {limit})"
             )
         divide(self.model, self.options.tensor_parallel_size)
 

@@ -76,7 +76,7 @@ def _count_parameters(path: Path) -> int:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
-            raise CorruptModelError(f"{path} has a header of {length} bytes: it is no safetensors file")
+            raise CorruptModelError(f"{path} has a header of {length} bytes: it is not a safetensors file")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:

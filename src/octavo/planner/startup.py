@@ -46,7 +46,7 @@ class StartSizing:
         loaded_weights: bytes the weights really take, once they are loaded.
 
     Raises:
-        ConfigError: max_model_len is over what the model was made for.
+        ConfigError: max_model_len is over what the model supports.
     """
 
     config: EngineConfig
@@ -62,7 +62,7 @@ class StartSizing:
     def __post_init__(self) -> None:
         if self.max_model_len > (limit := self.shape.max_position_embeddings):
             raise ConfigError(
-                f"max_model_len is {self.max_model_len}, but {self.config.model} was made for {limit} tokens"
+                f"max_model_len is {self.max_model_len}, but {self.config.model} supports at most {limit} tokens"
             )
 
     @property

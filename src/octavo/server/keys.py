@@ -164,7 +164,7 @@ def read_keys_file(path: str) -> dict[Digest, Client]:
         parsed = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         # TOMLDecodeError and UnicodeDecodeError are ValueErrors. Neither repeats the file's text.
-        raise ConfigError(f"the keys file {path} is no TOML: {error}") from None
+        raise ConfigError(f"the keys file {path} is not valid TOML: {error}") from None
     try:
         return _clients(parsed)
     except ConfigError as error:
@@ -233,6 +233,6 @@ def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
     if (bounds := checked.pop("priority", None)) is not None:
         integers = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]
         if not integers or bounds[0] > bounds[1]:
-            raise ConfigError(f"{where}.priority must be a range as [0, 10], the lower number first")
+            raise ConfigError(f"{where}.priority must be a range such as [0, 10], the lower number first")
         checked |= {"min_priority": bounds[0], "max_priority": bounds[1]}
     return checked

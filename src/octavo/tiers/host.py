@@ -19,7 +19,7 @@ class HostTier:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         if num_blocks < 0:
-            raise ConfigError(f"a host tier has no or some blocks, got {num_blocks}")
+            raise ConfigError(f"a host tier needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
         # Not zeroed: a block is read only after the whole of it was written.
         self._bytes = torch.empty(num_blocks, block_bytes, dtype=torch.uint8)

@@ -136,5 +136,5 @@ def block_sizes(text: str) -> list[int | Literal["max"]]:
     """An argparse type: '16,32,max', each once."""
     sizes: list[int | Literal["max"]] = ["max" if part == "max" else positive(part) for part in text.split(",")]
     if len(set(sizes)) < len(sizes):
-        raise argparse.ArgumentTypeError(f"a size stands twice in {text!r}")
+        raise argparse.ArgumentTypeError(f"a size occurs twice in {text!r}")
     return sizes
