@@ -48,8 +48,14 @@ void Decoder::run(const DecoderStep& step) {
         multiply(layer.down, gated, hidden, storage, kPlain);
         rms_norm(storage, residual, &hidden, last ? final_norm : layers[index + 1].input_norm, hidden, shape.eps);
     }
-    const Matrix logits{reinterpret_cast<char*>(step.logits), step.num_logits, shape.vocab, shape.vocab * 4};
-    multiply(head, hidden, logits, kF32, kPlain);
+    num_kept_ = step.num_logits;
+    logits(0, step.num_now, step.logits);
+}
+
+void Decoder::logits(int64_t first, int64_t count, float* out) {
+    const int64_t stride = shape.hidden * element_bytes(shape.storage);
+    const Matrix hidden{hidden_.data() + first * stride, count, shape.hidden, stride};
+    multiply(head, hidden, {reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4}, kF32, kPlain);
 }
 
 void Decoder::embed(const DecoderStep& step, const Matrix& residual) {

@@ -63,8 +63,8 @@ struct DecoderStep {
     const GroupTables* groups;
     const float *cos, *sin;
     const int64_t* logits_indices;
-    float* logits;  // [num_logits][vocab]
-    int64_t num_tokens, num_seqs, num_logits;
+    float* logits;  // [num_now][vocab], of the first of the num_logits rows; `Decoder::logits` has the others
+    int64_t num_tokens, num_seqs, num_logits, num_now;
     int rotary_dim;
 };
 
@@ -81,9 +81,15 @@ class Decoder {
     // Throws std::invalid_argument when a table names blocks that do not exist; all else must have been checked.
     void forward(const DecoderStep& step);
 
+    // Logits [count][vocab] of rows first .. first + count of the last step's, which are kept until the next.
+    int64_t num_kept() const { return num_kept_; }
+    void logits(int64_t first, int64_t count, float* out);
+
   private:
     using Buffer = std::vector<char>;  // [tokens][width] activations; keeps its memory from step to step
     Buffer residual_, hidden_, qkv_, attended_, gated_;
+
+    int64_t num_kept_ = 0;
 
     Matrix rows(Buffer& buffer, int64_t count, int64_t width);
     void run(const DecoderStep& step);

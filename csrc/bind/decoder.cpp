@@ -144,11 +144,27 @@ class BoundDecoder {
         check_shape(logits_indices, "logits_indices", {-1});
         step.num_logits = logits_indices.shape[0];
         step.logits_indices = indices(logits_indices, "logits_indices", step.num_logits, step.num_tokens);
-        check_dense(logits, "logits", DType::f32, {step.num_logits, s.vocab});
+        check_shape(logits, "logits", {-1, s.vocab});
+        step.num_now = logits.shape[0];
+        require(step.num_now <= step.num_logits, "logits has " + std::to_string(step.num_now) + " rows for " +
+                                                     std::to_string(step.num_logits) + " logits_indices");
+        check_dense(logits, "logits", DType::f32, {step.num_now, s.vocab});
         step.logits = logits.data<float>();
         if (step.num_tokens == 0) return;
         nb::gil_scoped_release release;
         decoder_.forward(step);
+    }
+
+    void logits(int64_t first, const Tensor& out) {
+        const int64_t vocab = decoder_.shape.vocab, kept = decoder_.num_kept();
+        check_shape(out, "logits", {-1, vocab});
+        check_dense(out, "logits", DType::f32, {out.shape[0], vocab});
+        require(first >= 0 && first + out.shape[0] <= kept,
+                "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
+                    " of the last step's " + std::to_string(kept) + " are wanted");
+        if (out.shape[0] == 0) return;
+        nb::gil_scoped_release release;
+        decoder_.logits(first, out.shape[0], out.data<float>());
     }
 
   private:
@@ -198,6 +214,7 @@ void bind_decoder(nb::module_& m) {
         .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int, int, int, int, float, const std::string&>(),
              "dtype"_a, "hidden"_a, "inner"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
              "eps"_a, "activation"_a)
+        .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)
         .def("add_layer", &BoundDecoder::add_layer, "input_norm"_a, "post_attention_norm"_a, "query_norm"_a.none(),
              "key_norm"_a.none(), "qkv"_a, "output"_a, "gate_up"_a, "down"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)

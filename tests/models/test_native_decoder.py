@@ -246,6 +246,26 @@ def test_only_the_asked_for_rows_become_logits_even_twice(monkeypatch: pytest.Mo
     assert none.shape == (0, VOCAB)
 
 
+@pytest.mark.parametrize("backend", [NativeAttention, ReferenceAttention])
+def test_logits_in_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """What is left for later is computed from the rows that the step has kept."""
+    ours = native(build("grouped queries", monkeypatch), torch.float32)
+    paged = PagedSequences(ours.kv_layers, 16, 1, 12)
+    batch, ids, rows = paged.step({0: 12}), torch.arange(12) % VOCAB, torch.tensor([11, 3, 4, 5, 6, 11])
+    whole = ours.forward(ids, batch, paged.kv, backend(), rows).clone()
+    now, later = ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 1)
+    torch.testing.assert_close(now, whole[:1])
+    torch.testing.assert_close(later(1, 4), whole[1:4])
+    torch.testing.assert_close(later(4, 6), whole[4:])
+    assert later(2, 2).shape == (0, VOCAB)
+    if backend is NativeAttention:
+        assert torch.equal(torch.cat((now, later(1, 6))), whole)
+        with pytest.raises(ValueError, match="rows 4 to 7 of the last step's 6"):
+            later(4, 7)
+        with pytest.raises(ValueError, match="logits has 7 rows for 6 logits_indices"):
+            ours.forward_in_part(ids, batch, paged.kv, backend(), rows, 7)
+
+
 def test_a_cache_may_be_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("sliding window", monkeypatch)
     ours = native(model, torch.float32)

@@ -13,6 +13,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.errors import LogitsError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
+from octavo.planner import calculator
 from octavo.request import FinishReason
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.plan import StepPlan, StepResult
@@ -153,3 +154,28 @@ def test_unusable_logits_name_their_request_and_the_step_can_be_done_again_witho
     rig.engine.scheduler.end_request(ailing.request_id, FinishReason.ERROR)
     rig.run()
     assert [s.output_token_ids for s in sound.sequences] == [list(range(12, 22))] * 2
+
+
+def test_a_scored_prompts_logits_come_in_slices_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nowhere is there a row of logits for each token of the prompt at once."""
+    whole = Rig()
+    whole.engine.add(list(range(40)), prompt_logprobs=2, max_tokens=1)
+    _, expected = whole.step()
+    rig, wanted = Rig(), []
+
+    def forward_in_part(*arguments: Any) -> Any:
+        *step, num_now = arguments
+        logits = rig.model.forward(*step)
+
+        def later(first: int, last: int) -> torch.Tensor:
+            wanted.append((first, last))
+            return logits[first:last]
+
+        return logits[:num_now], later
+
+    monkeypatch.setattr(rig.model, "forward_in_part", forward_in_part)
+    monkeypatch.setattr(calculator, "SCORED_BYTES", 7 * 4 * VOCAB)
+    rig.engine.add(list(range(40)), prompt_logprobs=2, max_tokens=1)
+    _, result = rig.step()
+    assert wanted == [(1, 8), (8, 15), (15, 22), (22, 29), (29, 36), (36, 40)]
+    assert result == expected

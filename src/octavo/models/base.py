@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.storage.arena import LayerKV
+
+LaterLogits = Callable[[int, int], torch.Tensor]
+"""(first, last) -> float32 [last - first, vocab_size], of those rows; until the model computes its next step."""
 
 
 class CausalLM(ABC):
@@ -52,3 +55,20 @@ class CausalLM(ABC):
         Returns:
             float32 [rows, vocab_size], which the next call may write over
         """
+
+    def forward_in_part(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+        num_now: int,
+    ) -> tuple[torch.Tensor, LaterLogits]:
+        """The same, with the logits of the first `num_now` rows, and a way to have any others' a few at a time.
+
+        Rows x vocabulary of a long prompt that is scored would be gigabytes. A model that can keep its rows before the
+        head does; here all are computed at once.
+        """
+        logits = self.forward(token_ids, batch, kv, attention, logits_indices)
+        return logits[:num_now], lambda first, last: logits[first:last]

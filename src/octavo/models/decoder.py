@@ -20,7 +20,7 @@ from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, LaterLogits
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops
 from octavo.models.rotary import RotaryTable, Rotation
@@ -111,6 +111,33 @@ class LlamaDecoder(CausalLM):
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
         """See `CausalLM.forward`."""
+        return self._apply_head(self._hidden(token_ids, batch, kv, attention, logits_indices))
+
+    def forward_in_part(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+        num_now: int,
+    ) -> tuple[torch.Tensor, LaterLogits]:
+        """See `CausalLM.forward_in_part`."""
+        hidden = self._hidden(token_ids, batch, kv, attention, logits_indices)
+        return self._apply_head(hidden[:num_now]), lambda first, last: self._apply_head(hidden[first:last])
+
+    def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden).float()
+
+    def _hidden(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        """[rows, hidden_size]: what the head makes logits of."""
         ops, eps = self._ops, self.config.norm_eps
         rotation = self._rotary.at(batch.positions, batch.max_context_len)
         residual = self._embed(token_ids)
@@ -126,7 +153,7 @@ class LlamaDecoder(CausalLM):
             hidden, residual = ops.add_rms_norm(layer.output(attended), residual, layer.post_attention_norm, eps)
             hidden = layer.down(ops.gate(layer.gate_up(hidden), self.config.hidden_act))
             hidden, residual = ops.add_rms_norm(hidden, residual, next_norm, eps)
-        return self._head(hidden).float()
+        return hidden
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self._embedding, PackedWeight):

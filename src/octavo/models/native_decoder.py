@@ -19,7 +19,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kernels import PackedWeight, WeightFormat
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, LaterLogits
 from octavo.models.decoder import LlamaDecoder, WeightReader, Weights
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import LayerOps
@@ -98,8 +98,33 @@ class NativeDecoder(LlamaDecoder):
         """See `CausalLM.forward`."""
         if not isinstance(attention, NativeAttention) or not self._bind(kv):
             return super().forward(token_ids, batch, kv, attention, logits_indices)
+        return self._compute(token_ids, batch, logits_indices, len(logits_indices))
+
+    def forward_in_part(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+        num_now: int,
+    ) -> tuple[torch.Tensor, LaterLogits]:
+        """See `CausalLM.forward_in_part`."""
+        if not isinstance(attention, NativeAttention) or not self._bind(kv):
+            return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now)
+        return self._compute(token_ids, batch, logits_indices, num_now), self._later_logits
+
+    def _later_logits(self, first: int, last: int) -> torch.Tensor:
+        logits = torch.empty(last - first, self.vocab_size)
+        self._native.logits(first, logits)
+        return logits
+
+    def _compute(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int
+    ) -> torch.Tensor:
+        """One step in one call; returns the logits of the first `num_now` rows, and the library keeps all."""
         cos, sin = self._rotary.tables(batch.max_context_len)
-        logits = self._logits_rows(len(logits_indices))
+        logits = self._logits_rows(num_now)
         self._native.forward(
             token_ids,
             batch.positions,

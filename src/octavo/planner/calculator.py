@@ -21,6 +21,9 @@ MAX_BLOCK_MULTIPLE = 16
 # Most host memory that swapped blocks take by themselves; where less is left, that.
 DEFAULT_SWAP_SPACE = 1 << 30
 
+# Logits that prompt logprobs are computed from at a time, and how many times as much is alive at once beside them.
+SCORED_BYTES = 16 << 20
+SCORING_COPIES = 4
 # Float32 rows of the vocabulary alive at once in the sampler: logits, adjusted, scaled, probabilities, a mask.
 SAMPLER_COPIES = 5
 
@@ -128,10 +131,11 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
 
         layer   max_step × (3 × hidden_size + max(attention_width, mlp_width)) × dtype
         head    max_step × 3 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
+        scores  max_step × 3 × hidden_size × dtype + (max_rows + SCORING_COPIES × scored rows) × vocab_size × 4
 
-    The residual, the normalised rows and the attention's output live beside a layer's widest products. Scores are left
-    out, because attention computes them in tiles; so are the logits of prompt_logprobs, of which a request may ask for
-    max_step rows.
+    The residual, the normalised rows and the attention's output live beside a layer's widest products. Scores of
+    attention are left out, because it computes them in tiles. Prompt logprobs take the logits of so many rows at a time
+    as `scored_rows` says, beside those that tokens are drawn from.
 
     Args:
         max_step: most tokens computed in one step.
@@ -142,7 +146,14 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
     stream = max_step * 3 * shape.hidden_size * size
     layer = stream + max_step * max(shape.attention_width, shape.mlp_width) * size
     head = stream + rows * shape.vocab_size * (size + SAMPLER_COPIES * 4)
-    return max(layer, head)
+    scored = min(max_step, scored_rows(shape.vocab_size))
+    scores = stream + (rows + SCORING_COPIES * scored) * shape.vocab_size * 4
+    return max(layer, head, scores)
+
+
+def scored_rows(vocab_size: int) -> int:
+    """Rows of logits that prompt logprobs are computed from at a time: `SCORED_BYTES`, and at least one row."""
+    return max(1, SCORED_BYTES // (4 * vocab_size))
 
 
 def without_windows(layers: Sequence[LayerKVSpec]) -> tuple[LayerKVSpec, ...]:

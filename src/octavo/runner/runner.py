@@ -8,13 +8,15 @@ import torch
 
 from octavo import kernels
 from octavo.attention.base import AttentionBackend
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, LaterLogits
+from octavo.planner.calculator import scored_rows
+from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder
 from octavo.runner.executor import Executor
 from octavo.runner.swapping import BlockMover
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.top_k import argmax
-from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
 
@@ -68,14 +70,19 @@ class ModelRunner(Executor):
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._batches.build(plan)
-        logits = self.model.forward(
-            batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices
-        )
-        result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
+        step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
         if not batch.scores:
-            return result
-        scored = tuple(
-            self._sampler.score(logits[row : row + len(score.targets)], score.targets, score.num_top)
-            for row, score in batch.scores
-        )
-        return replace(result, prompt_logprobs=scored)
+            return self._sampler.sample(self.model.forward(*step), batch.sampling, batch.sample_rows)
+        logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
+        result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
+        return replace(result, prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores))
+
+    def _score(self, first: int, score: PromptScores, later: LaterLogits) -> tuple[TokenLogprobs, ...]:
+        """Prompt logprobs from the rows `first ..`, a few rows' logits at a time."""
+        at_once = scored_rows(self.model.vocab_size)
+        scored: list[TokenLogprobs] = []
+        for begin in range(0, len(score.targets), at_once):
+            targets = score.targets[begin : begin + at_once]
+            rows = later(first + begin, first + begin + len(targets))
+            scored += self._sampler.score(rows, targets, score.num_top)
+        return tuple(scored)
