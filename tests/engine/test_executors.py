@@ -119,7 +119,7 @@ def _ailing_options() -> EngineConfig:
 
 def build_ailing_runner(config: EngineConfig) -> tuple[Executor, builder.RunnerFacts]:
     runner, facts = builder.build_runner(config)
-    runner.model._embedding[POISON] = float("nan")  # type: ignore[operator]
+    runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
     return _Breaking(runner), facts
 
 

@@ -44,7 +44,7 @@ def _remember_what_is_gone(kv: KVCacheManager) -> None:
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:
-    index = kv.prefix_cache._index
+    index = kv.prefix_cache._index  # type: ignore[attr-defined]
     entry = next(iter(index)) + 1
     index._keys[16 * entry] ^= 255
 
@@ -58,8 +58,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost note": (_drop_a_note, "published or noted, not both"),
     "a note too many": (_remember_what_is_gone, "a first block is remembered that is not published"),
     "a lost key": (_lose_a_key, "is not found by its key"),
-    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),
-    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),
+    "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
+    "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a lost host block": (lambda kv: kv.swap.host._free.pop(), "free: False, held: False"),
     "a host block of nobody": (lambda kv: kv.swap.host.holders.popitem(), "host block"),
     "a lost hope": (_forget_a_place, "and is not noted there"),

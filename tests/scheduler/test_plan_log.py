@@ -42,7 +42,7 @@ def test_the_steps_are_read_as_they_were_executed(
     steps = list(read_plans(path))
     assert len(steps) == len(plans)
     for i, (step, plan) in enumerate(zip(steps, plans, strict=True)):
-        assert (step.step, step.at, step.seconds) == (plan.step, pytest.approx(i), 0.25 * i)
+        assert (step.step, step.at, step.seconds) == (plan.step, pytest.approx(i), 0.25 * i)  # type: ignore[comparison-overlap]
         assert (step.seq_ids, step.starts) == (plan.seq_ids, plan.starts)
         assert (step.lengths, step.draws) == (plan.lengths, plan.draws)
         assert step.num_tokens == plan.num_tokens

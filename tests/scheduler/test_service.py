@@ -228,7 +228,7 @@ def test_a_head_that_does_not_fit_is_not_looked_up_again_before_something_has_ch
     server.step()
     looked_up = []
     match = type(server.kv).match
-    monkeypatch.setattr(type(server.kv), "match", lambda kv, seq: looked_up.append(seq) or match(kv, seq))
+    monkeypatch.setattr(type(server.kv), "match", lambda kv, seq: looked_up.append(seq) or match(kv, seq))  # type: ignore[func-returns-value]
     for _ in range(100):
         server.step()
     assert len(looked_up) <= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
@@ -15,7 +16,7 @@ from octavo.server.run import serve
 from tests.server.fake_engine import FakeEngine
 
 
-def make_engine(step_seconds: float) -> FakeEngine:
+def make_engine(step_seconds: float) -> Any:
     print("loading the model", flush=True)
     return FakeEngine(step_seconds=step_seconds)
 
