@@ -12,8 +12,8 @@ class TokenCounts:
     """The distinct tokens of a prompt, and of an output with their counts: O(1) for each further token.
 
         prompt_ids        [ 3 17 90 ]        sorted; the same array for all forks
-        output_ids        [ 90 4 … |   ]     in order of first occurrence, with room to grow
-        output_counts     [  2 1 … |   ]
+        output_ids        [ 4 90 … |   ]     further ones in order of first occurrence, with room to grow
+        output_counts     [ 1  2 … |   ]
 
     Args:
         token_ids: all tokens so far.
@@ -23,12 +23,12 @@ class TokenCounts:
     __slots__ = ("_counts", "_ids", "_places", "num_tokens", "prompt_ids")
 
     def __init__(self, token_ids: npt.NDArray[np.integer], num_prompt_tokens: int) -> None:
-        self.prompt_ids: TokenIds = np.unique(token_ids[:num_prompt_tokens]).astype(np.int64)
+        # Counting by id takes a tenth of the time of sorting.
+        self.prompt_ids: TokenIds = np.flatnonzero(np.bincount(token_ids[:num_prompt_tokens]))
         self.num_tokens = len(token_ids)
-        ids, first, counts = np.unique(token_ids[num_prompt_tokens:], return_index=True, return_counts=True)
-        order = np.argsort(first)
-        self._ids: TokenIds = ids[order].astype(np.int64)
-        self._counts: TokenIds = counts[order].astype(np.int64)
+        counts = np.bincount(token_ids[num_prompt_tokens:])
+        self._ids: TokenIds = np.flatnonzero(counts)
+        self._counts: TokenIds = counts[self._ids].astype(np.int64)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
 
     @property
