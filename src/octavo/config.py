@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -10,6 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from octavo.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
+
+# Read with the package's first import, hence before torch's: its OpenMP may bind the thread that loads it to one CPU.
+ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def option(default: Any, help: str) -> Any:
@@ -82,7 +86,7 @@ class EngineConfig:
         None,
         "a file for each step's plan, in numbers only, and its seconds; octavo.scheduler.plan_log reads it",
     )
-    num_threads: int | None = option(None, "CPU threads; default: the cores this process may use")
+    num_threads: int | None = option(None, "CPU threads; default: what affinity, cgroups and OMP_NUM_THREADS allow")
     seed: int = option(0, "seed for requests without one of their own")
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ operations. Each figure is that of the median call.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from octavo import kernels
 from octavo.bench.timing import Call, Timing, interleaved, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.planner.machine import default_num_threads
 from octavo.storage.arena import KVArena
 
 DRAM_BYTES = 256 << 20
@@ -46,7 +46,7 @@ class Limit:
 
 def thread_counts(most: int | None = None) -> list[int]:
     """The thread counts to measure: 1, and `most` (by default every core that this process may use)."""
-    return sorted({1, most or len(os.sched_getaffinity(0))})
+    return sorted({1, most or default_num_threads()})
 
 
 def measure_limits(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from octavo.models.base import CausalLM
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
+from octavo.planner.machine import default_num_threads
 from octavo.runner.executor import Executor, ProcessExecutor
 from octavo.runner.recording import RecordingExecutor
 from octavo.runner.runner import ModelRunner
@@ -134,7 +134,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     Raises:
         ModelError, ConfigError: see `build_engine`.
     """
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    num_threads = config.num_threads or default_num_threads()
     device = _device(config)
     source = resolve_model(config.model)
     model_config = load_model_config(source)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.config import parse_bytes
+from octavo.config import ALLOWED_CPUS, parse_bytes
 
 # Most of the RAM that the weights leave which the KV cache takes by itself. Pages are taken only as blocks are first
 # written.
@@ -14,17 +16,125 @@ CPU_MEMORY_SHARE = 0.4
 # Makes this process act as if no more memory were available: for a share of a machine, and for tests.
 MEMORY_LIMIT_VARIABLE = "OCTAVO_MEMORY_LIMIT"
 
-_CGROUP_FILES = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
+# Threads of the libraries that a process was started with: OpenMP's own variable, which torch obeys too.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+# A cgroup v1 without a limit of memory says so by the largest number of pages that it can count.
+_NO_LIMIT = 1 << 62
 
 
 def available_memory() -> int:
-    """Bytes that a new allocation can use without swapping, within this process's container."""
-    available = _meminfo_available()
-    for limit_file, used_file in _CGROUP_FILES:
-        limit, used = _read_number(limit_file), _read_number(used_file)
-        if limit is not None and used is not None:
-            available = min(available, max(0, limit - used))
+    """Bytes that a new allocation can use without swapping, within this process's containers."""
+    return cgroup_memory(Path("/"), _meminfo_available())
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may keep busy: as many as it is allowed to run on and its containers' quotas pay for."""
+    return cgroup_cpus(Path("/"), ALLOWED_CPUS)
+
+
+def default_num_threads() -> int:
+    """`usable_cpus`, but no more than the environment variable OMP_NUM_THREADS allows."""
+    stated = os.environ.get(THREADS_VARIABLE, "").split(",")[0].strip()
+    cpus = usable_cpus()
+    return min(cpus, int(stated)) if stated.isdecimal() and int(stated) > 0 else cpus
+
+
+def cgroup_memory(root: Path, available: int) -> int:
+    """`available` bytes, but no more than is left to each cgroup on the way from this process's to the root's.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, used = _read_number(folder / limit_name), _read_number(folder / used_name)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                # Cached files that nobody has used of late are given up before anything is refused.
+                used -= min(used, _read_entry(folder / "memory.stat", cache_name))
+                available = min(available, max(0, limit - used))
     return available
+
+
+def cgroup_cpus(root: Path, allowed: frozenset[int]) -> int:
+    """How many of the `allowed` CPUs the cgroups on the way from this process's to the root's let it keep busy.
+
+    A quota of 1.5 CPUs counts as two: with one thread a third of it would never be used.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    cpus = allowed
+    for folder in _cgroup_folders(root, "cpuset"):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
+            if found := _read_cpus(folder / name):
+                cpus = cpus & found or cpus
+                break
+    count = float(len(cpus))
+    for folder in _cgroup_folders(root, "cpu"):
+        if (quota := _cpu_quota(folder)) is not None:
+            count = min(count, quota)
+    return max(1, math.ceil(count))
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroups that may limit it, its own first and the outermost last.
+
+    /proc/self/cgroup has a line for each hierarchy, `number:controllers:path`; version 2 is "0::path". Within a
+    container the path may be that of the host, while /sys/fs/cgroup shows the container's own as its root: folders
+    that are not there are passed over.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            top = mounted / controllers if (mounted / controllers).is_dir() else mounted / controller
+        elif number == "0" and not controllers:
+            top = mounted / "unified" if (mounted / "unified").is_dir() else mounted
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for length in range(len(parts), -1, -1):
+            folder = top.joinpath(*parts[:length])
+            if folder.is_dir():
+                yield folder
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """CPUs that a cgroup's quota pays for, or None: version 2's `cpu.max`, version 1's cfs quota."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()[:2]
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        v1_quota, v1_period = _read_number(folder / "cpu.cfs_quota_us"), _read_number(folder / "cpu.cfs_period_us")
+        return v1_quota / v1_period if v1_quota and v1_period else None
+
+
+def _read_cpus(path: Path) -> frozenset[int]:
+    """The CPUs of a list such as "0-3,8"; none where there is no such file, or nothing in it."""
+    try:
+        ranges = path.read_text().strip().split(",")
+        bounds = [(part.split("-")[0], part.split("-")[-1]) for part in ranges if part]
+        return frozenset(cpu for first, last in bounds for cpu in range(int(first), int(last) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def _read_entry(path: Path, name: str) -> int:
+    """The number after a name in a file of "name number" lines; 0 where there is none."""
+    try:
+        entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+        return int(entries.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def limited_memory(available: int) -> int:
@@ -48,10 +158,10 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def _read_number(path: str) -> int | None:
-    """The number in a file, or None where there is no file or no number ("max": no limit)."""
+def _read_number(path: Path) -> int | None:
+    """The number in a file, or None where there is no file or no number ("max" and -1: no limit)."""
     try:
-        text = Path(path).read_text().strip()
+        text = path.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None

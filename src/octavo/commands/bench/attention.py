@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from octavo.bench import report
 from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import block_sizes, positive, positives
 from octavo.errors import ConfigError
+from octavo.planner.machine import default_num_threads
 
 if TYPE_CHECKING:
     from octavo.bench.attention import AttentionFigure, Kind
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.bench.timing import threads
 
     backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]
-    count = args.num_threads or len(os.sched_getaffinity(0))
+    count = args.num_threads or default_num_threads()
     figures: list[AttentionFigure] = []
     with threads(count):
         read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value

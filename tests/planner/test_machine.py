@@ -1,0 +1,114 @@
+"""What containers allow a process: cgroups of both versions, as trees of files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from octavo.planner import machine
+from octavo.planner.machine import cgroup_cpus, cgroup_memory, default_num_threads, usable_cpus
+
+EIGHT = frozenset(range(8))
+GIB = 1 << 30
+
+
+def write(root: Path, files: Mapping[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+def v2(root: Path, own: str, files: Mapping[str, object]) -> Path:
+    """A tree of version 2 alone, this process in `own`."""
+    write(root, {"proc/self/cgroup": f"0::{own}"})
+    (root / f"sys/fs/cgroup{own}").mkdir(parents=True, exist_ok=True)
+    return write(root, {f"sys/fs/cgroup/{name}": content for name, content in files.items()})
+
+
+def v1(root: Path, own: str, files: Mapping[str, object]) -> Path:
+    """A tree of version 1, with "cpu" and "cpuacct" in one hierarchy as usual, this process in `own` of each."""
+    lines = [f"4:memory:{own}", f"3:cpuset:{own}", f"2:cpu,cpuacct:{own}", "1:name=systemd:/", "0::/"]
+    write(root, {"proc/self/cgroup": "\n".join(lines)})
+    return write(root, {f"sys/fs/cgroup/{name}": content for name, content in files.items()})
+
+
+def test_without_cgroups_everything_is_allowed(tmp_path: Path) -> None:
+    assert cgroup_cpus(tmp_path, EIGHT) == 8
+    assert cgroup_memory(tmp_path, 5 * GIB) == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"), [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("5000 100000", 1), ("", 8)]
+)
+def test_a_quota_of_version_2_limits_the_cpus(tmp_path: Path, quota: str, cpus: int) -> None:
+    assert cgroup_cpus(v2(tmp_path, "/", {"cpu.max": quota}), EIGHT) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(-1, 8), (300000, 3), (20000, 1)])
+def test_a_quota_of_version_1_limits_the_cpus(tmp_path: Path, quota: int, cpus: int) -> None:
+    files = {"cpu,cpuacct/box/cpu.cfs_quota_us": quota, "cpu,cpuacct/box/cpu.cfs_period_us": 100000}
+    assert cgroup_cpus(v1(tmp_path, "/box", files), EIGHT) == cpus
+
+
+def test_the_least_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
+    files = {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000", "a/b/c/cpu.max": "600000 100000"}
+    assert cgroup_cpus(v2(tmp_path, "/a/b/c", files), EIGHT) == 3
+    limits: dict[str, object] = {
+        "a/memory.max": 4 * GIB,
+        "a/memory.current": 3 * GIB,
+        "a/b/memory.max": "max",
+        "a/b/memory.current": 0,
+        "a/b/c/memory.max": 2 * GIB,
+        "a/b/c/memory.current": 0,
+    }
+    assert cgroup_memory(v2(tmp_path, "/a/b/c", limits), 16 * GIB) == GIB
+
+
+def test_cpusets_of_both_versions_limit_the_cpus(tmp_path: Path) -> None:
+    second = v2(tmp_path / "v2", "/box", {"cpuset.cpus.effective": "0-7", "box/cpuset.cpus.effective": "0-1,5"})
+    assert cgroup_cpus(second, EIGHT) == 3
+    first = v1(tmp_path / "v1", "/box", {"cpuset/cpuset.cpus": "0-15", "cpuset/box/cpuset.cpus": "2-3"})
+    assert cgroup_cpus(first, EIGHT) == 2
+    assert cgroup_cpus(first, frozenset({3, 4})) == 1, "and the affinity"
+
+
+def test_a_quota_counts_beside_a_cpuset(tmp_path: Path) -> None:
+    assert cgroup_cpus(v2(tmp_path, "/", {"cpuset.cpus.effective": "0-5", "cpu.max": "400000 100000"}), EIGHT) == 4
+
+
+@pytest.mark.parametrize(("limit", "available"), [(3 * GIB, GIB), (9223372036854771712, 16 * GIB), (GIB, 0)])
+def test_limits_of_version_1_are_seen(tmp_path: Path, limit: int, available: int) -> None:
+    files = {"memory/box/memory.limit_in_bytes": limit, "memory/box/memory.usage_in_bytes": 2 * GIB}
+    assert cgroup_memory(v1(tmp_path, "/box", files), 16 * GIB) == available
+
+
+def test_idle_cached_files_count_as_available(tmp_path: Path) -> None:
+    files = {"memory.max": 4 * GIB, "memory.current": 4 * GIB, "memory.stat": f"anon 5\ninactive_file {3 * GIB}"}
+    assert cgroup_memory(v2(tmp_path, "/", files), 16 * GIB) == 3 * GIB
+
+
+def test_a_path_of_the_host_that_the_container_does_not_see_leads_to_its_root(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/self/cgroup": "0::/kubepods/pod7/box", "sys/fs/cgroup/cpu.max": "250000 100000"})
+    assert cgroup_cpus(tmp_path, EIGHT) == 3
+
+
+def test_damaged_files_limit_nothing(tmp_path: Path) -> None:
+    files = {"cpu.max": "lots of", "cpuset.cpus.effective": "0-", "memory.max": "much", "memory.current": "little"}
+    root = v2(tmp_path, "/", files)
+    assert (cgroup_cpus(root, EIGHT), cgroup_memory(root, GIB)) == (8, GIB)
+
+
+@pytest.mark.parametrize(("stated", "threads"), [("1", 1), ("3,2", 3), ("64", 8), ("", 8), ("0", 8), ("all", 8)])
+def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch, stated: str, threads: int) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    assert default_num_threads() == threads
+
+
+def test_this_machine_has_a_cpu() -> None:
+    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
