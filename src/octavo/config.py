@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError
+from octavo.limits import RequestLimits
+from octavo.option import option
 
 DEFAULT_MODEL = "smollm2"
 
@@ -16,14 +18,12 @@ DEFAULT_MODEL = "smollm2"
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that carries its own `--help` text."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The options of one engine. Validated at construction; raises `ConfigError` with the value in the message."""
+class EngineConfig(RequestLimits):
+    """The options of one engine, the limits of its requests included.
+
+    Validated at construction; raises `ConfigError` with the value in the message.
+    """
 
     model: str = option(
         DEFAULT_MODEL, "a Hugging Face folder or hub id, a GGUF file, or 'smollm2' (SmolLM2-135M-Instruct, packaged)"
@@ -90,6 +90,8 @@ class EngineConfig:
     seed: int = option(0, "seed for requests without one of their own")
 
     def __post_init__(self) -> None:
+        # Not super(): a dataclass with slots is a new class, which the one-word form does not find.
+        RequestLimits.__post_init__(self)
         for name, allowed in _literal_choices().items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in allowed:

@@ -9,6 +9,7 @@ OctavoError
 │   ├── ModelNotFoundError     nothing usable at that path or hub id                 (FileNotFoundError)
 │   ├── UnsupportedModelError  an architecture or tensor type Octavo cannot run
 │   └── CorruptModelError      a file that does not hold what it declares
+├── OverloadedError        the queue is full for now; the same request may be sent again
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
 ├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
 ├── ExecutorError          a step failed in the process that computes it, or that process has died
@@ -18,7 +19,35 @@ OctavoError
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+
+# Most characters of a client's own text that an error repeats.
+SHOWN_CHARACTERS = 64
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = SHOWN_CHARACTERS
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 3
+        self.maxlevel = 2
+
+
+_repr = _Shown().repr
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for an error message, cut to `SHOWN_CHARACTERS` without making the rest of it first."""
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"
+    text = _repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS + 2 else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def shortened(text: str) -> str:
+    """A client's own text for an error message, without quotes: its first `SHOWN_CHARACTERS` characters."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
 class OctavoError(Exception):
@@ -49,6 +78,10 @@ class CapacityError(RequestError):
     """The request needs more KV blocks or sequence slots than the engine has in all."""
 
     code = "capacity_exceeded"
+
+
+class OverloadedError(OctavoError):
+    """The queue of waiting requests has no room for another; sent again later, the same request may be served."""
 
 
 class ModelError(OctavoError):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
 
-MAX_N = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
 GREEDY_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Validated once, at construction; raises `RequestError` naming the field and the value.
+
+    How much of each an engine lets one request have is its own to say: `octavo.limits`.
 
     Attributes:
         n: number of completions of one prompt; they share the prompt's blocks.
@@ -34,7 +34,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over output tokens only, in [-2, 2].
         seed: makes sampling reproducible; None draws a seed at arrival.
         stop: strings that end the output; they are not part of it.
-        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence.
+        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence; kept as a frozenset.
         ignore_eos: go on past the model's end-of-sequence token.
         max_tokens: output limit; None means up to `max_model_len`.
         min_tokens: end-of-sequence and stops are ignored before that many output tokens.
@@ -59,7 +59,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -72,24 +72,29 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        token_ids = _tuple("stop_token_ids", self.stop_token_ids)
+        for token_id in token_ids:
+            # Before they become a set, in which 1, 1.0 and True are the same.
+            _require_int("stop_token_ids", token_id, 0, None)
+        object.__setattr__(self, "stop_token_ids", frozenset(token_ids))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(
-                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", param="logit_bias"
+                    f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}", param="logit_bias"
                 )
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._validate()
 
     def _validate(self) -> None:
-        _require_int("n", self.n, 1, MAX_N)
+        _require_int("n", self.n, 1, None)
         if self.best_of is not None:
-            _require_int("best_of", self.best_of, self.n, MAX_N)
+            _require_int("best_of", self.best_of, self.n, None)
         _require_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError(
-                f'early_stopping must be true, false or "never", got {self.early_stopping!r}', param="early_stopping"
+                f'early_stopping must be true, false or "never", got {shown(self.early_stopping)}',
+                param="early_stopping",
             )
         _require_number("temperature", self.temperature, 0.0, math.inf)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -105,23 +110,20 @@ class SamplingParams:
         _require_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({shown(self.min_tokens)}) must not exceed max_tokens ({shown(self.max_tokens)})",
+                param="min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "use_beam_search"):
             if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {value!r}", param=name)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
+                raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}", param="stop")
+                raise RequestError(f"stop must hold non-empty strings, got {shown(text)}", param="stop")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
-        for token_id in self.stop_token_ids:
-            _require_int("stop_token_ids", token_id, 0, None)
         for token_id, bias in (self.logit_bias or {}).items():
             _require_int("logit_bias", token_id, 0, None)
             _require_number("logit_bias", bias, -100.0, 100.0)
@@ -177,21 +179,28 @@ def _tuple(name: str, value: object) -> tuple[object, ...]:
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(f"{name} must be a list, got {value!r}", param=name)
+        raise RequestError(f"{name} must be a list, got {shown(value)}", param=name)
     return tuple(value)
 
 
 def _require_int(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+        raise RequestError(f"{name} must be an integer, got {shown(value)}", param=name)
     if value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {limits}, got {value}", param=name)
+        raise RequestError(f"{name} must be {limits}, got {shown(value)}", param=name)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+        raise RequestError(f"{name} must be a finite number, got {shown(value)}", param=name)
     if value < low or value > high or (open_low and value == low):
         bound = "above" if open_low else "at least"
         limits = f"{bound} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")

@@ -14,11 +14,11 @@ from octavo.commands.options import (
     add_sampling_options,
     engine_argv,
     engine_options,
-    flag,
     given_options,
 )
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.option import flag
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
+from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ POEM = "the owl and the pussycat went to sea in a beautiful pea green boat. they
 class ByteTokenizer:
     """Token i is byte i; two special tokens follow."""
 
+    max_token_bytes = None
     special_ids = frozenset({EOS, BOS})
     eos_token_ids = frozenset({EOS})
 
@@ -76,9 +78,11 @@ class FakeEngine:
         eos_after: int | None = None,
         dies_after: int | None = None,
         breaks_after: int | None = None,
+        limits: RequestLimits = DEFAULT_LIMITS,
     ) -> None:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
+        self.limits = limits
         self.script = script.encode()
         self.step_seconds = step_seconds
         self.eos_after = eos_after

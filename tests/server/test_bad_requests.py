@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.server.prompts import MAX_PROMPTS
+from octavo.limits import DEFAULT_LIMITS
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import VOCAB_SIZE, FakeEngine
 
@@ -33,12 +33,12 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": [1, "a"]}, "prompt", "must be a string, a list of strings"),
         ({"prompt": [True]}, "prompt", "must be a string, a list of strings"),
         ({"prompt": [1.5]}, "prompt", "must be a string, a list of strings"),
-        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt", f"at most {MAX_PROMPTS} prompts"),
+        ({"prompt": ["a"] * (DEFAULT_LIMITS.max_body_prompts + 1)}, "prompt", "1025 prompts, but at most 1024"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", f"token id {VOCAB_SIZE} in prompt is out of range"),
         ({"prompt": [[1], [-1]]}, "prompt", "token id -1 in prompt is out of range"),
         ({"prompt": "x", "temperature": -0.1}, "temperature", "must be at least 0, got -0.1"),
         ({"prompt": "x", "temperature": "hot"}, "temperature", "valid number"),
-        ({"prompt": "x", "n": 0}, "n", "between 1 and 64, got 0"),
+        ({"prompt": "x", "n": 0}, "n", "at least 1, got 0"),
         ({"prompt": "x", "n": 1.5}, "n", "valid integer"),
         ({"prompt": "x", "n": True}, "n", "valid integer"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1, got 0"),
@@ -47,14 +47,18 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": "x", "top_p": 0}, "top_p", "must be above 0"),
         ({"prompt": "x", "stop": [1, 2]}, "stop", "valid string"),
         ({"prompt": "x", "stop": ""}, "stop", "non-empty strings"),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
+        (
+            {"prompt": "x", "stop": ["a"] * 17},
+            "stop",
+            "17 stop strings, but at most 16 are allowed",
+        ),
         ({"prompt": "x", "stream": "yes"}, "stream", "valid boolean"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "between 0 and 20"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
         ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias", "token id 999 in logit_bias is out of range"),
         ({"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias", "at most 100"),
         ({"prompt": "x", "stop_token_ids": [999]}, "stop_token_ids", "token id 999"),
-        ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "best_of must be between 3 and 64, got 2"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "best_of must be at least 3, got 2"),
         ({"prompt": "x", "best_of": 2, "stream": True}, "stream", "cannot be combined with best_of above n"),
         ({"prompt": "x", "use_beam_search": True, "stream": True}, "stream", "cannot be combined with use_beam_search"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is not supported"),

@@ -102,7 +102,7 @@ def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     complete(server, prompt="x", **asked, logit_bias={"5": -100}, stop="zz", priority=3, cache_salt="salt")
     received = server.engine.received[-1]
     params = received["params"]
-    assert {name: getattr(params, name) for name in asked} == {**asked, "stop_token_ids": (3,)}
+    assert {name: getattr(params, name) for name in asked} == {**asked, "stop_token_ids": frozenset({3})}
     assert (params.logit_bias, params.stop, params.max_tokens) == ({5: -100}, ("zz",), 4)
     assert (received["context"].priority, received["context"].cache_salt) == (3, "salt")
 

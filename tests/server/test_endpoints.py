@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 import octavo
+from octavo.server.app import Api
+from octavo.server.config import ServerConfig
+from octavo.server.connection import InFlight
+from octavo.server.openapi import describe
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS, FakeEngine
 
@@ -92,6 +97,14 @@ def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., R
     answer = server.client.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert "vllm:prompt_tokens" in {family.name for family in parse_openmetrics(answer.text)}
+
+
+def test_the_description_has_exactly_the_routes_that_are_served() -> None:
+    engine = FakeEngine()
+    api = Api(engine, ServerConfig(), InFlight())
+    served = {(re.sub(r":\w+}", "}", path), method.lower()) for method, path, _ in api.routes()}
+    described = {(path, method) for path, methods in describe("1")["paths"].items() for method in methods}
+    assert described == served
 
 
 def test_the_api_documents_itself(server: Running) -> None:

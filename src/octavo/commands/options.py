@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.limits import RequestLimits
+from octavo.option import flag
 from octavo.sampling_params import SamplingParams
 
 _SAMPLING_HELP = {
@@ -44,16 +46,13 @@ _SAMPLING_HELP = {
 }
 
 
-def flag(name: str) -> str:
-    """'max_num_seqs' -> '--max-num-seqs'."""
-    return "--" + name.replace("_", "-")
-
-
-def add_options(parser: argparse.ArgumentParser, title: str, config: type[Any]) -> None:
+def add_options(parser: argparse.ArgumentParser, title: str, config: type[Any], omit: Collection[str] = ()) -> None:
     """One flag per field of the dataclass `config`, whose fields carry their help, in a group called `title`."""
     hints = get_type_hints(config)
     group = parser.add_argument_group(title)
     for option in fields(config):
+        if option.name in omit:
+            continue
         _add_field(group, option, hints[option.name], option.metadata["help"], option.default)
 
 
@@ -69,7 +68,9 @@ def add_engine_options(parser: argparse.ArgumentParser, *, positional_model: boo
         parser.add_argument(
             "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
         )
-    add_options(parser, "engine options", EngineConfig)
+    limits = [limit.name for limit in fields(RequestLimits)]
+    add_options(parser, "engine options", EngineConfig, omit=limits)
+    add_options(parser, "limits of a request", RequestLimits)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _value_keywords(hint: object) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if Mapping in origins:
         return {"type": _token_biases, "metavar": "JSON"}
-    if Sequence in origins:
+    if Sequence in origins or Collection in origins:
         of_text = any(get_args(m) == (str,) for m in members)
         return {"action": "append", "metavar": "TEXT"} if of_text else {"type": _token_ids, "metavar": "IDS"}
     if literals and int in members:

@@ -23,6 +23,7 @@ from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
+from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -35,9 +36,25 @@ IDLE_AUDIT_SECONDS = 1.0
 # client that comes meanwhile waits for one slice, and the event loop for none.
 AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
+# How long a step may be put off by requests that come in.
+TAKE_IN_SECONDS = 0.003
+# Characters or token ids of a prompt from which on its request is made in a thread.
+_MADE_AT_ONCE = 1024
 
 _Stream = asyncio.Queue[RequestOutput | OctavoError]
 _T = TypeVar("_T")
+
+
+class _Tally:
+    """Requests and prompt tokens; only ever grows, written by one thread."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+
+    def add(self, request: Request) -> None:
+        self.requests += 1
+        self.tokens += len(request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +102,9 @@ class AsyncEngine:
         self._streams: dict[RequestId, _Stream | None] = {}
         # One queue for both, so that what is said of one id arrives in the order it was said.
         self._inbox: deque[_Addition | _Abort | _Question[Any]] = deque()
+        # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
+        self._sent = _Tally()
+        self._taken = _Tally()
         self._answers: set[asyncio.Future[Any]] = set()
         self._wake = threading.Event()
         self._stopping = False
@@ -112,6 +132,10 @@ class AsyncEngine:
         return self.core.tokenizer
 
     @property
+    def limits(self) -> RequestLimits:
+        return self.core.config
+
+    @property
     def stats(self) -> EngineStats:
         return self.core.stats
 
@@ -135,14 +159,23 @@ class AsyncEngine:
 
         Raises:
             RequestError: from the first step of the iterator; nothing has been queued then.
+            OverloadedError: in the same way, where the queue has no room.
             EngineDeadError: the step loop died, or the engine is shut down.
         """
         self._require_alive()
-        request = self.core.make_request(prompt, params, context)
+        self._check_room(0 if isinstance(prompt, str) else len(prompt))
+        if len(prompt) < _MADE_AT_ONCE:
+            request = self.core.make_request(prompt, params, context)
+        else:
+            request = await asyncio.to_thread(self.core.make_request, prompt, params, context)
+            self._require_alive()
+        # Nothing is awaited from here until it is queued, so what was counted stays true.
+        self._check_room(len(request.prompt_token_ids))
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         stream: _Stream = asyncio.Queue()
         self._streams[request.request_id] = stream
+        self._sent.add(request)
         self._send(_Addition(request, prompt if isinstance(prompt, str) else None, output_kind))
         try:
             finished = False
@@ -209,6 +242,14 @@ class AsyncEngine:
         if self._loop is None:
             raise EngineDeadError("the engine has not been started")
 
+    def _check_room(self, num_tokens: int) -> None:
+        scheduler = self.core.scheduler
+        self.limits.check_room(
+            waiting_requests=scheduler.num_waiting + self._sent.requests - self._taken.requests,
+            waiting_tokens=scheduler.num_waiting_tokens + self._sent.tokens - self._taken.tokens,
+            num_tokens=num_tokens,
+        )
+
     def _send(self, message: _Addition | _Abort | _Question[Any]) -> None:
         self._inbox.append(message)
         self._wake.set()
@@ -260,10 +301,16 @@ class AsyncEngine:
     def _take_in(self) -> list[RequestOutput]:
         """Add and abort requests from the inbox; returns the last outputs of the aborted ones."""
         aborted = []
+        deadline = time.monotonic() + TAKE_IN_SECONDS
         while self._inbox:
+            if time.monotonic() > deadline:
+                # Who runs shall not wait for a crowd to come in; and nobody waits for another wake-up.
+                self._wake.set()
+                break
             message = self._inbox.popleft()
             if isinstance(message, _Addition):
                 self._add(message)
+                self._taken.add(message.request)
             elif isinstance(message, _Question):
                 self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
             elif (output := self.core.abort(message.request_id)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import random
@@ -32,6 +33,7 @@ from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
+from octavo.text.prompt_checks import check_text_length, check_token_ids
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -95,12 +97,17 @@ class EngineCore:
             RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
             ContextLengthError, CapacityError: it could never be served; the message has the numbers.
         """
-        if isinstance(context.priority, bool) or not isinstance(context.priority, int):
-            raise RequestError(f"priority must be an integer, got {context.priority!r}", param="priority")
-        if not isinstance(context.cache_salt, str):
-            raise RequestError(f"cache_salt must be a string, got {context.cache_salt!r}", param="cache_salt")
+        self.config.check_sampling(params)
+        self.config.check_context(context.priority, context.cache_salt)
         token_ids = self._tokenize(prompt, add_special_tokens)
-        self._check_vocabulary(token_ids, params)
+        check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
+        check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        if params.min_tokens and len(self._eos_token_ids.union(params.stop_token_ids)) >= self.vocab_size:
+            raise RequestError(
+                f"stop_token_ids and the model's end-of-sequence are all {self.vocab_size} tokens of the vocabulary: "
+                f"nothing is left for the first {params.min_tokens} tokens (min_tokens)",
+                param="stop_token_ids",
+            )
         if params.use_beam_search and params.num_sequences > self.vocab_size:
             raise RequestError(
                 f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
@@ -119,7 +126,7 @@ class EngineCore:
             arrival_time=time.monotonic(),
             priority=context.priority,
             tenant=context.tenant,
-            cache_salt=context.cache_salt,
+            cache_salt=_hash_salt(context.cache_salt),
             cache_group=context.cache_group,
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
@@ -362,27 +369,28 @@ class EngineCore:
         return max(1, self.scheduler.max_sequence_tokens - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if not isinstance(prompt, str):
-            token_ids = list(prompt)
-        elif self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        if isinstance(prompt, str):
+            token_ids = self._encode(prompt, add_special_tokens)
         else:
-            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            check_token_ids(prompt, self.vocab_size, "prompt")
+            token_ids = list(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         return token_ids
 
-    def _check_vocabulary(self, token_ids: list[int], params: SamplingParams) -> None:
-        named = {"prompt": token_ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
-        for param, ids in named.items():
-            for token_id in ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int):
-                    raise RequestError(f"{param} must hold token ids, got {token_id!r}", param=param)
-                if not 0 <= token_id < self.vocab_size:
-                    raise RequestError(
-                        f"token id {token_id} in {param} is outside the vocabulary of {self.vocab_size} tokens",
-                        param=param,
-                    )
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_token_ids(token_ids, self.vocab_size, "prompt")
+        return token_ids
+
+
+def _hash_salt(cache_salt: str) -> str:
+    """A salt of a fixed length in place of a client's own, to which every cached block of its requests refers."""
+    encoded = cache_salt.encode(errors="surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest() if encoded else ""
 
 
 def _without(updates: list[SequenceUpdate], failures: list[tuple[Request, Exception]]) -> list[SequenceUpdate]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import format_bytes, option, parse_bytes
+from octavo.config import format_bytes, parse_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.option import option
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
     MemoryBudget,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,35 +15,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import octavo
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError, shortened
 from octavo.server.access import Access
 from octavo.server.auth import AdminAccess, RequireApiKey, client_of
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
 from octavo.server.connection import EventStream, InFlight, read_body
-from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError, LastResort, ModelMissingError, answer_http_error, answer_octavo_error
+from octavo.server.engine_client import EngineClient, TokenizerLike
+from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
 from octavo.server.logprobs import TokenTexts
 from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.origin import RefuseWebPages
-from octavo.server.prompts import checked_messages, encode_chat, offload
-from octavo.server.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    RequestBody,
-    TokenizeBody,
-    check_token_ids,
-    parse_body,
-)
 from octavo.server.quota import Metered, Quotas, charge_of
+from octavo.server.reading import BodyReader, BodyReading, ChatRequest, CompletionRequest
 
 # Of a damaged cache's audit, which may name every block.
 _MAX_HEALTH_DETAIL = 1000
 
-Body = TypeVar("Body", bound=RequestBody)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -106,6 +96,14 @@ class Api:
         texts = TokenTexts(engine)
         self._completions = Completions(engine, texts)
         self._chat = ChatCompletions(engine, texts)
+        reader = BodyReader(
+            tokenizer=_tokenizer_of(engine),
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            limits=engine.limits,
+            names=self._names,
+        )
+        self._reading = BodyReading(reader, config.max_body_seconds)
         self._admin = AdminAccess(access.admins)
         self.quotas = Quotas()
         self._metrics: Any = None
@@ -131,18 +129,18 @@ class Api:
         ]
 
     async def create_completion(self, request: Request) -> Response:
-        body = await self._read(request, CompletionBody)
-        answer = await self._completions.prepare(body, self._served_name(body.model), client_of(request.scope))
+        read: CompletionRequest = await self._read(request, "completion")
+        answer = self._completions.answer(read, client_of(request.scope))
         charge_of(request.scope).begin(answer.usage)
-        if body.streams:
+        if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))
 
     async def create_chat_completion(self, request: Request) -> Response:
-        body = await self._read(request, ChatBody)
-        answer = await self._chat.prepare(body, self._served_name(body.model), client_of(request.scope))
+        read: ChatRequest = await self._read(request, "chat")
+        answer = self._chat.answer(read, client_of(request.scope))
         charge_of(request.scope).begin(answer.usage)
-        if body.streams:
+        if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
         return _json(await self._in_flight.run(request.receive, answer.whole()))
 
@@ -151,7 +149,7 @@ class Api:
         return _json(json_bytes({"object": "list", "data": models}))
 
     async def retrieve_model(self, request: Request) -> Response:
-        return _json(json_bytes(self._model_card(self._served_name(request.path_params["model"]))))
+        return _json(json_bytes(self._model_card(self._reading.reader.served_name(request.path_params["model"]))))
 
     def _model_card(self, name: str) -> dict[str, Any]:
         return {
@@ -165,38 +163,10 @@ class Api:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._read(request, TokenizeBody)
-        self._served_name(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            chat = await encode_chat(
-                self._engine,
-                checked_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                add_special_tokens=bool(body.add_special_tokens),
-                template_variables=body.chat_template_kwargs,
-            )
-            token_ids = chat.token_ids
-        else:
-            text, add_special_tokens = body.prompt or "", body.add_special_tokens is not False
-            token_ids = await offload(len(text), lambda: self._engine.tokenizer.encode(text, add_special_tokens))
-        to_token = self._engine.tokenizer.id_to_token
-        answer = {
-            "count": len(token_ids),
-            "max_model_len": self._engine.max_model_len,
-            "tokens": token_ids,
-            "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
-        }
-        return _json(json_bytes(answer))
+        return _json(await self._read(request, "tokenize"))
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._read(request, DetokenizeBody)
-        self._served_name(body.model)
-        check_token_ids(body.tokens, self._engine.vocab_size, "tokens")
-        # Special tokens stay: what /tokenize gave must come back as it was.
-        text = await offload(len(body.tokens), lambda: self._engine.tokenizer.decode(body.tokens, False))
-        return _json(json_bytes({"prompt": text}))
+        return _json(await self._read(request, "detokenize"))
 
     async def health(self, request: Request) -> Response:
         if not self._engine.is_alive:
@@ -231,7 +201,9 @@ class Api:
         self._admin.check(request)
         pin_id = request.path_params["pin_id"]
         if not await self._engine.unpin(pin_id):
-            raise ApiError(404, f"There is no pin `{pin_id}`; it may have expired.", param="pin_id", code="no_such_pin")
+            raise ApiError(
+                404, f"There is no pin `{shortened(pin_id)}`; it may have expired.", param="pin_id", code="no_such_pin"
+            )
         return _json(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -244,17 +216,16 @@ class Api:
     async def docs(self, request: Request) -> Response:
         return Response(DOCS_PAGE, media_type="text/html")
 
-    async def _read(self, request: Request, body_type: type[Body]) -> Body:
-        raw = await read_body(request, self._config.body_limit)
-        return await offload(len(raw), lambda: parse_body(body_type, raw))
+    async def _read(self, request: Request, method: str) -> Any:
+        """What `BodyReader.<method>` makes of the request's body."""
+        return await self._reading.read(method, await read_body(request, self._config.body_limit))
 
-    def _served_name(self, model: str | None) -> str:
-        """The model name to report; a request without one means the only model."""
-        if model is None:
-            return self._names[0]
-        if model not in self._names:
-            raise ModelMissingError(model)
-        return model
+
+def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:
+    try:
+        return engine.tokenizer
+    except RequestError:
+        return None  # then bodies that need one are refused, each with the reason
 
 
 def _without_id(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.keys import Client
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from octavo.server.pinning import cache_marks
-from octavo.server.prompts import checked_messages, encode_chat
 from octavo.server.protocol import ChatBody
+from octavo.server.reading import ChatRequest
 
 
 class ChatCompletions:
@@ -25,30 +24,11 @@ class ChatCompletions:
         self._engine = engine
         self._texts = texts
 
-    async def prepare(self, body: ChatBody, model: str, client: Client) -> ChatAnswer:
-        """Checks the body, renders its messages and encodes them; raises `RequestError`."""
-        params = body.sampling_params(self._engine.vocab_size)
-        messages = checked_messages(body.messages)
-        variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        prompt = await encode_chat(
-            self._engine,
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
-            template_variables=variables,
-            marks=cache_marks(body.messages),
-        )
-        context = client.context(new_id("chatcmpl"), body.priority, body.cache_salt, prompt.pins)
-        job = Job(model, [prompt], params, context)
-        return ChatAnswer(self._engine, self._texts, body, job, _echoed(body, messages))
-
-
-def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
-    """The text that `echo` puts before the answer: the last message, if the answer continues it (as in vLLM)."""
-    continues = messages[-1]["role"] == "assistant" or body.add_generation_prompt is False
-    return str(messages[-1]["content"]) if body.echo and continues else ""
+    def answer(self, read: ChatRequest, client: Client) -> ChatAnswer:
+        """What will answer a body that was read."""
+        context = client.context(new_id("chatcmpl"), read.body.priority, read.cache_salt, read.prompt.pins)
+        job = Job(read.model, [read.prompt], read.params, context)
+        return ChatAnswer(self._engine, self._texts, read.body, job, read.echoed)
 
 
 class ChatAnswer:

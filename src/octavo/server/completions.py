@@ -14,8 +14,8 @@ from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
 from octavo.server.keys import Client
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from octavo.server.prompts import encode_prompts
 from octavo.server.protocol import CompletionBody
+from octavo.server.reading import CompletionRequest
 
 
 class Completions:
@@ -25,12 +25,11 @@ class Completions:
         self._engine = engine
         self._texts = texts
 
-    async def prepare(self, body: CompletionBody, model: str, client: Client) -> CompletionAnswer:
-        """Checks the body and encodes its prompts; raises `RequestError`."""
-        params = body.sampling_params(self._engine.vocab_size)
-        prompts = await encode_prompts(self._engine, body.prompt, body.add_special_tokens is not False)
-        context = client.context(new_id("cmpl"), body.priority, body.cache_salt)
-        job = Job(model, prompts, params, context)
+    def answer(self, read: CompletionRequest, client: Client) -> CompletionAnswer:
+        """What will answer a body that was read."""
+        body = read.body
+        context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
+        job = Job(read.model, read.prompts, read.params, context)
         return CompletionAnswer(self._engine, self._texts, body, job)
 
 

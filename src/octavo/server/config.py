@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from octavo.config import option, parse_bytes
+from octavo.config import parse_bytes
 from octavo.errors import ConfigError
 from octavo.server.keys import check_key
+from octavo.option import option
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
@@ -65,6 +66,9 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
     )
+    max_body_seconds: float = option(
+        10.0, "seconds that reading one large body may take: its JSON, the chat template and the tokenizer"
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
     )
@@ -94,6 +98,8 @@ class ServerConfig:
             raise ConfigError(f"request_timeout must be a positive number of seconds, got {self.request_timeout}")
         if self.max_connections < 1:
             raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
+        if not self.max_body_seconds > 0:
+            raise ConfigError(f"max_body_seconds must be positive, got {self.max_body_seconds}")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}")
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
@@ -14,6 +15,11 @@ from octavo.sampling_params import SamplingParams
 
 class TokenizerLike(Protocol):
     """Text to token ids and back."""
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of a text that one token can stand for; None where that is not certain."""
+        ...
 
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -51,6 +57,9 @@ class EngineClient(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def limits(self) -> RequestLimits: ...
 
     @property
     def stats(self) -> EngineStats: ...

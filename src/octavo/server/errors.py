@@ -6,17 +6,28 @@ import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import EngineDeadError, LogitsError, OctavoError, RequestError, RequestFailedError
+from octavo.errors import (
+    EngineDeadError,
+    LogitsError,
+    OctavoError,
+    OverloadedError,
+    RequestError,
+    RequestFailedError,
+    shortened,
+)
 
 logger = logging.getLogger("octavo.server")
 
 INVALID_REQUEST = "invalid_request_error"
+# A full queue has room again as soon as any of those that wait is admitted.
+RETRY_AFTER_SECONDS = 1
 
 
 class ApiError(OctavoError):
@@ -40,6 +51,10 @@ class ApiError(OctavoError):
         self.code = code
         self.headers = headers
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It may come from another process, and its own arguments are not those of its subclasses.
+        return _api_error, (self.status, self.message, self.type, self.param, self.code, self.headers)
+
     def body(self) -> bytes:
         """The error object, as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -47,6 +62,12 @@ class ApiError(OctavoError):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def _api_error(
+    status: int, message: str, type: str, param: str | None, code: str | None, headers: Mapping[str, str] | None
+) -> ApiError:
+    return ApiError(status, message, type=type, param=param, code=code, headers=headers)
 
 
 class BodyTooLargeError(ApiError):
@@ -60,11 +81,23 @@ class BodyTooLargeError(ApiError):
         )
 
 
+class BodyTooSlowError(ApiError):
+    """Reading the request's body took longer than the server allows."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            HTTPStatus.BAD_REQUEST,
+            f"Reading this request's body took longer than {seconds:g} s, the most this server allows "
+            "(--max-body-seconds).",
+            code="request_too_expensive",
+        )
+
+
 class ModelMissingError(ApiError):
     """The request names a model that this server does not serve."""
 
     def __init__(self, model: str) -> None:
-        message = f"The model `{model}` does not exist; GET /v1/models lists what is served."
+        message = f"The model `{shortened(model)}` does not exist; GET /v1/models lists what is served."
         super().__init__(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
 
@@ -116,6 +149,14 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=error.code)
+    if isinstance(error, OverloadedError):
+        return ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            str(error),
+            type="rate_limit_error",
+            code="queue_full",
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
         return GenerationFailedError()
@@ -139,7 +180,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for the router's errors: unknown path or method."""
     if not isinstance(error, HTTPException):
         return to_api_error(error).response()
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {shortened(request.url.path)}"
     message = {
         404: f"Invalid URL ({where})",
         405: f"Method not allowed ({where})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -23,7 +24,10 @@ _PLAIN = {
     "/debug/kv": "Who holds which bytes of the KV cache, and how much it helped (admin key)",
     "/debug/pins": "Every pinned prefix (admin key)",
     "/metrics": "Prometheus metrics, under vLLM's names",
+    "/openapi.json": "This description",
+    "/docs": "A page that shows it",
 }
+_DELETIONS = {"/debug/pins/{pin_id}": "Let a pin go before its time (admin key)"}
 
 
 def describe(version: str) -> dict[str, Any]:
@@ -42,9 +46,14 @@ def describe(version: str) -> dict[str, Any]:
         }
     for path, summary in _PLAIN.items():
         paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
-    paths["/v1/models/{model}"]["get"]["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    for path, summary in _DELETIONS.items():
+        paths[path] = {"delete": {"summary": summary, "responses": _RESPONSES}}
+    for path, methods in paths.items():
+        if named := re.findall(r"{(\w+)}", path):
+            for operation in methods.values():
+                operation["parameters"] = [
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
+                ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version},

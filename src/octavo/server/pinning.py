@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shown
 
 # Anthropic's limit, and its default time.
 MAX_MARKS = 4
@@ -51,12 +51,14 @@ def _ttl_seconds(control: Any, where: str) -> float:
     param = f"{where}.cache_control"
     if not isinstance(control, dict) or control.get("type") != "ephemeral" or set(control) - {"type", "ttl"}:
         raise RequestError(
-            f'{param} must be {{"type": "ephemeral", "ttl": "5m"}}, where ttl may be left out, got {control!r}',
+            f'{param} must be {{"type": "ephemeral", "ttl": "5m"}}, where ttl may be left out, got {shown(control)}',
             param=param,
         )
     ttl = control.get("ttl", DEFAULT_TTL)
     match = re.fullmatch(r"([0-9]{1,6})([smh])", ttl) if isinstance(ttl, str) else None
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_TTL_SECONDS:
-        raise RequestError(f'{param}.ttl must be like "30s", "5m" or "1h", at most "24h", got {ttl!r}', param=param)
+        raise RequestError(
+            f'{param}.ttl must be like "30s", "5m" or "1h", at most "24h", got {shown(ttl)}', param=param
+        )
     return float(seconds)

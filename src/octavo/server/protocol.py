@@ -6,15 +6,16 @@ Ranges are checked where they are declared once: in `SamplingParams`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, shortened, shown
+from octavo.limits import RequestLimits
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.server.errors import ApiError
+from octavo.text.prompt_checks import check_token_ids
 
 # One wrong element says enough: a body of millions of them must not become millions of errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -24,12 +25,23 @@ TokenBiases = Annotated[dict[str, float], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
-    """The base of every body. Fields in `unsupported` are known, and refused unless they have no effect."""
+    """The base of every body.
+
+    Fields in `unsupported` are known, and refused unless they have no effect; those in `names` hold names and
+    identifiers; those in `bulky` may be of any size, and are dropped once the body has been read.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     unsupported: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[tuple[str, ...]] = ("model",)
+    bulky: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
+
+    def check_names(self, limits: RequestLimits) -> None:
+        """Raises `RequestError` for a name or identifier that is too long."""
+        for name in self.names:
+            limits.check_name(name, getattr(self, name))
 
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for the first field that requests an unsupported feature."""
@@ -56,7 +68,8 @@ class OctavoOptions(BaseModel):
     ledger: bool | None = None
 
 
-_SAMPLING_FIELDS = (
+# Of the bodies' fields, those that go to `SamplingParams` as they are, where they are given.
+SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens"),
@@ -117,6 +130,10 @@ class GenerationBody(RequestBody):
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
 
+    names: ClassVar[tuple[str, ...]] = (
+        *("model", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    )
+    bulky: ClassVar[tuple[str, ...]] = ("stop", "stop_token_ids", "logit_bias", "metadata", "cache_salt")
     unsupported: ClassVar[tuple[str, ...]] = (
         *("logits_processors", "structured_outputs", "guided_json", "guided_regex"),
         *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
@@ -139,9 +156,12 @@ class GenerationBody(RequestBody):
     def reports_usage_continuously(self) -> bool:
         return self.reports_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def common_sampling(self, vocab_size: int) -> dict[str, Any]:
+    def common_sampling(self, vocab_size: int, limits: RequestLimits) -> dict[str, Any]:
         """The given keywords of `SamplingParams`; raises `RequestError` for invalid combinations."""
         self.refuse_unsupported()
+        # Before anything looks at every entry of what may be long.
+        limits.check_sampling(self)
+        limits.check_context(self.priority or 0, self.cache_salt or "")
         if self.stream_options is not None and not self.streams:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
         if self.prompt_logprobs is not None and self.streams:
@@ -152,7 +172,7 @@ class GenerationBody(RequestBody):
                 f"stream cannot be combined with {name}: the completions are only known when all is computed",
                 param="stream",
             )
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             given["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
         check_token_ids(self.stop_token_ids or (), vocab_size, "stop_token_ids")
@@ -170,15 +190,16 @@ class CompletionBody(GenerationBody):
     response_format: dict[str, Any] | None = None
 
     unsupported: ClassVar[tuple[str, ...]] = (*GenerationBody.unsupported, "suffix")
+    bulky: ClassVar[tuple[str, ...]] = (*GenerationBody.bulky, "prompt", "response_format")
 
     @property
     def scores_only(self) -> bool:
         """Whether only the prompt is scored: `echo` with no output."""
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling_params(self, vocab_size: int) -> SamplingParams:
+    def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
         """Raises `RequestError` naming the field."""
-        given = self.common_sampling(vocab_size)
+        given = self.common_sampling(vocab_size, limits)
         _require_text_format(self.response_format)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             given["prompt_logprobs"] = self.logprobs
@@ -214,27 +235,34 @@ class ChatBody(GenerationBody):
     continue_final_message: Any = None
     documents: Any = None
 
+    names: ClassVar[tuple[str, ...]] = (*GenerationBody.names, "reasoning_effort")
+    bulky: ClassVar[tuple[str, ...]] = (
+        *GenerationBody.bulky,
+        *("messages", "chat_template_kwargs", "modalities", "response_format", "tools", "tool_choice"),
+    )
     unsupported: ClassVar[tuple[str, ...]] = (
         *GenerationBody.unsupported,
         *("audio", "prediction", "functions", "function_call", "verbosity", "web_search_options", "chat_template"),
         *("continue_final_message", "documents"),
     )
 
-    def sampling_params(self, vocab_size: int) -> SamplingParams:
+    def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
         """Raises `RequestError` naming the field."""
-        given = self.common_sampling(vocab_size)
+        given = self.common_sampling(vocab_size, limits)
         _require_text_format(self.response_format)
         self._refuse_tools()
         if any(modality != "text" for modality in self.modalities or ()):
             raise RequestError(
-                f"modalities other than text are not supported, got {self.modalities}", param="modalities"
+                f"modalities other than text are not supported, got {shown(self.modalities)}", param="modalities"
             )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-                limits = f"between 0 and {MAX_LOGPROBS}"
-                raise RequestError(f"top_logprobs must be {limits}, got {self.top_logprobs}", param="top_logprobs")
+                allowed = f"between 0 and {MAX_LOGPROBS}"
+                raise RequestError(
+                    f"top_logprobs must be {allowed}, got {shown(self.top_logprobs)}", param="top_logprobs"
+                )
         # OpenAI's newer name wins: the older one is there for clients that send both.
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -264,14 +292,6 @@ class DetokenizeBody(RequestBody):
     tokens: TokenIds
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises `RequestError` naming the first id that is not in the vocabulary."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        limits = f"the vocabulary has ids 0 to {vocab_size - 1}"
-        raise RequestError(f"token id {wrong} in {param} is out of range: {limits}", param=param)
-
-
 def _token_biases(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     try:
         biases = {int(token_id): bias for token_id, bias in logit_bias.items()}
@@ -285,9 +305,13 @@ def _require_text_format(response_format: dict[str, Any] | None) -> None:
     if response_format is not None and response_format.get("type") != "text":
         wanted = response_format.get("type")
         raise RequestError(
-            f"response_format of type {wanted!r} is not supported by this server, only 'text'", param="response_format"
+            f"response_format of type {shown(wanted)} is not supported by this server, only 'text'",
+            param="response_format",
         )
 
+
+# An error names no more unknown fields than that.
+_NAMED_UNKNOWN = 8
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -303,19 +327,25 @@ def parse_body(body_type: type[Body], raw: bytes) -> Body:
 def _explain(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
-    where = tuple(str(part) for part in first["loc"])
+    where = tuple(shortened(str(part)) for part in first["loc"])
     if first["type"] == "json_invalid":
         return _bad_request(f"The request body is not valid JSON: {first['ctx']['error']}.")
     if not where:
         return _bad_request("The request body must be a JSON object.")
-    unknown = [".".join(map(str, p["loc"])) for p in problems if p["type"] == "extra_forbidden"]
+    unknown = [shortened(".".join(map(str, p["loc"]))) for p in problems if p["type"] == "extra_forbidden"]
     if unknown:
         plural = "s" if len(unknown) > 1 else ""
-        return _bad_request(f"Unrecognized request argument{plural} supplied: {', '.join(unknown)}", unknown[0])
+        more = f" and {len(unknown) - _NAMED_UNKNOWN} more" if len(unknown) > _NAMED_UNKNOWN else ""
+        named = ", ".join(unknown[:_NAMED_UNKNOWN])
+        return _bad_request(f"Unrecognized request argument{plural} supplied: {named}{more}", unknown[0])
     if first["type"] == "missing":
         return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
     # A union reports one problem for each of its members; together they say what would have been right.
-    wishes = [p["msg"].removeprefix("Input should be ") for p in problems if str(p["loc"][0]) == where[0]]
+    wishes = [
+        p["msg"].removeprefix("Input should be ")
+        for p in problems
+        if p["loc"] and shortened(str(p["loc"][0])) == where[0]
+    ]
     return _bad_request(f"Invalid value for '{where[0]}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
 
 

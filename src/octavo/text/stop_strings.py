@@ -2,7 +2,77 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
+
+
+class StopAutomaton:
+    """All stop strings of a request in one automaton (Aho and Corasick 1975): O(1) a character, however many there are.
+
+    A state is the longest beginning of any stop string that the text ends in; state 0 is the empty one.
+
+        stops "ab", "abc", "bd"      0 ─a─> 1 ─b─> 2 ("ab") ─c─> 3 ("abc")       on a character that leads nowhere:
+                                     0 ─b─> 4 ─d─> 5 ("bd")                      2 falls back to 4, all others to 0
+
+    Built once, and shared by all sequences with these stop strings: it never changes.
+    """
+
+    __slots__ = ("_completes", "_depth", "_fallback", "_next")
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._completes = [""]
+        for text in stop:
+            self._insert(text)
+        self._fallback = [0] * len(self._next)
+        self._link()
+
+    def advance(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        following = self._next
+        while state and character not in following[state]:
+            state = self._fallback[state]
+        return following[state].get(character, 0)
+
+    def completed(self, state: int) -> str:
+        """The longest stop string that the text ends in, or ""."""
+        return self._completes[state]
+
+    def num_held(self, state: int) -> int:
+        """How many characters at the end of the text may yet become a stop string."""
+        while state and not self._next[state]:
+            state = self._fallback[state]  # nothing goes on from a complete stop string that begins no other
+        return self._depth[state]
+
+    def _insert(self, text: str) -> None:
+        state = 0
+        for character in text:
+            found = self._next[state].get(character)
+            if found is None:
+                found = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._completes.append("")
+            state = found
+        self._completes[state] = text
+
+    def _link(self) -> None:
+        """Fallbacks by rising depth: each is found from that of the state before it."""
+        pending = deque(self._next[0].values())
+        while pending:
+            state = pending.popleft()
+            fallback = self._fallback[state]
+            if not self._completes[state]:
+                self._completes[state] = self._completes[fallback]
+            for character, child in self._next[state].items():
+                self._fallback[child] = self.advance(fallback, character)
+                pending.append(child)
+
+
+# A request's sequences ask for the same one, one after the other.
+automaton_of = lru_cache(maxsize=64)(StopAutomaton)
 
 
 class StopStringMatcher:
@@ -13,16 +83,12 @@ class StopStringMatcher:
 
         stop "</s>"      in: "ab<"   "/x"     "c</"   "s>d"
                         out: "ab"    "</x"    "c"     ""       matched "</s>"; "d" was never looked at
-
-    Each stop string has its own Knuth–Morris–Pratt automaton, O(1) a character: `state` is the length of its longest
-    beginning that the text ends in.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.matched: str | None = None
-        self._stop = list(stop)
-        self._fallbacks = [_fallback(text) for text in stop]
-        self._states = [0] * len(self._stop)
+        self._automaton = automaton_of(tuple(stop))
+        self._state = 0
         self._held = ""
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
@@ -32,16 +98,16 @@ class StopStringMatcher:
         """
         if self.matched is not None:
             return ""
-        if not self._stop:
-            return text
+        automaton, state = self._automaton, self._state
         pending = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
-            longest = self._advance(character)
-            if longest and may_match:
-                self.matched = longest
+            state = automaton.advance(state, character)
+            if may_match and (completed := automaton.completed(state)):
+                self.matched = completed
                 self._held = ""
-                return pending[: end - len(longest)]
-        safe = len(pending) - max(self._states)
+                return pending[: end - len(completed)]
+        self._state = state
+        safe = len(pending) - automaton.num_held(state)
         self._held = pending[safe:]
         return pending[:safe]
 
@@ -49,31 +115,3 @@ class StopStringMatcher:
         """The text held back, once nothing follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _advance(self, character: str) -> str:
-        """Move each automaton by one character; returns the longest stop string that is complete with it, or ""."""
-        longest = ""
-        for i, stop in enumerate(self._stop):
-            state = self._states[i]
-            fallback = self._fallbacks[i]
-            while state and stop[state] != character:
-                state = fallback[state]
-            if stop[state] == character:
-                state += 1
-            if state == len(stop):
-                if len(stop) > len(longest):
-                    longest = stop
-                state = fallback[state]
-            self._states[i] = state
-        return longest
-
-
-def _fallback(stop: str) -> list[int]:
-    """Entry n: length of the longest proper beginning of stop[:n] that is also its end (Knuth, Morris, Pratt 1977)."""
-    table = [0, 0]
-    for character in stop[1:]:
-        length = table[-1]
-        while length and stop[length] != character:
-            length = table[length]
-        table.append(length + (stop[length] == character))
-    return table

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, special_t
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
+# Characters from which on encoding lets other threads run.
+_LONG_TEXT = 1024
 
 
 class Tokenizer:
@@ -128,8 +131,23 @@ class Tokenizer:
                 "which is not valid Unicode",
                 param="prompt",
             ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # Only a batch is encoded without the interpreter's lock, which a megabyte would hold for seconds.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of a text that one token can stand for; None where tokens may swallow any amount of text."""
+        if not _keeps_every_byte(self._backend, self._decoder_kinds):
+            return None
+        # Byte-level vocabularies spell each byte as one character; elsewhere characters are themselves.
+        spelled = len if "ByteLevel" in self._decoder_kinds else _encoded_length
+        added = (len(token.content.encode()) for token in self._backend.get_added_tokens_decoder().values())
+        return max(1, *map(spelled, self._backend.get_vocab(with_added_tokens=False)), *added)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
@@ -257,6 +275,35 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return {"default": stated}
     named = stated if isinstance(stated, list) else []
     return {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= entry.keys()}
+
+
+def _encoded_length(token: str) -> int:
+    return len(token.encode())
+
+
+def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[str]) -> bool:
+    """Whether each byte of any text ends up in some token, so that a text's length bounds its tokens from below."""
+    vocab = backend.get_vocab(with_added_tokens=False)
+    if "ByteLevel" in decoder_kinds:
+        alphabet: Iterable[str] = _BYTE_OF
+    elif "ByteFallback" in decoder_kinds:
+        alphabet = (f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        return False
+    if backend.normalizer is not None or not all(symbol in vocab for symbol in alphabet):
+        return False
+    # Tokens that take the white space around them along may take megabytes of it.
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return False
+    if backend.pre_tokenizer is None:
+        return True
+    state = json.loads(backend.pre_tokenizer.__getstate__())
+    steps = [state, *state.get("pretokenizers", [])]
+    return all(
+        step["type"] in ("Sequence", "ByteLevel", "Digits", "Metaspace")
+        or (step["type"] == "Split" and step["behavior"] == "Isolated")
+        for step in steps
+    )
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:

@@ -1,0 +1,184 @@
+"""What one request may ask for at most, declared once: options, flags, checks and docs/limits.md come from here.
+
+A limit keeps the work that a few bytes of a body can cause small enough that nobody else's request waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from octavo.errors import ConfigError, OverloadedError, RequestError, shown
+from octavo.option import flag, option
+
+
+class Limited(Protocol):
+    """The fields that are checked together: those of `SamplingParams`, and of a request's body before it is one."""
+
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def best_of(self) -> int | None: ...
+    @property
+    def use_beam_search(self) -> bool | None: ...
+    @property
+    def stop(self) -> str | Sequence[str] | None: ...
+    @property
+    def stop_token_ids(self) -> Collection[int] | None: ...
+    @property
+    def logit_bias(self) -> Mapping[Any, float] | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """The largest permitted values. Validated at construction; raises `ConfigError` with the value in the message."""
+
+    max_stop_strings: int = option(16, "most stop strings of a request")
+    max_stop_string_length: int = option(256, "longest stop string, in characters")
+    max_stop_bytes: int = option(2048, "most bytes (UTF-8) of all stop strings of a request together")
+    max_stop_token_ids: int = option(256, "most stop_token_ids of a request")
+    max_logit_bias: int = option(1024, "most entries of a request's logit_bias")
+    max_n: int = option(64, "largest n and best_of")
+    max_beam_width: int = option(64, "most beams of a beam search")
+    max_body_prompts: int = option(1024, "most prompts of one body")
+    max_body_sequences: int = option(1024, "most completions computed for one body: its prompts times n (or best_of)")
+    max_messages: int = option(4096, "most messages, and most content parts in all, of a chat")
+    max_priority: int = option(1000, "a request's priority lies between minus this and this")
+    max_cache_salt_length: int = option(256, "longest cache_salt, in characters")
+    max_name_length: int = option(
+        256, "longest model, user, role and other names and identifiers of a body, in characters"
+    )
+    max_waiting_requests: int = option(
+        2048, "requests that may wait for their first step; a server answers more with 429 (LLM has no such limit)"
+    )
+    max_waiting_tokens: int = option(
+        4_194_304,
+        "prompt tokens of all waiting requests together; a server answers more with 429, unless nothing else waits "
+        "(LLM has no such limit)",
+    )
+
+    def __post_init__(self) -> None:
+        for limit in fields(RequestLimits):
+            value = getattr(self, limit.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{limit.name} must be an integer, got {shown(value)}")
+            least = 1 if limit.name in _AT_LEAST_ONE else 0
+            if value < least:
+                raise ConfigError(f"{limit.name} must be at least {least}, got {value}")
+
+    def check_sampling(self, params: Limited) -> None:
+        """Refuse sampling parameters that are over a limit. O(1) but for the stop strings, which it counts first.
+
+        Raises:
+            RequestError: names the field, what it holds, the limit and its option.
+        """
+        self._check_width(params)
+        if params.stop_token_ids:
+            self._at_most("max_stop_token_ids", "stop_token_ids", len(params.stop_token_ids), "token ids")
+        if params.logit_bias:
+            self._at_most("max_logit_bias", "logit_bias", len(params.logit_bias), "entries")
+        if params.stop:
+            self._check_stop((params.stop,) if isinstance(params.stop, str) else params.stop)
+
+    def check_context(self, priority: object, cache_salt: object) -> None:
+        """Refuse a priority or a cache salt that is no such thing, or over its limit."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {shown(priority)}", param="priority")
+        if abs(priority) > (limit := self.max_priority):
+            raise RequestError(
+                f"priority must be between {-limit} and {limit} ({flag('max_priority')}), got {shown(priority)}",
+                param="priority",
+            )
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be a string, got {shown(cache_salt)}", param="cache_salt")
+        self._at_most("max_cache_salt_length", "cache_salt", len(cache_salt), "characters")
+
+    def check_name(self, param: str, name: str | None) -> None:
+        """Refuse a name or identifier that is too long."""
+        if name is not None:
+            self._at_most("max_name_length", param, len(name), "characters")
+
+    def check_messages(self, count: int, what: str = "messages") -> None:
+        """Refuse a chat of too many messages, or of too many content parts."""
+        self._at_most("max_messages", "messages", count, what)
+
+    def check_prompts(self, num_prompts: int, width: int, width_param: str) -> None:
+        """Refuse a body of too many prompts, or of too many completions.
+
+        Args:
+            width: sequences computed for each prompt.
+            width_param: the parameter that says so.
+        """
+        # More prompts than may wait could never be taken in, however often they were sent again.
+        least = min(("max_body_prompts", "max_waiting_requests"), key=lambda name: int(getattr(self, name)))
+        self._at_most(least, "prompt", num_prompts, "prompts")
+        if num_prompts * width > (limit := self.max_body_sequences):
+            raise RequestError(
+                f"{num_prompts} prompts with {width_param}={width} are {num_prompts * width} completions, but one "
+                f"body may ask for at most {limit} ({flag('max_body_sequences')})",
+                param=width_param if num_prompts == 1 else "prompt",
+            )
+
+    def check_room(self, waiting_requests: int, waiting_tokens: int, num_tokens: int) -> None:
+        """Refuse a prompt of `num_tokens` for which the queue has no room.
+
+        Raises:
+            OverloadedError: with what waits, and the limit.
+        """
+        if waiting_requests >= self.max_waiting_requests:
+            raise OverloadedError(
+                f"{waiting_requests} requests are waiting, and no more than {self.max_waiting_requests} may "
+                f"({flag('max_waiting_requests')}): try again later"
+            )
+        if waiting_requests and waiting_tokens + num_tokens > self.max_waiting_tokens:
+            raise OverloadedError(
+                f"{waiting_tokens} prompt tokens are waiting, and this request's {num_tokens} would make it more than "
+                f"{self.max_waiting_tokens} ({flag('max_waiting_tokens')}): try again later"
+            )
+
+    def _check_width(self, params: Limited) -> None:
+        width = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
+        for param, value in {"n": params.n, "best_of": params.best_of}.items():
+            if isinstance(value, int) and value > self.max_n:
+                raise RequestError(
+                    f"{param} must be at most {self.max_n} ({flag('max_n')}), got {shown(value)}", param=param
+                )
+        param, beams = width
+        if params.use_beam_search and isinstance(beams, int) and beams > self.max_beam_width:
+            raise RequestError(
+                f"{param} asks for {shown(beams)} beams, but at most {self.max_beam_width} are allowed "
+                f"({flag('max_beam_width')})",
+                param=param,
+            )
+
+    def _check_stop(self, stop: Sequence[str]) -> None:
+        self._at_most("max_stop_strings", "stop", len(stop), "stop strings")
+        total = 0
+        for text in stop:
+            if isinstance(text, str):
+                self._at_most("max_stop_string_length", "stop", len(text), "characters in one stop string")
+                total += len(text.encode(errors="surrogatepass"))
+        self._at_most("max_stop_bytes", "stop", total, "bytes in all stop strings together")
+
+    def _at_most(self, limit: str, param: str, count: int, what: str) -> None:
+        if count > (most := getattr(self, limit)):
+            raise RequestError(
+                f"{param} holds {count} {what}, but at most {most} are allowed ({flag(limit)})", param=param
+            )
+
+
+# Without these no request at all would pass.
+_AT_LEAST_ONE = frozenset(
+    {
+        *("max_n", "max_beam_width", "max_body_prompts", "max_body_sequences", "max_messages", "max_name_length"),
+        *("max_waiting_requests", "max_waiting_tokens"),
+    }
+)
+DEFAULT_LIMITS = RequestLimits()
+
+
+def limits_table() -> str:
+    """The table of docs/limits.md: one row per limit."""
+    rows = [f"| `{flag(limit.name)}` | {limit.default} | {limit.metadata['help']} |" for limit in fields(RequestLimits)]
+    return "\n".join(["| option | default | what it limits |", "|---|---:|---|", *rows])

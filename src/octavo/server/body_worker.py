@@ -1,0 +1,134 @@
+"""A process that reads large bodies for a server: what takes a second there takes nothing from the event loop here.
+
+Parsing JSON, validating arrays, rendering templates and tokenising hold the interpreter's lock, so a thread would not
+do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
+
+    server  ── pickled BodyReader ──>  once
+            ── method, then body  ──>                  ── pickled result, or the error to raise ──>  server
+
+The process ends when its input does, so none outlives its server.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any, BinaryIO
+
+from octavo.errors import OctavoError
+from octavo.server.errors import BodyTooSlowError, to_api_error
+
+_MAIN = "from octavo.server.body_worker import main; main()"
+
+
+class BodyWorker:
+    """One such process, seen from the server. Its methods block; one thread uses it at a time."""
+
+    def __init__(self, reader: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,  # a Ctrl-C is for the server, which lets requests finish
+        )
+        assert self._process.stdin is not None  # they are pipes
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._end = weakref.finalize(self, _end, self._process)
+        _send(self._in, reader)
+
+    def read(self, method: str, raw: bytes, seconds: float) -> Any:
+        """What `BodyReader.<method>(raw)` returns; raises what it raises.
+
+        Raises:
+            BodyTooSlowError: it took longer than that; the process is gone then.
+            EOFError, OSError: the process is gone for some other reason.
+        """
+        too_slow = threading.Event()
+
+        def stop() -> None:
+            too_slow.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        try:
+            _send(self._in, method.encode())
+            _send(self._in, raw)
+            succeeded, value = pickle.loads(_receive(self._out))
+        except (EOFError, OSError):
+            self.close()
+            if too_slow.is_set():
+                raise BodyTooSlowError(seconds) from None
+            raise
+        finally:
+            timer.cancel()
+        if succeeded:
+            return value
+        raise value
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except OSError:
+                continue  # what was still to be written has no reader any more
+
+
+def _send(pipe: BinaryIO | Any, content: bytes) -> None:
+    pipe.write(len(content).to_bytes(8, "little"))
+    pipe.write(content)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO | Any) -> bytes:
+    return _exactly(pipe, int.from_bytes(_exactly(pipe, 8), "little"))
+
+
+def _exactly(pipe: BinaryIO | Any, size: int) -> bytes:
+    content: bytes = pipe.read(size)
+    if len(content) < size:
+        raise EOFError("the process that reads large bodies has ended")
+    return content
+
+
+def main() -> None:
+    """The process: reads bodies until its input ends."""
+    requests = sys.stdin.buffer
+    # Whatever prints must not end up between two frames.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        reader = pickle.loads(_receive(requests))
+        while True:
+            method = _receive(requests).decode()
+            _send(answers, _answer(reader, method, _receive(requests)))
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _answer(reader: Any, method: str, raw: bytes) -> bytes:
+    try:
+        return pickle.dumps((True, getattr(reader, method)(raw)), protocol=pickle.HIGHEST_PROTOCOL)
+    except OctavoError as error:
+        return pickle.dumps((False, error), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        # Logged here, with its traceback; the server tells its client what it may know.
+        return pickle.dumps((False, to_api_error(error)), protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,294 @@
+"""From the bytes of a body to what is asked of the engine: checked, rendered and tokenised. Pure, so it runs anywhere.
+
+A body of a kilobyte is read where it is; a larger one in a thread, where only its parsing holds the interpreter's lock,
+for a millisecond; a large one in a process of its own (`body_worker`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from octavo.errors import ContextLengthError, RequestError
+from octavo.limits import RequestLimits
+from octavo.request import PinRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.body_worker import BodyWorker
+from octavo.server.engine_client import TokenizerLike
+from octavo.server.errors import ApiError, ModelMissingError
+from octavo.server.generation import json_bytes
+from octavo.server.pinning import CacheMark, cache_marks
+from octavo.server.prompts import (
+    EncodedPrompt,
+    check_template_variables,
+    checked_messages,
+    common_length,
+    split_prompts,
+)
+from octavo.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    TokenizeBody,
+    parse_body,
+)
+from octavo.text.prompt_checks import check_text_length, check_token_ids
+
+logger = logging.getLogger("octavo.server")
+
+# Bytes of a body that are read on the event loop, and in a thread: a millisecond or two of either, at most.
+SMALL_BODY = 1024
+MEDIUM_BODY = 64 * 1024
+# Large bodies that are read at once.
+NUM_WORKERS = 2
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A completion body that was read; its bulky fields are empty now."""
+
+    body: CompletionBody
+    model: str
+    params: SamplingParams
+    prompts: list[EncodedPrompt]
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat body that was read; its bulky fields are empty now.
+
+    Attributes:
+        echoed: what `echo` puts before the answer.
+    """
+
+    body: ChatBody
+    model: str
+    params: SamplingParams
+    prompt: EncodedPrompt
+    echoed: str
+    cache_salt: str
+
+
+class BodyReader:
+    """Reads bodies for one model; holds nothing that changes, and survives pickling.
+
+    Every method takes a body's bytes. It raises `ApiError` or `RequestError` for what cannot be served, naming the
+    field, whatever else the body holds.
+
+    Args:
+        tokenizer: None where the model has none: prompts must be token ids then.
+        names: what the model is called here; the first is used where a body names none.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TokenizerLike | None,
+        vocab_size: int,
+        max_model_len: int,
+        limits: RequestLimits,
+        names: Sequence[str],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._limits = limits
+        self._names = tuple(names)
+
+    def served_name(self, model: str | None) -> str:
+        """The name to answer under; a client that names none means the one model there is."""
+        if model is None:
+            return self._names[0]
+        if model not in self._names:
+            raise ModelMissingError(model)
+        return model
+
+    def completion(self, raw: bytes) -> CompletionRequest:
+        body, model = self._parse(CompletionBody, raw)
+        params = body.sampling_params(self._vocab_size, self._limits)
+        given = split_prompts(body.prompt)
+        self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
+        prompts = [
+            self._encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo)) for prompt in given
+        ]
+        return CompletionRequest(_without_bulk(body), model, params, prompts, body.cache_salt or "")
+
+    def chat(self, raw: bytes) -> ChatRequest:
+        body, model = self._parse(ChatBody, raw)
+        params = body.sampling_params(self._vocab_size, self._limits)
+        messages = checked_messages(body.messages, self._limits)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        prompt = self._render(body, messages, variables, cache_marks(body.messages))
+        echoed = _echoed(body, messages)
+        return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "")
+
+    def tokenize(self, raw: bytes) -> bytes:
+        """The answer's JSON."""
+        body, _ = self._parse(TokenizeBody, raw)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            messages = checked_messages(body.messages, self._limits)
+            token_ids = self._render(body, messages, body.chat_template_kwargs or {}).token_ids
+        else:
+            token_ids = self._tokenize(body.prompt or "", body.add_special_tokens is not False)
+        to_token = self.tokenizer.id_to_token
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": self._max_model_len,
+            "tokens": token_ids,
+            "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
+        }
+        return json_bytes(answer)
+
+    def detokenize(self, raw: bytes) -> bytes:
+        """The answer's JSON."""
+        body, _ = self._parse(DetokenizeBody, raw)
+        check_token_ids(body.tokens, self._vocab_size, "tokens")
+        # Special tokens stay: what /tokenize gave must come back as it was.
+        return json_bytes({"prompt": self.tokenizer.decode(body.tokens, False)})
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """Raises RequestError where the model came without one."""
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        return self._tokenizer
+
+    def _parse(self, body_type: type[Body], raw: bytes) -> tuple[Body, str]:
+        body = parse_body(body_type, raw)
+        body.check_names(self._limits)
+        return body, self.served_name(body.model)
+
+    def _encode(self, prompt: str | list[int], add_special_tokens: bool, *, keeps_text: bool = False) -> EncodedPrompt:
+        if isinstance(prompt, list):
+            check_token_ids(prompt, self._vocab_size, "prompt")
+            self._check_length(prompt)
+            return EncodedPrompt(prompt)
+        token_ids = self._tokenize(prompt, add_special_tokens)
+        if not token_ids:
+            raise RequestError("prompt must not be empty", param="prompt")
+        self._check_length(token_ids)
+        return EncodedPrompt(token_ids, prompt if keeps_text else None)
+
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        check_text_length(text, self._max_model_len, self.tokenizer.max_token_bytes)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _check_length(self, token_ids: list[int]) -> None:
+        if len(token_ids) > self._max_model_len:
+            raise ContextLengthError(
+                f"this model's maximum context length is {self._max_model_len} tokens, "
+                f"but the prompt alone has {len(token_ids)}",
+                param="prompt",
+            )
+
+    def _render(
+        self,
+        body: ChatBody | TokenizeBody,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        marks: Sequence[CacheMark] = (),
+    ) -> EncodedPrompt:
+        """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
+
+        Special tokens are normally in the template already. The prefixes that `marks` end are measured in tokens.
+        """
+        check_template_variables(variables)
+        add_special_tokens = bool(body.add_special_tokens)
+        render = self.tokenizer.apply_chat_template
+        text = render(messages, body.add_generation_prompt is not False, **variables)
+        prompt = self._encode(text, add_special_tokens)
+
+        def measure(index: int) -> int:
+            """How many of the prompt's tokens belong to messages up to `index`: they do not depend on what follows."""
+            try:
+                beginning = render(messages[: index + 1], False, **variables)
+            except RequestError:
+                # Some templates refuse a chat that ends here. Then what precedes any other text of the rest belongs
+                # to it.
+                rest = [{**message, "content": "~" + message["content"]} for message in messages[index + 1 :]]
+                beginning = render(messages[: index + 1] + rest, False, **variables)
+            return common_length(prompt.token_ids, self.tokenizer.encode(beginning, add_special_tokens))
+
+        pins = [PinRequest(measure(mark.index), mark.ttl_seconds) for mark in marks]
+        return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens))
+
+
+def _without_bulk(body: Body) -> Body:
+    return body.model_copy(update=dict.fromkeys(body.bulky))
+
+
+def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
+    """What `echo` puts before the answer: the last message, where the answer continues it (as in vLLM)."""
+    continues = messages[-1]["role"] == "assistant" or body.add_generation_prompt is False
+    return str(messages[-1]["content"]) if body.echo and continues else ""
+
+
+class BodyReading:
+    """Runs a `BodyReader` where it keeps nobody waiting.
+
+    Args:
+        seconds: how long reading one large body may take.
+    """
+
+    def __init__(self, reader: BodyReader, seconds: float) -> None:
+        self._reader = reader
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, "octavo-body")
+        self._idle: list[BodyWorker] = []
+        self._pickled: bytes | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def reader(self) -> BodyReader:
+        return self._reader
+
+    async def read(self, method: str, raw: bytes) -> Any:
+        """What `BodyReader.<method>(raw)` returns; raises what it raises."""
+        if len(raw) < SMALL_BODY:
+            return getattr(self._reader, method)(raw)
+        loop = asyncio.get_running_loop()
+        if len(raw) < MEDIUM_BODY:
+            return await loop.run_in_executor(self._threads, getattr(self._reader, method), raw)
+        return await loop.run_in_executor(self._threads, self._read_elsewhere, method, raw)
+
+    def _read_elsewhere(self, method: str, raw: bytes) -> Any:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+            if worker is None and self._pickled is None:
+                self._pickled = pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
+        worker = worker or BodyWorker(self._pickled or b"")
+        try:
+            result = worker.read(method, raw, self._seconds)
+        except (EOFError, OSError) as error:
+            worker.close()
+            logger.error("the process that read a large body has ended: %s", error)
+            raise ApiError(
+                500,
+                "The server could not read this large body; its log may say why.",
+                type="server_error",
+                code="internal_error",
+            ) from error
+        except Exception:
+            self._release(worker)
+            raise
+        self._release(worker)
+        return result
+
+    def _release(self, worker: BodyWorker) -> None:
+        if worker.is_alive:
+            with self._lock:
+                self._idle.append(worker)

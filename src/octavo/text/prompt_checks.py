@@ -1,0 +1,62 @@
+"""What a prompt must hold before it is computed: ids of the vocabulary, and no more text than the model can read."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from octavo.errors import ContextLengthError, RequestError, shown
+
+# Ids converted at a time: a fraction of a millisecond, after which other threads may run.
+_SLICE = 8192
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raises `RequestError` naming the first entry that is no id of the vocabulary."""
+    ids = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
+    for start in range(0, len(ids), _SLICE):
+        part = ids[start : start + _SLICE]
+        if not _are_all_known(part, vocab_size):
+            _refuse_first_unknown(part, vocab_size, param)
+
+
+def check_text_length(text: str, max_model_len: int, max_token_bytes: int | None) -> None:
+    """Raises `ContextLengthError` for a text that is too long however well it is tokenised, without tokenising it.
+
+    Args:
+        max_token_bytes: bytes of text that one token stands for at most; None where that is not certain.
+    """
+    # A character has at most 4 bytes; most texts are nowhere near.
+    if max_token_bytes is None or 4 * len(text) <= max_model_len * max_token_bytes:
+        return
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > max_model_len * max_token_bytes:
+        raise ContextLengthError(
+            f"this model's maximum context length is {max_model_len} tokens of at most {max_token_bytes} bytes each, "
+            f"but the prompt has {num_bytes} bytes: at least {-(-num_bytes // max_token_bytes)} tokens",
+            param="prompt",
+        )
+
+
+def _are_all_known(ids: Sequence[int], vocab_size: int) -> bool:
+    # Not isinstance: True is an int, and no token id.
+    if set(map(type, ids)) != {int}:
+        return False
+    try:
+        packed = np.frombuffer(array("q", ids), dtype=np.int64)
+    except OverflowError:
+        return False
+    return bool(packed.min() >= 0 and packed.max() < vocab_size)
+
+
+def _refuse_first_unknown(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    for token_id in ids:
+        if type(token_id) is not int:
+            raise RequestError(f"{param} must hold token ids, got {shown(token_id)}", param=param)
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"token id {shown(token_id)} in {param} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",
+                param=param,
+            )

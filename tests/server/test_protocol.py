@@ -1,0 +1,34 @@
+"""The bodies' fields and what becomes of each: none is taken and then forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from octavo.sampling_params import SamplingParams
+from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
+
+# Of SamplingParams' fields: what the bodies spell or mean otherwise, and so hand over one by one.
+TRANSLATED = {"logit_bias", "max_tokens", "logprobs"}
+# A server always turns tokens into text.
+NOT_OFFERED = {"detokenize"}
+
+
+def test_every_sampling_parameter_of_a_body_reaches_the_engine() -> None:
+    parameters = {field.name for field in fields(SamplingParams)}
+    assert parameters == {*SAMPLING_FIELDS, *TRANSLATED, *NOT_OFFERED}
+    assert set(SAMPLING_FIELDS) == (parameters & GenerationBody.model_fields.keys()) - TRANSLATED
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_what_a_body_lists_by_name_are_its_fields(body: type[GenerationBody]) -> None:
+    for names in (body.unsupported, body.names, body.bulky, TRANSLATED, SAMPLING_FIELDS):
+        assert set(names) <= body.model_fields.keys()
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody])
+def test_every_text_of_a_body_is_bounded(body: type[GenerationBody]) -> None:
+    """A new field that takes a text of any length must say which limit it falls under."""
+    texts = {name for name, field in body.model_fields.items() if field.annotation in (str, str | None)}
+    assert texts == {*body.names, "cache_salt"}

@@ -1,0 +1,53 @@
+"""The options: what they offer is what there is."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from octavo.attention import BACKENDS
+from octavo.config import EngineConfig
+from octavo.kvcache.eviction import EVICTION_POLICIES
+from octavo.kvcache.prefix import make_prefix_cache
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec, LayerKVSpec
+from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
+
+SPEC = KVCacheSpec.build((LayerKVSpec(1, 8, 8),), 16, "float32")
+
+
+def choices(option: str) -> tuple[Any, ...]:
+    return get_args(get_type_hints(EngineConfig)[option])
+
+
+@pytest.mark.parametrize(
+    ("option", "offered"),
+    [
+        ("eviction_policy", tuple(EVICTION_POLICIES)),
+        ("preemption_victim", VICTIM_POLICIES),
+        ("attention_backend", BACKENDS),
+    ],
+)
+def test_an_option_offers_exactly_the_policies_there_are(option: str, offered: tuple[str, ...]) -> None:
+    assert choices(option) == offered
+
+
+@pytest.mark.parametrize("option", ["dtype", "kv_cache_dtype"])
+def test_the_dtypes_offered_are_those_a_cache_can_hold(option: str) -> None:
+    assert set(choices(option)) == {"auto", *DTYPE_BYTES}
+
+
+def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
+    made = [type(make_prefix_cache(name, "lru", spec=SPEC)[0]) for name in choices("prefix_cache")]
+    assert len(set(made)) == len(made) == 2
+
+
+def test_each_victim_that_is_offered_can_be_made() -> None:
+    made = [type(make_victim_policy(name, lambda seq: None)) for name in choices("preemption_victim")]  # type: ignore[arg-type, return-value]
+    assert len(set(made)) == len(made)
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    """The marker is shipped with everything else under src/octavo."""
+    assert files("octavo").joinpath("py.typed").is_file()
