@@ -150,7 +150,8 @@ def test_short_values_are_shown_whole() -> None:
 
 @pytest.mark.parametrize("name", ["n", "temperature", "stop", "stop_token_ids", "logit_bias", "seed", "early_stopping"])
 def test_sampling_params_repeat_no_long_value_of_a_client(name: str) -> None:
-    for value in ("x" * 1_000_000, [["y" * 1_000_000]], {"z" * 1_000_000: 1}):
+    values: list[Any] = ["x" * 1_000_000, [["y" * 1_000_000]], {"z" * 1_000_000: 1}]
+    for value in values:
         if name == "stop" and not isinstance(value, list):
             continue  # text and what holds text are stop strings, of which the limits speak
         with pytest.raises(RequestError) as refusal:

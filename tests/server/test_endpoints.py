@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 import octavo
+from octavo.server.access import Access
 from octavo.server.app import Api
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
@@ -100,8 +101,8 @@ def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., R
 
 
 def test_the_description_has_exactly_the_routes_that_are_served() -> None:
-    engine = FakeEngine()
-    api = Api(engine, ServerConfig(), InFlight())
+    config = ServerConfig()
+    api = Api(FakeEngine(), config, InFlight(), Access(config))
     served = {(re.sub(r":\w+}", "}", path), method.lower()) for method, path, _ in api.routes()}
     described = {(path, method) for path, methods in describe("1")["paths"].items() for method in methods}
     assert described == served

@@ -21,7 +21,7 @@ from octavo.server.auth import AdminAccess, RequireApiKey, client_of
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
-from octavo.server.connection import EventStream, InFlight, read_body
+from octavo.server.connection import EventStream, InFlight, WholeAnswer, read_body
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
@@ -134,7 +134,7 @@ class Api:
         charge_of(request.scope).begin(answer.usage)
         if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
-        return _json(await self._in_flight.run(request.receive, answer.whole()))
+        return WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
 
     async def create_chat_completion(self, request: Request) -> Response:
         read: ChatRequest = await self._read(request, "chat")
@@ -142,7 +142,7 @@ class Api:
         charge_of(request.scope).begin(answer.usage)
         if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
-        return _json(await self._in_flight.run(request.receive, answer.whole()))
+        return WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
 
     async def list_models(self, request: Request) -> Response:
         models = [self._model_card(name) for name in self._names]

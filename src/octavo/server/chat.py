@@ -10,7 +10,7 @@ from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
-from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.generation import Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
 from octavo.server.keys import Client
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from octavo.server.protocol import ChatBody
@@ -48,9 +48,12 @@ class ChatAnswer:
         """Its tokens, as far as the answer has come."""
         return self._usage
 
-    async def whole(self) -> bytes:
-        """The response body."""
+    async def whole(self) -> list[bytes]:
+        """The response body, in pieces."""
         (output,) = await self._job.results(self._engine)
+        return await offload(weight_of(output), lambda: self._assemble(output))
+
+    def _assemble(self, output: RequestOutput) -> list[bytes]:
         self._usage.add(0, output)
         self._extension.add(0, output)
         response: dict[str, Any] = {
@@ -64,7 +67,7 @@ class ChatAnswer:
             response["prompt_logprobs"] = prompt_logprobs(self._texts, output.prompt_token_ids, given)
         if self._body.return_token_ids:
             response["prompt_token_ids"] = output.prompt_token_ids
-        return json_bytes(response)
+        return json_pieces(response)
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}

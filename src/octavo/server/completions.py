@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -11,7 +12,7 @@ from octavo.request import TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
-from octavo.server.generation import Job, Usage, dumps, event, json_bytes, new_id
+from octavo.server.generation import Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
 from octavo.server.keys import Client
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.protocol import CompletionBody
@@ -46,6 +47,7 @@ class CompletionAnswer:
         self._job = job
         self._usage = Usage(job.prompts)
         self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
+        self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
         self._choices = [
             _Choice(self, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]
@@ -66,13 +68,24 @@ class CompletionAnswer:
         """Its tokens, as far as the answer has come."""
         return self._usage
 
-    async def whole(self) -> bytes:
-        """The response body."""
+    def prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
+        """vLLM's `prompt_logprobs`, the same for all choices of a prompt."""
+        if prompt_index not in self._prompt_logprobs:
+            given = output.prompt_logprobs or ()
+            self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_token_ids, given)
+        return self._prompt_logprobs[prompt_index]
+
+    async def whole(self) -> list[bytes]:
+        """The response body, in pieces."""
+        outputs = await self._job.results(self._engine)
+        return await offload(sum(map(weight_of, outputs)), lambda: self._assemble(outputs))
+
+    def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         choices: list[dict[str, Any]] = []
-        for prompt_index, output in enumerate(await self._job.results(self._engine)):
+        for prompt_index, output in enumerate(outputs):
             choices.extend(self._new_choices(prompt_index, output))
         told = {"usage": self._usage.report(), **self._extension.report()}
-        return json_bytes({**self._head(), "choices": choices, **told})
+        return json_pieces({**self._head(), "choices": choices, **told})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
@@ -81,17 +94,20 @@ class CompletionAnswer:
         continuous = self._body.reports_usage_continuously
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for prompt_index, output in outputs:
-                choices = self._new_choices(prompt_index, output)
-                tail = "]}"
-                if self._body.reports_usage:
-                    tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
-                yield "".join([event(head + dumps(choice) + tail) for choice in choices]).encode()
+                yield await offload(weight_of(output), partial(self._events_of, prompt_index, output, head, continuous))
         told = self._extension.report()
         if self._body.reports_usage:
             told = {"usage": self._usage.report(), **told}
         if told:
             yield event(f"{head}],{dumps(told)[1:]}").encode()
         yield DONE
+
+    def _events_of(self, prompt_index: int, output: RequestOutput, head: str, continuous: bool) -> bytes:
+        choices = self._new_choices(prompt_index, output)
+        tail = "]}"
+        if self._body.reports_usage:
+            tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
+        return "".join([event(head + dumps(choice) + tail) for choice in choices]).encode()
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -150,9 +166,7 @@ class _Choice:
             "stop_reason": completion.stop_reason,
         }
         if first and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(
-                self._answer.texts, output.prompt_token_ids, output.prompt_logprobs or ()
-            )
+            choice["prompt_logprobs"] = self._answer.prompt_logprobs_of(self._prompt_index, output)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if first:

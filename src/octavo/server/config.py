@@ -9,8 +9,8 @@ from math import inf
 
 from octavo.config import parse_bytes
 from octavo.errors import ConfigError
-from octavo.server.keys import check_key
 from octavo.option import option
+from octavo.server.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"

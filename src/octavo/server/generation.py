@@ -6,10 +6,10 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.engine.outputs import UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
@@ -59,6 +59,15 @@ class Job:
         return [finals[index] for index in range(len(self.prompts))]
 
 
+# Prompts of one body that are started, and outputs that are passed on, before other tasks have a turn.
+_AT_ONCE = 8
+# Small objects of an answer from which on it is put together in a thread: a millisecond of it.
+_HEAVY = 512
+# Elements of a list that are encoded in one go. With twenty alternatives each, a millisecond.
+_ENCODED_AT_ONCE = 64
+
+Result = TypeVar("Result")
+
 # json.dumps would make an encoder for every call.
 _to_ascii_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -104,11 +113,23 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
         finally:
             await _close(stream)
 
-    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
-    running = len(pumps)
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for index, stream in enumerate(streams):
+            pumps.append(asyncio.ensure_future(pump(index, stream)))
+            if index % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    starting = asyncio.ensure_future(start())
+    running, taken = len(streams), 0
     try:
         while running:
             arrival = await arrivals.get()
+            taken += 1
+            if taken % _AT_ONCE == 0:
+                # A queue that is not empty gives no other task a turn.
+                await asyncio.sleep(0)
             if isinstance(arrival, Exception):
                 raise arrival
             if arrival is None:
@@ -116,6 +137,8 @@ async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncGenerator
             else:
                 yield arrival
     finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
@@ -153,6 +176,49 @@ def event(content: str) -> str:
 def dumps(value: Any) -> str:
     """JSON for events, in ASCII: many clients split lines at U+2028 and its like, which is no end of an event."""
     return _to_ascii_json(value)
+
+
+async def offload(weight: int, work: Callable[[], Result]) -> Result:
+    """`work()`, in a thread where it is heavy, so that the streams of others go on meanwhile."""
+    return work() if weight < _HEAVY else await asyncio.to_thread(work)
+
+
+def weight_of(output: RequestOutput) -> int:
+    """About how many small objects the answer's JSON will have for an output."""
+    weight = 0
+    for logprobs in (output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)):
+        if logprobs:
+            weight += len(logprobs) * (1 + len(logprobs[-1].top if logprobs[-1] is not None else ()))
+    return weight + sum(len(completion.token_ids) for completion in output.outputs) // 8
+
+
+def json_pieces(response: dict[str, Any]) -> list[bytes]:
+    """`json_bytes`, in pieces: each is encoded in one go, which holds the interpreter's lock for that long."""
+    pieces: list[bytes] = []
+    _append_pieces(response, pieces)
+    return pieces
+
+
+def _append_pieces(fields: dict[str, Any], pieces: list[bytes]) -> None:
+    separator = b"{"
+    for name, value in fields.items():
+        pieces.append(separator + json_bytes(name) + b":")
+        separator = b","
+        if isinstance(value, dict) and value:
+            _append_pieces(value, pieces)
+        elif name == "choices":
+            for index, choice in enumerate(value):
+                pieces.append(b"," if index else b"[")
+                _append_pieces(choice, pieces)
+            pieces.append(b"]" if value else b"[]")
+        elif isinstance(value, list) and len(value) > _ENCODED_AT_ONCE:
+            parts = (value[start : start + _ENCODED_AT_ONCE] for start in range(0, len(value), _ENCODED_AT_ONCE))
+            # Without the brackets around each part.
+            pieces.extend((b"," if index else b"[") + json_bytes(part)[1:-1] for index, part in enumerate(parts))
+            pieces.append(b"]")
+        else:
+            pieces.append(json_bytes(value))
+    pieces.append(b"}" if fields else b"{}")
 
 
 def json_bytes(value: Any) -> bytes:

@@ -27,7 +27,10 @@ _PLAIN = {
     "/openapi.json": "This description",
     "/docs": "A page that shows it",
 }
-_DELETIONS = {"/debug/pins/{pin_id}": "Let a pin go before its time (admin key)"}
+_ACTIONS = {
+    ("/debug/pins/{pin_id}", "delete"): "Let a pin go before its time (admin key)",
+    ("/reset_prefix_cache", "post"): "Give up every cached block (admin key)",
+}
 
 
 def describe(version: str) -> dict[str, Any]:
@@ -46,8 +49,8 @@ def describe(version: str) -> dict[str, Any]:
         }
     for path, summary in _PLAIN.items():
         paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
-    for path, summary in _DELETIONS.items():
-        paths[path] = {"delete": {"summary": summary, "responses": _RESPONSES}}
+    for (path, method), summary in _ACTIONS.items():
+        paths[path] = {method: {"summary": summary, "responses": _RESPONSES}}
     for path, methods in paths.items():
         if named := re.findall(r"{(\w+)}", path):
             for operation in methods.values():

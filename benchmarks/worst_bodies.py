@@ -1,0 +1,286 @@
+"""What the worst permitted value of each field of a body costs: the event loop, and the engine's thread.
+
+    python benchmarks/worst_bodies.py            writes benchmarks/results/worst_bodies.md
+
+A server over SmolLM2 runs in this process; bodies come from another. While each is served, a stream of somebody else's
+is decoding, and three things are taken:
+
+- lag of the event loop: a task that sleeps for a millisecond over and over, and how late it wakes at worst;
+- the engine's thread, per step: CPU time besides the model and the sampler (what is taken in, scheduled, updated,
+  handed out), the most of any step;
+- the sampler, per step: CPU time of its thread, the most of any step.
+
+The baseline is a small body beside the same stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.builder import build_engine
+from octavo.limits import DEFAULT_LIMITS as LIMITS
+from octavo.server.app import create_app
+from octavo.server.config import ServerConfig
+from octavo.server.connection import InFlight
+from octavo.server.run import Server, bind
+
+RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
+COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+# A body that is served for longer than this is given up by its client: the worst is over by then.
+SECONDS = 6.0
+
+_CLIENT = """
+import http.client, sys, time
+port, path, file, seconds = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+body = open(file, "rb").read()
+connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+began = time.perf_counter()
+try:
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    size = len(response.read())
+    print(response.status, round(time.perf_counter() - began, 3), size)
+except TimeoutError:
+    print("cancelled", round(time.perf_counter() - began, 3), 0)
+"""
+
+
+@dataclass
+class Meter:
+    """The worst seen since `reset`, in seconds."""
+
+    lag: float = 0.0
+    host: float = 0.0
+    sampler: float = 0.0
+
+    def reset(self) -> None:
+        self.lag = self.host = self.sampler = 0.0
+
+    async def sample_lag(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.lag = max(self.lag, time.perf_counter() - began - 0.001)
+
+    def watch(self, engine: AsyncEngine) -> None:
+        core, sampler = engine.core, engine.core.runner._sampler
+        spent = {"runner": 0.0, "sampler": 0.0}
+
+        def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **keywords: Any) -> Any:
+                began = time.thread_time()
+                try:
+                    return work(*args, **keywords)
+                finally:
+                    spent[name] += time.thread_time() - began
+
+            return run
+
+        core.runner.execute = timed("runner", core.runner.execute)  # type: ignore[method-assign]
+        for name in ("sample", "score"):
+            setattr(sampler, name, timed("sampler", getattr(sampler, name)))
+        step = engine._step
+
+        def watched() -> bool:
+            spent["runner"] = spent["sampler"] = 0.0
+            began = time.thread_time()
+            goes_on = step()
+            self.host = max(self.host, time.thread_time() - began - spent["runner"])
+            self.sampler = max(self.sampler, spent["sampler"])
+            return goes_on
+
+        engine._step = watched  # type: ignore[method-assign]
+
+
+@contextmanager
+def served(meter: Meter) -> Iterator[int]:
+    """The port of a server whose engine and event loop are watched."""
+    core = build_engine(EngineConfig(max_num_seqs=64, kv_cache_memory="1GiB", enable_prefix_caching=True))
+    engine = AsyncEngine(core, "smollm2", idle_audit_seconds=1e6)
+    meter.watch(engine)
+    config = ServerConfig(port=0, shutdown_timeout=0)
+    listener = bind("127.0.0.1", 0)
+    in_flight = InFlight()
+    server = Server(create_app(engine, config, in_flight), config, in_flight, "smollm2")
+
+    async def run() -> None:
+        sampling = asyncio.ensure_future(meter.sample_lag())
+        await engine.start()
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            sampling.cancel()
+            await engine.shutdown(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def post(port: int, path: str, body: bytes, seconds: float = SECONDS) -> list[str]:
+    """(status, seconds, size of the answer), from a process of its own."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(body)
+        file.flush()
+        argv = [sys.executable, "-c", _CLIENT, str(port), path, file.name, str(seconds)]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+
+
+def bodies() -> Iterator[tuple[str, str, Any]]:
+    """(what it is, path, body); bytes as they are, all else as JSON."""
+    few = {"max_tokens": 16, "ignore_eos": True}
+    stops = [chr(97 + i) * 127 + "!" for i in range(LIMITS.max_stop_bytes // 128)]
+    ids = list(range(1000, 1000 + LIMITS.max_stop_token_ids))
+    yield "baseline: 5 tokens", COMPLETIONS, {"prompt": [5] * 5, **few}
+    yield f"`n`: {LIMITS.max_n}", COMPLETIONS, {"prompt": [5] * 5, "n": LIMITS.max_n, **few}
+    yield (
+        f"`stop`: {len(stops)} of 128 characters, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": "aaaa" * 64, "stop": stops, "n": LIMITS.max_n, **few},
+    )
+    yield (
+        f"`stop_token_ids`: {len(ids)}, `min_tokens`, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [5], "stop_token_ids": ids, "min_tokens": 16, "n": LIMITS.max_n, **few},
+    )
+    yield (
+        f"`logit_bias`: {LIMITS.max_logit_bias} entries, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [5], "logit_bias": {str(i): -1 for i in range(LIMITS.max_logit_bias)}, "n": LIMITS.max_n, **few},
+    )
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    yield "penalties over 7,000 tokens, n = 8", COMPLETIONS, {"prompt": list(range(7000)), "n": 8, **penalties, **few}
+    beams = {"use_beam_search": True, "temperature": 0, "best_of": LIMITS.max_beam_width, "n": 1}
+    yield f"beams: {LIMITS.max_beam_width}", COMPLETIONS, {"prompt": [5], **beams, **few}
+    yield (
+        f"beams: {LIMITS.max_beam_width}, {len(ids)} `stop_token_ids`, `logprobs` 20",
+        COMPLETIONS,
+        {"prompt": [5], **beams, "stop_token_ids": ids, "logprobs": 20, **few},
+    )
+    yield (
+        f"{LIMITS.max_body_prompts} prompts",
+        COMPLETIONS,
+        {"prompt": [[i % 40000 + 1] for i in range(LIMITS.max_body_prompts)], "max_tokens": 2, "ignore_eos": True},
+    )
+    yield (
+        f"{LIMITS.max_body_sequences // LIMITS.max_n} prompts of 8,000 ids, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [[i] * 8000 for i in range(LIMITS.max_body_sequences // LIMITS.max_n)], "n": LIMITS.max_n},
+    )
+    yield "2,048 prompts, n = 64 (refused)", COMPLETIONS, {"prompt": ["a"] * 2048, "n": 64}
+    yield "`prompt`: 2.5 million ids, 15 MB (refused)", COMPLETIONS, {"prompt": [1234] * 2_500_000}
+    yield "`prompt`: 15 MB of one letter (refused)", COMPLETIONS, {"prompt": "a" * 15_000_000}
+    yield "`prompt`: 600 kB of text (refused once tokenised)", COMPLETIONS, {"prompt": "the blocks " * 54_000}
+    yield (
+        "`prompt_logprobs`: 20 over 4,000 tokens, n = 8",
+        COMPLETIONS,
+        {
+            "prompt": list(range(4000)),
+            "prompt_logprobs": 20,
+            "n": 8,
+            "max_tokens": 1,
+        },
+    )
+    yield (
+        "`echo`, `logprobs` 5 over 4,000 tokens, streamed",
+        COMPLETIONS,
+        {
+            "prompt": list(range(4000)),
+            "echo": True,
+            "logprobs": 5,
+            "stream": True,
+            "max_tokens": 1,
+        },
+    )
+    yield "`messages`: 300,000 empty ones (refused)", CHAT, {"messages": [{}] * 300_000}
+    message = {"role": "user", "content": "x"}
+    yield f"`messages`: {LIMITS.max_messages}", CHAT, {"messages": [message] * LIMITS.max_messages, "max_tokens": 1}
+    yield "`role`: 10 MB (refused)", CHAT, {"messages": [{"role": "r" * 10_000_000, "content": "x"}]}
+    yield "`model`: 10 MB (refused)", COMPLETIONS, {"prompt": [5], "model": "m" * 10_000_000}
+    yield "`cache_salt`: 8 MB (refused)", COMPLETIONS, {"prompt": [5], "cache_salt": "s" * 8_000_000}
+    yield "`metadata`: 15 MB, ignored", COMPLETIONS, {"prompt": [5], "metadata": {"m": "x" * 15_000_000}, **few}
+    yield "a million unknown fields (refused)", COMPLETIONS, {f"f{i}": 1 for i in range(1_000_000)}
+    yield "no JSON: 16 MB of [ (refused)", COMPLETIONS, b"[" * 16_000_000
+    yield (
+        "/tokenize with `return_token_strs`, 600 kB",
+        TOKENIZE,
+        {"prompt": "the " * 150_000, "return_token_strs": True},
+    )
+    yield "/tokenize: 600 kB of one letter", TOKENIZE, {"prompt": "a" * 600_000}
+
+
+def run(only: str) -> list[str]:
+    meter = Meter()
+    rows = ["| body | size | answer | seconds | event loop, ms | engine's thread, ms | sampler, ms |"]
+    rows.append("|---|---:|---|---:|---:|---:|---:|")
+    with served(meter) as port:
+        # The processes that read large bodies start with the first of them.
+        post(port, COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())
+        stream = json.dumps({"prompt": [7], "max_tokens": 8000, "ignore_eos": True, "stream": True}).encode()
+        for name, path, content in bodies():
+            if only not in name:
+                continue
+            body = content if isinstance(content, bytes) else json.dumps(content).encode()
+            beside = threading.Thread(target=post, args=(port, COMPLETIONS, stream, SECONDS + 3))
+            beside.start()
+            time.sleep(1.5)
+            meter.reset()
+            status, seconds, size = post(port, path, body)
+            time.sleep(0.3)
+            figures = [meter.lag, meter.host, meter.sampler]
+            beside.join()
+            row = [
+                name,
+                f"{len(body):,}",
+                f"{status}, {int(size):,} bytes",
+                seconds,
+                *(f"{f * 1e3:.1f}" for f in figures),
+            ]
+            rows.append("| " + " | ".join(row) + " |")
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="bodies whose name holds this")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows = run(args.only)
+    args.out.write_text(HEAD + "\n".join(rows) + "\n")
+
+
+HEAD = """# The worst permitted value of each field
+
+`python benchmarks/worst_bodies.py`, on 2 cores of an Intel Xeon of the Sapphire Rapids class with AMX (KVM),
+SmolLM2-135M, 64 sequences at most, one stream of somebody else's decoding meanwhile. Event loop: how late a task that
+sleeps for a
+millisecond wakes at worst. Engine's thread: CPU time of a step besides model and sampler, the most of any step.
+Sampler: its CPU time in a step, the most of any. Bodies that take longer than 6 s are given up by their client
+("cancelled").
+
+"""
+
+if __name__ == "__main__":
+    main()
