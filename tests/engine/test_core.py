@@ -186,3 +186,20 @@ def test_an_id_in_use_is_refused_before_anything_changes(make_llm: MakeLLM, tiny
     assert list(drain(core)) == ["x"]
     core.add(twin)
     assert list(drain(core)) == ["x"]
+
+
+def test_chunks_sized_by_time_change_no_token_and_every_step_is_measured(make_llm: MakeLLM, tiny_llama: Path) -> None:
+    add_all(plain := make_llm(tiny_llama).core, prompts())
+    expected = {name: tokens(output) for name, output in drain(plain).items()}
+    core = make_llm(tiny_llama, itl_slo_ms=1e-3).core
+    add_all(core, prompts())
+    steps = 0
+    outputs: dict[str, RequestOutput] = {}
+    while core.has_work:
+        steps += 1
+        outputs |= {output.request_id: output for output in core.step()}
+    assert {name: tokens(output) for name, output in outputs.items()} == expected
+    latency = core.scheduler._latency
+    assert latency is not None
+    assert latency.model.num_observed == steps
+    assert_idle(core)

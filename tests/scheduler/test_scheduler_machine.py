@@ -50,6 +50,7 @@ LIMITS: dict[str, Any] = {
     "num_host_blocks": st.sampled_from([0, 1, 4, 100]),
     "victim": st.sampled_from(VICTIM_POLICIES),
     "headroom": st.sampled_from([0, 0, 3]),
+    "itl_slo_ms": st.sampled_from([None, None, 20.0]),
 }
 POLICIES: dict[str, Any] = {
     "prefix_cache": st.sampled_from(["hashed", "radix", None]),
@@ -114,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode: str,
         victim: str,
         headroom: int,
+        itl_slo_ms: float | None,
     ) -> None:
         self.clock = Clock()
         caching = (prefix_cache is not None, prefix_cache or "", eviction)
@@ -132,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
         waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if prefix_cache == "radix" else None
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom),
+            SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom, itl_slo_ms=itl_slo_ms),
             kv,
             victims=make_victim_policy(victim, kv.restore_cost),
             waiting=waiting,
@@ -363,6 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scored = [[None] * len(scores.targets) for scores in plan.scores]
         if plan:
             self.scheduler.update(plan, StepResult.of(samples, scored))  # type: ignore[arg-type]
+            self.scheduler.observe(plan, 0.005 + 0.002 * plan.num_tokens)
 
     def play_runner(self, plan: StepPlan) -> None:
         self.play_transfers(plan)
