@@ -1,0 +1,458 @@
+"""How the engine's own work grows with streams, waiters and lengths: `python benchmarks/growth.py`, about two minutes.
+
+Each row is one scenario at the size where it used to hurt; `benchmarks/results/growth.md` has what they took before
+and take now. Only `step` and `host` run more than bookkeeping: `host` is SmolLM2 (GGUF), the default model, and `step`
+uses its tokenizer. Name rows to run only those: `python benchmarks/growth.py step fork`. One JSON object on the last
+line of standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import logging
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.model_source import resolve_model
+from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.core import EngineCore
+from octavo.engine.outputs import OutputKind
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.llm import LLM
+from octavo.request import PinRequest, Request, RequestContext, RequestId
+from octavo.runner.batch import BatchBuilder
+from octavo.sampling.penalties import adjust
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
+from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler
+from octavo.text.tokenizer import Tokenizer
+
+MILLION = 1_000_000
+BLOCK = 16
+MAX_MODEL_LEN = 1 << 21
+VOCAB = 49_152
+
+Figures = dict[str, float]
+_ids = itertools.count()
+
+
+def make_kv(num_blocks: int, **options: Any) -> KVCacheManager:
+    spec = KVCacheSpec.build([LayerKVSpec(1, 8, 8)], BLOCK, "float32")
+    return assemble_cache(EngineConfig(**options), spec, num_blocks)
+
+
+def make_scheduler(kv: KVCacheManager, *, seqs: int = 256, budget: int = 2048) -> Scheduler:
+    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget)
+    return assemble_scheduler(config, kv, MAX_MODEL_LEN)
+
+
+def make_request(tokens: list[int], pins: tuple[PinRequest, ...] = (), **params: Any) -> Request:
+    sampling = SamplingParams(**{"ignore_eos": True, **params})
+    return Request(RequestId(f"r{next(_ids)}"), tokens, sampling, pins=pins)
+
+
+def play(plan: StepPlan) -> StepResult:
+    """What a runner that draws token 7 for everyone gives back."""
+    return StepResult((7,) * plan.num_draws)
+
+
+def step(scheduler: Scheduler) -> tuple[float, float]:
+    """One step without a model; returns the seconds of planning it and of taking in its result."""
+    started = time.perf_counter()
+    plan = scheduler.schedule()
+    planned = time.perf_counter()
+    if not plan:
+        return planned - started, 0.0
+    result = play(plan)
+    resumed = time.perf_counter()
+    scheduler.update(plan, result)
+    return planned - started, time.perf_counter() - resumed
+
+
+def make_core(num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer: Tokenizer | None) -> EngineCore:
+    scheduler = make_scheduler(make_kv(num_blocks), seqs=seqs, budget=budget)
+    return EngineCore(
+        config=EngineConfig(),
+        scheduler=scheduler,
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset(),
+    )
+
+
+class BatchOnly:
+    """A runner that builds each step's tensors, and whose model and sampler take no time."""
+
+    def __init__(self, rows: int, max_blocks: int) -> None:
+        self.batches = BatchBuilder(1, BLOCK, rows, max_blocks)
+        self.seconds = 0.0  # of the last build
+        self.drawing = 0.0  # of standing in for the sampler
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        started = time.perf_counter()
+        self.batches.build(plan)
+        built = time.perf_counter()
+        result = StepResult(tuple(300 + position * 7919 % 40_000 for position in plan.starts))
+        self.seconds, self.drawing = built - started, time.perf_counter() - built
+        return result
+
+
+class NoRunner:
+    def execute(self, plan: StepPlan) -> StepResult:
+        return play(plan)
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def ms(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def python_of_a_step() -> Figures:
+    tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
+    found = {}
+    for streams in (64, 256, 1000):
+        runner = BatchOnly(streams, 512)
+        core = make_core(streams * 64, runner, seqs=streams, budget=16_384, tokenizer=tokenizer)
+        for i in range(streams):
+            params = SamplingParams(max_tokens=500, ignore_eos=True)
+            core.add(core.make_request([i % 40_000 + 300] * (20 + i % BLOCK), params), kind=OutputKind.DELTA)
+        with quiet_collector():
+            for _ in range(5):
+                core.step()
+            seconds = []
+            for _ in range(64):
+                started = time.perf_counter()
+                core.step()
+                seconds.append(time.perf_counter() - started - runner.drawing)
+        found[f"Python of a step besides model and sampler, {streams} streams"] = ms(statistics.median(seconds))
+    return found
+
+
+def host_share() -> Figures:
+    llm = LLM(model="smollm2", max_model_len=2048, kv_cache_memory="64MiB")
+    core: Any = llm.core
+    away = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal away
+            started = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                away += time.perf_counter() - started
+
+        return wrapped
+
+    runner = core.runner
+    runner.model.forward = timed(runner.model.forward)
+    runner._sampler.sample = timed(runner._sampler.sample)
+    core.add(core.make_request("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)))
+    for _ in range(40):
+        core.step()
+    shares, steps = [], []
+    for _ in range(300):
+        away, started = 0.0, time.perf_counter()
+        core.step()
+        whole = time.perf_counter() - started
+        shares.append(1 - away / whole)
+        steps.append(whole)
+    return {
+        "one stream, SmolLM2 GGUF: host share of a step (%)": statistics.median(shares) * 100,
+        "one stream, SmolLM2 GGUF: a step": ms(statistics.median(steps)),
+    }
+
+
+def admission() -> Figures:
+    """What a head that does not fit adds to planning a step of 700 sequences: the same steps with and without one."""
+
+    def planning(*, waiting: bool) -> float:
+        scheduler = make_scheduler(make_kv(700 * 8), seqs=2000, budget=8192)
+        for i in range(700):
+            scheduler.add(make_request([i] * 50, max_tokens=10_000))
+        while scheduler.num_running < 700:
+            step(scheduler)
+        if waiting:
+            scheduler.add(make_request([7] * 60_000, max_tokens=10_000))
+        seconds = [step(scheduler)[0] for _ in range(12)]
+        assert scheduler.num_running == 700
+        return statistics.median(seconds)
+
+    with quiet_collector():
+        return {
+            "admission attempt at 700 running": ms(max(0.0, planning(waiting=True) - planning(waiting=False))),
+        }
+
+
+def waiting_with_pins() -> Figures:
+    scheduler = make_scheduler(make_kv(20_000), seqs=8)
+    for i in range(100_000):
+        scheduler.add(make_request([i & 1023] * 50, pins=(PinRequest(48, 60.0),), max_tokens=10_000))
+    with quiet_collector():
+        for _ in range(3):
+            step(scheduler)
+        seconds = [sum(step(scheduler)) for _ in range(9)]
+    return {"100,000 waiting with pins: schedule and update": ms(statistics.median(seconds))}
+
+
+def head_that_does_not_fit() -> Figures:
+    scheduler = make_scheduler(make_kv(70_000), seqs=8, budget=1 << 20)
+    tokens = [i % 50_000 for i in range(MILLION)]
+    scheduler.add(make_request(tokens, max_tokens=1))
+    while scheduler.has_work:
+        step(scheduler)
+    for i in range(7):
+        scheduler.add(make_request([i] * 8000, max_tokens=5000))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_request(tokens + [1] * 90_000, max_tokens=1))
+    step(scheduler)
+    seconds = [step(scheduler)[0] for _ in range(9)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (7, 1)
+    return {"a head that does not fit, 1 M tokens of it cached: schedule": ms(statistics.median(seconds))}
+
+
+def long_request() -> Figures:
+    """One request of a million tokens: longest hold of the event loop, and of the engine's thread."""
+    longest = 0.0
+
+    class Watched(EngineCore):
+        def add(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal longest
+            started = time.thread_time()
+            super().add(*args, **kwargs)
+            longest = max(longest, time.thread_time() - started)
+
+        def step(self) -> Any:
+            nonlocal longest
+            started = time.thread_time()
+            outputs = super().step()
+            longest = max(longest, time.thread_time() - started)
+            return outputs
+
+    scheduler = make_scheduler(make_kv(70_000), seqs=8)
+    core = Watched(
+        config=EngineConfig(),
+        scheduler=scheduler,
+        runner=NoRunner(),  # type: ignore[arg-type]
+        tokenizer=None,
+        vocab_size=VOCAB,
+        eos_token_ids=frozenset(),
+    )
+    prompt = [i % 40_000 for i in range(MILLION)]
+    pins = (PinRequest(MILLION // 2, 60.0), PinRequest(MILLION, 60.0))
+    gaps: list[float] = []
+
+    async def serve() -> None:
+        engine = AsyncEngine(core, "m")
+        await engine.start()
+        busy = True
+
+        async def beat() -> None:
+            while busy:
+                started = time.perf_counter()
+                await asyncio.sleep(0.0005)
+                gaps.append(time.perf_counter() - started)
+
+        beating = asyncio.create_task(beat())
+        await asyncio.sleep(0.05)
+        gaps.clear()
+        context = RequestContext(pins=pins)
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True), context):
+            pass
+        busy = False
+        await beating
+        await engine.shutdown(0)
+
+    gc.collect()
+    asyncio.run(serve())
+    kv = scheduler.kv
+    request = make_request(prompt, max_tokens=1)
+    kv.match(request.sequences[0])  # hashes it, as its admission would have done
+    kv.forget(request.sequences[0])
+    started = time.perf_counter()
+    kv.pin(request, PinRequest(MILLION, 60.0))
+    pinning = time.perf_counter() - started
+    again = make_request(prompt, max_tokens=1)
+    kv.match(again.sequences[0])
+    started = time.perf_counter()
+    kv.match(again.sequences[0])
+    matching = time.perf_counter() - started
+    return {
+        "a request of 1 M tokens: longest gap of the event loop": ms(max(gaps)),
+        "a request of 1 M tokens: longest hold of the engine's thread": ms(longest),
+        "a request of 1 M tokens: a pin mark": ms(pinning),
+        "a request of 1 M tokens: finding it all cached": ms(matching),
+    }
+
+
+def fork() -> Figures:
+    scheduler = make_scheduler(make_kv(70_000), seqs=64, budget=1 << 20)
+    request = make_request([i % 50_000 for i in range(MILLION)], n=8, max_tokens=4)
+    scheduler.add(request)
+    parent, *children = request.sequences
+    plan = scheduler.schedule()
+    parent.num_computed = MILLION
+    scheduler.kv.commit(parent)  # publishing, which a prompt in chunks spreads over its steps, is not the fork's
+    result = play(plan)
+    started = time.perf_counter()
+    scheduler.update(plan, result)
+    seconds = time.perf_counter() - started
+    assert all(child.num_tokens == MILLION + 1 for child in children)
+    return {"fork n = 8 of 1 M tokens": ms(seconds)}
+
+
+def block_tables() -> Figures:
+    """The tensors of a decode step of 256 sequences, one of them long."""
+    scheduler = make_scheduler(make_kv(90_000), seqs=256, budget=1 << 21)
+    scheduler.add(make_request([i % 50_000 for i in range(MILLION)], max_tokens=100))
+    for i in range(255):
+        scheduler.add(make_request([i] * 1000, max_tokens=100))
+    runner = BatchOnly(256, MAX_MODEL_LEN // BLOCK)
+    seconds = []
+    for number in range(12):
+        plan = scheduler.schedule()
+        result = runner.execute(plan)
+        if number > 2:
+            assert plan.num_draws == 256
+            seconds.append(runner.seconds)
+        scheduler.update(plan, result)
+    return {"the batch of 256 rows, one of 1 M tokens": ms(statistics.median(seconds))}
+
+
+def repetition_penalty() -> Figures:
+    """A row's share of the penalties of a step, its tokens counted as they came."""
+    found = {}
+    for length in (100_000, MILLION):
+        scheduler = make_scheduler(make_kv(70_000), seqs=2, budget=1 << 21)
+        scheduler.add(make_request([5] * length, repetition_penalty=1.1, temperature=0.0, max_tokens=100))
+        batches = BatchBuilder(1, BLOCK, 2, MAX_MODEL_LEN // BLOCK)
+        seconds = []
+        for number in range(12):
+            plan = scheduler.schedule()
+            batch = batches.build(plan)
+            logits = torch.zeros(1, VOCAB)
+            started = time.perf_counter()
+            adjust(logits, batch.sampling)
+            if number > 2:
+                seconds.append(time.perf_counter() - started)
+            scheduler.update(plan, play(plan))
+        found[f"repetition penalty at {length:,} tokens"] = ms(statistics.median(seconds))
+    return found
+
+
+def garbage_collection() -> Figures:
+    """The longest pause while a pool of 200,000 published blocks goes on publishing and evicting."""
+    scheduler = make_scheduler(make_kv(200_001), seqs=8, budget=1 << 20)
+    for k in range(8):
+        scheduler.add(make_request([k, *((i * 31 + k) % 50_000 for i in range(399_999))], max_tokens=1))
+        while scheduler.has_work:
+            step(scheduler)
+    pauses: list[float] = []
+    began = 0.0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - began)
+
+    gc.callbacks.append(watch)
+    try:
+        for k in range(200):
+            scheduler.add(make_request([k + 20, *((i * 7 + k) % 50_000 for i in range(1999))], max_tokens=2))
+            while scheduler.has_work:
+                step(scheduler)
+        gc.collect()
+    finally:
+        gc.callbacks.remove(watch)
+    return {"longest collection at 200,000 blocks": ms(max(pauses))}
+
+
+def bytes_per_block() -> Figures:
+    """All that a full pool's bookkeeping takes, by tracemalloc, over its blocks; what evictions add too."""
+    num_blocks = 40_000
+    found = {}
+    for name in ("hashed", "radix"):
+        gc.collect()
+        tracemalloc.start()
+        kv = make_kv(num_blocks + 1, prefix_cache=name)
+        scheduler = make_scheduler(kv, seqs=8, budget=1 << 20)
+        for k in range(48):
+            tokens = [k, *((i * 31 + k) % 50_000 for i in range(num_blocks * BLOCK // 32 - 1))]
+            scheduler.add(make_request(tokens, max_tokens=1))
+            while scheduler.has_work:
+                step(scheduler)
+            del tokens
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert kv.pool.num_cached >= num_blocks - 2
+        found[f"bookkeeping per published block, {name} (bytes)"] = taken / num_blocks
+    return found
+
+
+ROWS: dict[str, Callable[[], Figures]] = {
+    "step": python_of_a_step,
+    "host": host_share,
+    "admission": admission,
+    "waiting": waiting_with_pins,
+    "head": head_that_does_not_fit,
+    "long": long_request,
+    "fork": fork,
+    "tables": block_tables,
+    "penalty": repetition_penalty,
+    "gc": garbage_collection,
+    "bytes": bytes_per_block,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"only these: {', '.join(ROWS)}")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.rows if name not in ROWS]:
+        parser.error(f"no such row: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    figures: Figures = {}
+    for name, measure in ROWS.items():
+        if arguments.rows and name not in arguments.rows:
+            continue
+        started = time.perf_counter()
+        found = measure()
+        figures.update(found)
+        for what, value in found.items():
+            unit = "" if what.endswith(")") else " ms"
+            print(f"{what:64} {value:10.3f}{unit}", flush=True)
+        print(f"    ({name}: {time.perf_counter() - started:.0f} s)", file=sys.stderr, flush=True)
+    print(json.dumps({what: round(value, 4) for what, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()
