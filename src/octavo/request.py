@@ -286,4 +286,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(seq.finished for seq in self.sequences)
+        sequences = self.sequences
+        # Asked for every token of every stream: most requests have one sequence.
+        if len(sequences) == 1:
+            return sequences[0].status is SequenceStatus.FINISHED
+        return all(seq.finished for seq in sequences)

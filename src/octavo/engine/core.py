@@ -118,7 +118,7 @@ class EngineCore:
             max_tokens = self._longest_output(len(token_ids))
             params = params.with_max_tokens(max_tokens)
         self.scheduler.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
-        return Request(
+        request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
             params=params,
@@ -131,6 +131,9 @@ class EngineCore:
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
         )
+        # Here, because the thread that steps shall not do it.
+        self.scheduler.kv.hash_prompt(request)
+        return request
 
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
         """Queue a request that `make_request` made."""

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockIds
@@ -99,14 +100,14 @@ class KeyIndex:
         slot = home.astype(np.int64)
         slots = np.frombuffer(self._slots, np.int32)
         rows = np.frombuffer(self._keys, np.uint64).reshape(-1, 2)
-        found = slots[slot]
+        found = slots.take(slot)
         # Those that met another key at their home look one place further, until all have met theirs or nothing.
-        open_ = np.flatnonzero((rows[found] != keys).any(axis=1) & (found != 0))
+        open_ = np.flatnonzero(_differ(rows.take(found, axis=0), keys) & (found != 0))
         while open_.size:
             slot[open_] = (slot[open_] + 1) & self._mask
             found[open_] = slots[slot[open_]]
             at = found[open_]
-            open_ = open_[(rows[at] != keys[open_]).any(axis=1) & (at != 0)]
+            open_ = open_[_differ(rows[at], keys[open_]) & (at != 0)]
         return found - 1
 
     def reserve(self, capacity: int) -> None:
@@ -144,3 +145,8 @@ class KeyIndex:
         self._allocate(max(capacity, 2 * self._capacity))
         for entry_id, key in known:
             self.put(key, entry_id)
+
+
+def _differ(ours: Keys, theirs: Keys) -> npt.NDArray[np.bool_]:
+    differ: npt.NDArray[np.bool_] = (ours[:, 0] != theirs[:, 0]) | (ours[:, 1] != theirs[:, 1])
+    return differ

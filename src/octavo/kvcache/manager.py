@@ -47,6 +47,7 @@ class _Holding:
     Attributes:
         num_slid: leading table entries given up to a window, per group.
         num_published: full blocks that the prefix cache was offered.
+        next_full: not before so many tokens are computed is there another to offer.
         room: tokens that the sequence may write as things are: its tables have blocks for them, which nobody shares.
     """
 
@@ -54,6 +55,7 @@ class _Holding:
     chain: TokenChain
     num_slid: list[int]
     num_published: int = 0
+    next_full: int = 0
     room: int = 0
 
 
@@ -173,6 +175,9 @@ class KVCacheManager:
         """Pin what is cached of the beginning of a request's prompt, as far as the tenant's share and the budget go."""
         chain = self._prompt_chain(request)
         length = min(len(chain), wanted.num_tokens // self.spec.block_size)
+        if None in self._windows:
+            # So many blocks at least, none of them twice: no need to look for more than may be pinned.
+            length = min(length, self.pins.budget_blocks, self.pins.tenant_blocks)
         pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds)
         pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
@@ -257,9 +262,8 @@ class KVCacheManager:
     def commit(self, seq: Sequence) -> None:
         """After a step: publish the blocks that `num_computed` now fills, give up those that slid out of a window."""
         holding = self._holdings[seq.seq_id]
-        filled = seq.num_computed // self.spec.block_size
-        if filled > holding.num_published:
-            self._publish(seq, holding, filled)
+        if seq.num_computed >= holding.next_full:
+            self._publish(seq, holding, seq.num_computed // self.spec.block_size)
         if self.slides:
             self._slide(seq.num_computed, holding)
 
@@ -312,6 +316,7 @@ class KVCacheManager:
         unpublished = self.swap.swap_in(seq.seq_id)
         if unpublished is not None:
             holding.num_published = min(holding.num_published, unpublished)
+            holding.next_full = 0
         return self.extend(seq, num_new_tokens)
 
     def restore_cost(self, seq: Sequence) -> RestoreCost:
@@ -332,7 +337,7 @@ class KVCacheManager:
                 self.pool.release_table(table)
             holding.tables = [new_table() for _ in self._windows]
             holding.num_slid = [0] * len(self._windows)
-            holding.num_published = holding.room = 0
+            holding.num_published = holding.next_full = holding.room = 0
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""
@@ -445,6 +450,7 @@ class KVCacheManager:
             self.pool.mark_published(block, index, seq.request.priority)
         self.ledger.published(published, chain, seq.request)
         holding.num_published = filled
+        holding.next_full = (filled + 1) * self.spec.block_size
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:
         size = self.spec.block_size

@@ -197,8 +197,7 @@ class PinTable:
             length = len(tables[0])
             ids = np.concatenate([as_array(table) for table in tables])
             blocks = table_of(ids[ids != NULL_BLOCK])
-            held = set(blocks)
-            excess = max(len(held - pinned.keys()) - room, len(held - own.keys()) - own_room)
+            excess = max(_num_missing(blocks, pinned) - room, _num_missing(blocks, own) - own_room)
             if excess <= 0:
                 return length, blocks
             # One block shorter frees at most one block of each group.
@@ -225,6 +224,10 @@ def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, i
         yield None
     if len(counted) != len(held):
         yield f"{name} counts pins of {len(counted)} blocks, pins hold {len(held)}"
+
+
+def _num_missing(blocks: BlockTable, among: Mapping[BlockId, int]) -> int:
+    return len(set(blocks) - among.keys()) if among else len(blocks)
 
 
 def _expiry(pin: Pin) -> float:

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigError
 
+# Measured over both prefix caches at their least favourable number of blocks, and held to by a test.
+BOOKKEEPING_BYTES = 220
+TOKEN_ID_BYTES = 4
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -75,6 +79,11 @@ class KVCacheSpec:
         )
         block_bytes = -(-token_bytes * block_size // cls.ALIGNMENT) * cls.ALIGNMENT
         return cls(tuple(layers), groups, block_size, dtype, block_bytes)
+
+    @property
+    def bookkeeping_bytes(self) -> int:
+        """Host memory that the accounting of one block takes: its tokens, keys, owner, and places in the indices."""
+        return BOOKKEEPING_BYTES + TOKEN_ID_BYTES * self.block_size
 
     @property
     def bytes_per_token(self) -> int:

@@ -245,6 +245,7 @@ class Deployment:
             "weight_bytes": devices * self.weights,
             "weight_bytes_per_device": self.weights,
             "activation_bytes_per_device": self.activations,
+            "bookkeeping_bytes": cost.blocks_for(concurrency) * spec.bookkeeping_bytes,
             "swap_bytes": self.swap_bytes,
             "swap_is_needed": self._swap_set_aside > 0,
             "memory_needed_per_device": on_device,
@@ -313,6 +314,7 @@ class Deployment:
             "kv_cache_bytes_per_device": self.cache_bytes,
             "pool_blocks": pool.num_blocks if pool else 0,
             "pool_bytes_per_device": pool.num_bytes if pool else 0,
+            "pool_bookkeeping_bytes": pool.num_blocks * self.spec.bookkeeping_bytes if pool else 0,
             "sequences_that_fit": self.sequences_that_fit(self.cost),
         }
         if self.options.concurrency is not None:

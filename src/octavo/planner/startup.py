@@ -111,6 +111,10 @@ class StartSizing:
             raise self._too_little(pool.num_bytes)
         return pool
 
+    def bookkeeping_bytes(self, pool: PoolSize) -> int:
+        """Host memory that the accounting of the pool's blocks takes; default swap space leaves room for it."""
+        return pool.num_blocks * self.spec.bookkeeping_bytes
+
     def num_host_blocks(self, pool: PoolSize) -> int:
         """The number of host-memory blocks to allocate for swapped sequences.
 
@@ -121,6 +125,7 @@ class StartSizing:
             return 0
         shared = self.host_available is None
         left = self.budget.left - pool.num_bytes if self.host_available is None else self.host_available
+        left = max(0, left - self.bookkeeping_bytes(pool))
         wanted = self._wanted_swap
         if not shared and wanted is not None and wanted > left:
             raise ConfigError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from octavo.kvcache.block import BlockId, BlockIds
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 from octavo.kvcache.eviction.base import EvictionPolicy
 
 
@@ -35,14 +36,15 @@ class LeafFirstEviction:
         self._inner = inner
         self._lineage = lineage
         self._aside: set[BlockId] = set()
-        self._parents: dict[BlockId, BlockId] = {}  # of held blocks
-        self._num_children: dict[BlockId, int] = {}  # held children; absent for none
+        # By block id: the parent of a held block, null for none, and how many held children a block has.
+        self._parents = array("i")
+        self._num_children = array("i")
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
         self._inner.publish(block_id, position, priority)
         # A block computed again, where the old one went before its descendants.
         for child in self._lineage.children(block_id):
-            if child in self and child not in self._parents:
+            if child in self and self._parent(child) == NULL_BLOCK:
                 self._stand_on(child, block_id)
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
@@ -71,7 +73,7 @@ class LeafFirstEviction:
     def evict(self) -> BlockId:
         while True:
             block_id = self._inner.evict()
-            if block_id not in self._num_children:
+            if block_id >= len(self._num_children) or not self._num_children[block_id]:
                 self._leave(block_id)
                 return block_id
             self._aside.add(block_id)
@@ -92,17 +94,22 @@ class LeafFirstEviction:
         yield from self._aside
 
     def _stand_on(self, block_id: BlockId, parent: BlockId) -> None:
+        if (highest := max(block_id, parent)) >= len(self._parents):
+            more = bytes(4 * max(highest + 1 - len(self._parents), len(self._parents)))
+            self._parents.frombytes(more)
+            self._num_children.frombytes(more)
         self._parents[block_id] = parent
-        self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        self._num_children[parent] += 1
+
+    def _parent(self, block_id: BlockId) -> BlockId:
+        return BlockId(self._parents[block_id]) if block_id < len(self._parents) else NULL_BLOCK
 
     def _leave(self, block_id: BlockId) -> None:
-        parent = self._parents.pop(block_id, None)
-        if parent is None:
+        parent = self._parent(block_id)
+        if parent == NULL_BLOCK:
             return
-        if left := self._num_children[parent] - 1:
-            self._num_children[parent] = left
-            return
-        del self._num_children[parent]
-        if parent in self._aside:
+        self._parents[block_id] = NULL_BLOCK
+        self._num_children[parent] -= 1
+        if not self._num_children[parent] and parent in self._aside:
             self._aside.remove(parent)
             self._inner.restore(parent)

@@ -117,10 +117,14 @@ class HashedPrefixCache:
         found = new_table()
         for keys, tokens in chain.rows(start, end):
             ids = self._index.find(keys ^ np.array([0, group << 48], np.uint64) if group else keys)
-            missing = (ids < 0) | (slab[ids] != tokens).any(axis=1)
+            missing = ids < 0
             length = int(missing.argmax()) if missing.any() else len(ids)
+            ids, tokens = ids[:length], tokens[:length]
+            # Mostly all are equal, which is one comparison.
+            if (differ := slab.take(ids, axis=0) != tokens).any():
+                length = int(differ.any(axis=1).argmax())
             found.extend(table_of(ids[:length]))
-            if length < len(ids):
+            if length < len(keys):
                 break
         return found
 
