@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,6 +165,11 @@ def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
         if room(i.target) not in ("", name) and LINE_OF[room(i.target)] <= LINE_OF[name]
     ]
     assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {m: {i.target for i in imports(m) if i.target in modules()} - {m, "octavo"} for m in modules()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def reached(module: str, *, lazily_too: bool) -> dict[str, Import]:

@@ -31,8 +31,8 @@ from octavo.models.ops import LayerOps
 from octavo.planner.machine import default_num_threads
 from octavo.runner.executor import Executor, ProcessExecutor
 from octavo.runner.recording import RecordingExecutor
+from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
-from octavo.runner.swapping import measure_restore_speed
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed

@@ -1,0 +1,84 @@
+"""Measure how long swapping a block takes, compared with recomputing its tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.request import RequestId, SequenceId
+from octavo.runner.runner import ModelRunner
+from octavo.runner.swapping import swap_in, swap_out
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
+from octavo.scheduler.preemption import RestoreSpeed
+from octavo.tiers.base import BlockTier
+
+_MEASURED_BYTES = 4 << 20
+# A short prefill twice, for the first of its kind is slow; where that is over soon, a longer one, which says more.
+_SHORT_PREFILL = 16
+_LONG_PREFILL = 64
+_SOON = 0.010
+
+
+def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: int) -> RestoreSpeed:
+    """Time swapping a few blocks out and in, and a short prefill, before the engine serves.
+
+    Takes a few milliseconds for a small model, and three decode steps' time for a large one. What it writes into the
+    arena nobody reads.
+
+    Args:
+        max_tokens: most that one step, and one sequence, may have.
+    """
+    arena = runner.arena
+    device = runner.model.device
+    count = max(1, min(tier.num_blocks, arena.num_blocks - 1, _MEASURED_BYTES // arena.spec.block_bytes))
+    swaps = [BlockSwap(BlockId(i + 1), HostBlockId(i)) for i in range(count)]
+
+    def out_and_back() -> None:
+        swap_out(arena, tier, swaps)
+        swap_in(arena, tier, swaps)
+
+    # The first time also pays for touching the memory, which happens once in a block's life.
+    per_block = min(_seconds(out_and_back, device) for _ in range(3)) / count / 2
+
+    spec = arena.spec
+    room = min(max_tokens, (arena.num_blocks - 1) // len(spec.groups) * spec.block_size)
+    per_token = float("inf")
+    for num_tokens in (_SHORT_PREFILL, _SHORT_PREFILL, _LONG_PREFILL):
+        if num_tokens == _LONG_PREFILL and per_token * _SHORT_PREFILL > _SOON:
+            break
+        plan = _prefill(min(num_tokens, room), spec)
+        per_token = min(per_token, _seconds(partial(runner.execute, plan), device) / plan.num_tokens)
+    return RestoreSpeed(per_token, per_block)
+
+
+def _prefill(num_tokens: int, spec: KVCacheSpec) -> StepPlan:
+    """Of a sequence that the next plan makes the runner forget: a scheduler's first plan is a `reset`."""
+    ids = itertools.count(1)
+    tables = tuple(tuple(BlockId(next(ids)) for _ in range(spec.blocks_for_tokens(num_tokens))) for _ in spec.groups)
+    seq_id = SequenceId(0)
+    sampling = SamplingSnapshot(RequestId("measuring"), SamplingParams(), seed=0, num_prompt_tokens=num_tokens)
+    return StepPlan(
+        seq_ids=(seq_id,),
+        starts=(0,),
+        lengths=(num_tokens,),
+        draws=(0,),
+        token_ids=(0,) * num_tokens,
+        reset=True,
+        new=(NewSequence(seq_id, sampling, tables),),
+    )
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
