@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from octavo.engine import async_engine
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
@@ -206,6 +207,19 @@ async def test_an_idle_engine_proves_its_accounting(core: EngineCore) -> None:
         await collect(engine, PROMPT, tokens(3))
         await until(lambda: core.stats.num_audits == 2)
     assert (core.stats.num_failed_audits, core.stats.audit_problem) == (0, None)
+
+
+async def test_all_garbage_is_collected_once_the_engine_has_been_idle_for_a_while(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[object] = []
+    monkeypatch.setattr(async_engine.gc, "collect", lambda: collected.append(None))
+    async with started(core, idle_audit_seconds=0.01, idle_collect_seconds=0.01) as engine:
+        for times in (1, 2):
+            assert len(await collect(engine, PROMPT, tokens(3))) == 3
+            await until(lambda times=times: len(collected) == times)  # type: ignore[misc]
+            await asyncio.sleep(0.05)
+            assert len(collected) == times
 
 
 async def test_an_idle_audit_stands_aside_for_whoever_comes_and_begins_again(

@@ -9,6 +9,7 @@ generate() ── add / abort ──> inbox ──>   take in, step, step, …
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ from octavo.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IDLE_AUDIT_SECONDS = 1.0
+IDLE_COLLECT_SECONDS = 60.0
 # An idle audit computes for the one, then leaves the processor, and the interpreter's lock, alone for the other: a
 # client that comes meanwhile waits for one slice, and the event loop for none.
 AUDIT_SLICE_SECONDS = 0.0003
@@ -92,12 +94,21 @@ class AsyncEngine:
     Args:
         idle_audit_seconds: how long nothing must run before the block accounting is proven once. A mismatch is logged,
             counted, and told by `/health`; it does not stop the engine.
+        idle_collect_seconds: how long nothing must run after that before all of Python's garbage is collected once.
     """
 
-    def __init__(self, core: EngineCore, model_name: str, *, idle_audit_seconds: float = IDLE_AUDIT_SECONDS) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        model_name: str,
+        *,
+        idle_audit_seconds: float = IDLE_AUDIT_SECONDS,
+        idle_collect_seconds: float = IDLE_COLLECT_SECONDS,
+    ) -> None:
         self.core = core
         self.model_name = model_name
         self._idle_audit_seconds = idle_audit_seconds
+        self._idle_collect_seconds = idle_collect_seconds
         # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
         self._streams: dict[RequestId, _Stream | None] = {}
         # One queue for both, so that what is said of one id arrives in the order it was said.
@@ -280,7 +291,10 @@ class AsyncEngine:
             self._call_in_loop(self._deliver, outputs)
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             self._audit()
-            self._wake.wait()
+            if not self._wake.wait(self._idle_collect_seconds):
+                # The server's settings leave this to such a moment: it may take tens of milliseconds.
+                gc.collect()
+                self._wake.wait()
         return True
 
     def _audit(self) -> None:

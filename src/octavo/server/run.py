@@ -22,6 +22,7 @@ from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
+from octavo.server.memory import settle_garbage_collection
 from octavo.server.transport import ConnectionCounters, guarded_protocol
 
 # How long after the last request was cancelled its client may take to read the error.
@@ -43,7 +44,9 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
     access = Access(config)
     with bind(config.host, config.port) as listener:
         require_keys_beyond_loopback(listener, config, access)
-        asyncio.run(serve_on(listener, make_engine(), config, access))
+        engine = make_engine()
+        settle_garbage_collection()
+        asyncio.run(serve_on(listener, engine, config, access))
 
 
 def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
