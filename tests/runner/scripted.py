@@ -47,3 +47,7 @@ def build_nothing() -> tuple[Executor, None]:
 
 def plan(step: int, token: int = 0) -> StepPlan:
     return StepPlan(step, (SequenceId(1),), (0,), (1,), (1,), (token,))
+
+
+def build_and_die() -> tuple[Executor, None]:
+    os._exit(9)

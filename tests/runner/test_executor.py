@@ -89,6 +89,12 @@ def test_what_cannot_be_built_there_is_raised_here() -> None:
     assert_ends(executor.pid)
 
 
+def test_a_process_that_dies_while_it_loads_says_so_and_what_scripts_must_do() -> None:
+    executor = ProcessExecutor(scripted.build_and_die)
+    with pytest.raises(ExecutorError, match=r"exit code 9 before its model was loaded: .*if __name__ == '__main__'"):
+        executor.facts()
+
+
 def test_closing_ends_the_process_and_may_be_done_again(executor: ProcessExecutor[dict[str, int]]) -> None:
     pid = executor.facts()["pid"]
     executor.close()

@@ -81,8 +81,13 @@ class ProcessExecutor(Executor, Generic[T]):
         """What `build` says of its runner; waits until it is there, and raises what it raised."""
         try:
             facts: T = self._receive(None)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error.__cause__, EOFError):
+                raise ExecutorError(
+                    f"{error} before its model was loaded: see what it logged; a script that starts it must do so "
+                    "under `if __name__ == '__main__':`, because the new process imports that script"
+                ) from error
             raise
         return facts
 
