@@ -1,0 +1,94 @@
+"""Reading bodies: the same result wherever it happens, and a large one that goes wrong hurts nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from octavo.errors import ContextLengthError, RequestError
+from octavo.limits import DEFAULT_LIMITS
+from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
+from octavo.server.reading import MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
+from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Takes long over texts that ask for it, or ends its process."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text.startswith("slow"):
+            time.sleep(60)
+        if text.startswith("crash"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(text, add_special_tokens)
+
+
+def reading(seconds: float = 30.0, max_model_len: int = 500_000) -> BodyReading:
+    reader = BodyReader(
+        tokenizer=SlowTokenizer(),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        limits=DEFAULT_LIMITS,
+        names=("fake",),
+    )
+    return BodyReading(reader, seconds)
+
+
+def read(bodies: BodyReading, body: dict[str, Any], method: str = "completion") -> Any:
+    return asyncio.run(bodies.read(method, json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
+def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> None:
+    body = {"prompt": "x" * size, "echo": True, "stop": ["a"], "n": 2, "cache_salt": "s", "user": "u"}
+    found = read(reading(), body)
+    assert found.prompts[0].token_ids == SlowTokenizer().encode("x" * size)
+    assert found.prompts[0].text == "x" * size
+    assert (found.params.n, found.params.stop, found.model, found.cache_salt) == (2, ("a",), "fake", "s")
+    assert (found.body.echo, found.body.prompt, found.body.stop) == (True, None, None)
+
+
+@pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
+def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
+    with pytest.raises(RequestError, match="token id 999 in prompt is out of range") as refusal:
+        read(reading(), {"prompt": [1] * size + [999]})
+    assert refusal.value.param == "prompt"
+    with pytest.raises(ApiError, match="`other` does not exist") as missing:
+        read(reading(), {"prompt": "x" * size, "model": "other"})
+    assert (missing.value.status, missing.value.code) == (404, "model_not_found")
+
+
+def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
+    bodies = reading(seconds=3.0)
+    with pytest.raises(ApiError, match=r"took longer than 3 s.*--max-body-seconds") as refusal:
+        read(bodies, {"prompt": "slow" + "x" * MEDIUM_BODY})
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
+
+
+def test_a_body_that_ends_its_reader_is_a_500_and_the_next_one_is_read() -> None:
+    bodies = reading()
+    with pytest.raises(ApiError) as failure:
+        read(bodies, {"prompt": "crash" + "x" * MEDIUM_BODY})
+    assert (failure.value.status, failure.value.code) == (500, "internal_error")
+    assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
+
+
+def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:
+    with pytest.raises(ContextLengthError, match="maximum context length is 10 tokens, but the prompt alone has 21"):
+        read(reading(max_model_len=10), {"prompt": "x" * 20})
+
+
+@pytest.mark.parametrize(
+    "error", [BodyTooLargeError(7), ModelMissingError("m"), to_api_error(RequestError("no", param="n"))]
+)
+def test_an_error_for_the_client_survives_the_way_from_another_process(error: ApiError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.body(), str(copy)) == (error.status, error.body(), str(error))
