@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from typing import TYPE_CHECKING
 
 from octavo.commands.base import Command
@@ -11,6 +10,7 @@ from octavo.commands.options import add_engine_options, add_options, engine_opti
 from octavo.config import EngineConfig
 from octavo.server.access import client_keys
 from octavo.server.config import ServerConfig
+from octavo.server.logs import configure_logging
 
 if TYPE_CHECKING:
     from octavo import AsyncEngine
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**given_options(args, ServerConfig))
     config = share_pins(EngineConfig.from_options(engine_options(args)), server_config)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("octavo").setLevel(logging.INFO)
+    configure_logging(server_config.log_level, server_config.log_format)
 
     from octavo.server.run import serve
 

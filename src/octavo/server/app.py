@@ -26,6 +26,7 @@ from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
 from octavo.server.logprobs import TokenTexts
+from octavo.server.logs import RequestLog
 from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.origin import RefuseWebPages
 from octavo.server.quota import Metered, Quotas, charge_of
@@ -53,7 +54,7 @@ def create_app(
     access = Access(config) if access is None else access
     # Not `in_flight or …`: one that holds nothing yet is false.
     api = Api(engine, config, InFlight(config.request_timeout) if in_flight is None else in_flight, access)
-    middleware = [Middleware(LastResort)]
+    middleware = [Middleware(RequestLog, writes=config.access_log), Middleware(LastResort)]
     if config.allowed_origins:
         middleware.append(_cors(config))
     if access.needs_key:
@@ -80,7 +81,7 @@ def _cors(config: ServerConfig) -> Middleware:
         allow_origins=list(config.allowed_origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["Retry-After"],
+        expose_headers=["Retry-After", "X-Request-Id"],
     )
 
 
@@ -118,6 +119,7 @@ class Api:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
+            ("GET", "/ready", self.ready),
             ("GET", "/version", self.show_version),
             ("GET", "/metrics", self.metrics),
             ("GET", "/debug/kv", self.debug_kv),
@@ -175,6 +177,13 @@ class Api:
             # It serves on, so that this is no 503: whoever watches decides when to restart it.
             return _json(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
         return _json(b'{"status":"ok"}')
+
+    async def ready(self, request: Request) -> Response:
+        if not self._engine.is_alive:
+            raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
+        if self._in_flight.draining:
+            raise ApiError(503, "The server is shutting down.", type="server_error", code="shutting_down")
+        return _json(b'{"status":"ready"}')
 
     async def show_version(self, request: Request) -> Response:
         return _json(json_bytes({"version": octavo.__version__}))

@@ -43,7 +43,7 @@ class RequireApiKey:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_guarded(scope["path"]):
+        if scope["type"] == "http" and is_guarded(scope):
             try:
                 client = authenticated(self._keys, scope)
             except ApiError as error:
@@ -96,8 +96,11 @@ def incorrect_key() -> ApiError:
     return _unauthorized("Incorrect API key provided.")
 
 
-def is_guarded(path: str) -> bool:
+def is_guarded(scope: Scope) -> bool:
     """Whether a path makes the server work for a client, or tells what it serves."""
+    # As the router reads it: what a proxy has taken off the front (--root-path) is no part of it.
+    path, root = scope["path"], scope.get("root_path", "")
+    path = path.removeprefix(root)
     return any(path == prefix or path.startswith(prefix + "/") for prefix in _GUARDED)
 
 

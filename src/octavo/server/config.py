@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 from octavo.config import parse_bytes
 from octavo.errors import ConfigError
@@ -14,6 +15,8 @@ from octavo.server.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
+
+LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,12 @@ class ServerConfig:
         "origin whose web pages may use the server (CORS), as https://chat.example; may be given several times; *: any",
     )
     max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
+    ssl_certfile: str | None = option(None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile")
+    ssl_keyfile: str | None = option(None, "private key (PEM) of --ssl-certfile")
+    root_path: str = option("", "path under which a proxy serves this server, which it takes off, as /llm")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severity that is logged")
+    log_format: Literal["text", "json"] = option("text", "form of the log, on standard error; json: one object a line")
+    access_log: bool = option(True, "log a line for every request, without its prompt and answer")
     max_connections: int = option(1024, "open connections; more are answered with 503 and closed")
     header_timeout: float = option(10.0, "seconds that a client may take to send a request's header")
     body_timeout: float = option(
@@ -96,6 +105,13 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.request_timeout is not None and not 0 < self.request_timeout < inf:
             raise ConfigError(f"request_timeout must be a positive number of seconds, got {self.request_timeout}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
+        for name, choices in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.max_connections < 1:
             raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.max_body_seconds > 0:

@@ -36,10 +36,14 @@ class InFlight:
 
     Args:
         timeout: seconds after which any work is ended; None: never.
+
+    Attributes:
+        draining: the server stops, and takes no new work.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
+        self.draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cancelled = False
 

@@ -20,6 +20,7 @@ _PLAIN = {
     "/v1/models": "The models served",
     "/v1/models/{model}": "One model",
     "/health": '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
+    "/ready": "200 while the server takes requests, 503 while it stops or its engine does not run",
     "/version": "The version of Octavo",
     "/debug/kv": "Who holds which bytes of the KV cache, and how much it helped (admin key)",
     "/debug/pins": "Every pinned prefix (admin key)",

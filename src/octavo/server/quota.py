@@ -82,22 +82,26 @@ class Spent(Protocol):
 
 
 class Charge:
-    """One request of a tenant, from its header to the end of its answer."""
+    """One request of a tenant, from its header to the end of its answer.
+
+    Attributes:
+        spent: its tokens, as far as its answer has come; None while its prompt is not known.
+    """
 
     def __init__(self, quotas: Quotas, client: Client) -> None:
         self._quotas = quotas
         self._client = client
-        self._spent: Spent | None = None
+        self.spent: Spent | None = None
 
     def begin(self, spent: Spent) -> None:
         """The prompt is known and goes to the engine: its tokens are charged now, the output's at the end."""
-        self._spent = spent
+        self.spent = spent
         self._quotas.charge(self._client, spent.prompt_tokens, 0)
 
     def end(self) -> None:
         """The request is over, however it ended."""
-        if self._spent is not None:
-            self._quotas.charge(self._client, 0, self._spent.completion_tokens)
+        if self.spent is not None:
+            self._quotas.charge(self._client, 0, self.spent.completion_tokens)
         self._quotas.leave(self._client)
 
 
@@ -186,7 +190,7 @@ class Metered:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not is_guarded(scope["path"]):
+        if scope["type"] != "http" or scope["method"] != "POST" or not is_guarded(scope):
             await self._app(scope, receive, send)
             return
         try:

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -42,11 +43,23 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
         Exception: whatever `make_engine` raises.
     """
     access = Access(config)
+    check_certificate(config)
     with bind(config.host, config.port) as listener:
         require_keys_beyond_loopback(listener, config, access)
         engine = make_engine()
         settle_garbage_collection()
         asyncio.run(serve_on(listener, engine, config, access))
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Refuse a certificate or key that cannot be used, before a model is loaded; raises `ConfigError`."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        files = f"{config.ssl_certfile} with {config.ssl_keyfile}"
+        raise ConfigError(f"cannot serve HTTPS with {files}: {error.strerror or error}") from error
 
 
 def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
@@ -127,6 +140,9 @@ class Server(uvicorn.Server):
                 app,
                 http=guarded_protocol(config, self.connections),
                 ws="none",
+                root_path=config.root_path,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
                 timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # any number of seconds
                 lifespan="off",  # the engine is started and stopped by `serve_on`
                 log_config=None,  # logging belongs to the process, not to a library
@@ -178,8 +194,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
+            scheme = "http" if self.config.ssl is None else "https"
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            print(f"Octavo serving {self._model_name} on http://{where}", flush=True)
+            print(f"Octavo serving {self._model_name} on {scheme}://{where}{self.config.root_path}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._in_flight:

@@ -1,0 +1,116 @@
+"""What a server writes to its log: how lines look, and one for every request. Never a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+access_logger = logging.getLogger("octavo.access")
+
+REQUEST_ID_HEADER = b"x-request-id"
+# A client's own id goes into headers and log lines as it is.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+# Asked every few seconds by machines.
+_PROBES = frozenset({b"/health", b"/ready", b"/metrics"})
+_LONGEST_PATH = 200
+
+
+def configure_logging(level: str, form: str) -> None:
+    """Log to standard error: Octavo from `level` on, libraries from warnings on.
+
+    Args:
+        form: "text" or "json", one object a line.
+    """
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("octavo").setLevel(level.upper())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; what a record carries as `fields` are fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        entry |= fields if isinstance(fields, dict) else {"message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+class RequestLog:
+    """Gives every request an id, the client's `X-Request-Id` or a new one, returns it, and logs how the request ended.
+
+    Args:
+        writes: False: only the ids.
+    """
+
+    def __init__(self, app: ASGIApp, writes: bool = True) -> None:
+        self._app = app
+        self._writes = writes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+        began = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._writes:
+                self._write(scope, request_id, status, time.perf_counter() - began)
+
+    def _write(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        level = logging.DEBUG if raw_path in _PROBES else logging.INFO
+        if not access_logger.isEnabledFor(level):
+            return
+        state = scope["state"]
+        client, charge = state.get("client"), state.get("charge")
+        fields: dict[str, Any] = {
+            "request_id": request_id,
+            "method": scope["method"],
+            # Still percent-encoded, so that it holds no line break.
+            "path": raw_path.decode("ascii", "replace")[:_LONGEST_PATH],
+            # None: the client left before it was answered.
+            "status": status or None,
+            "seconds": round(seconds, 4),
+            "tenant": client.tenant if client is not None else None,
+        }
+        spent = charge.spent if charge is not None else None
+        if spent is not None:
+            fields |= {"prompt_tokens": spent.prompt_tokens, "completion_tokens": spent.completion_tokens}
+        words = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        access_logger.log(level, "%s", words, extra={"fields": fields})
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and _REQUEST_ID.fullmatch(value):
+            given: str = value.decode()
+            return given
+    return uuid.uuid4().hex
