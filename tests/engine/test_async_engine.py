@@ -213,7 +213,7 @@ async def test_all_garbage_is_collected_once_the_engine_has_been_idle_for_a_whil
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[object] = []
-    monkeypatch.setattr(async_engine.gc, "collect", lambda: collected.append(None))
+    monkeypatch.setattr(async_engine.gc, "collect", lambda: collected.append(None))  # type: ignore[attr-defined]
     async with started(core, idle_audit_seconds=0.01, idle_collect_seconds=0.01) as engine:
         for times in (1, 2):
             assert len(await collect(engine, PROMPT, tokens(3))) == 3

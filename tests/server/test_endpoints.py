@@ -102,7 +102,7 @@ def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., R
 
 def test_the_description_has_exactly_the_routes_that_are_served() -> None:
     config = ServerConfig()
-    api = Api(FakeEngine(), config, InFlight(), Access(config))
+    api = Api(FakeEngine(), config, InFlight(), Access(config))  # type: ignore[arg-type]
     served = {(re.sub(r":\w+}", "}", path), method.lower()) for method, path, _ in api.routes()}
     described = {(path, method) for path, methods in describe("1")["paths"].items() for method in methods}
     assert described == served
