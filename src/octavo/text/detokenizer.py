@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from octavo.sampling_params import SamplingParams
+from octavo.text.byte_pieces import ByteTokenDecoder
 from octavo.text.stop_strings import StopStringMatcher
+from octavo.text.tokenizer import Tokenizer
 
 # What tokenizers decode bytes to that are not (yet) UTF-8.
 REPLACEMENT = "\ufffd"
@@ -27,7 +29,7 @@ class TokenizerDecoder(Protocol):
 
 
 class TokenDecoder:
-    """Decodes tokens that continue a prompt; never returns half a character.
+    """Decodes tokens that continue a prompt, with any tokenizer; never returns half a character.
 
         context (its text was given out)      pending (some of it may have been)
         ┌────────────────────────────────┐┌──────────────────┐
@@ -151,6 +153,15 @@ def _common_length(first: str, second: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+def make_token_decoder(
+    tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> TokenDecoder | ByteTokenDecoder:
+    """The cheapest exact decoder: one that looks bytes up where each token has its own, else one that decodes anew."""
+    if isinstance(tokenizer, Tokenizer) and (pieces := tokenizer.byte_pieces(skip_special_tokens)) is not None:
+        return ByteTokenDecoder(pieces, prompt_token_ids)
+    return TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+
 class IncrementalDetokenizer:
     """The text of a sequence that a client may see: whole characters, and no part of a stop string that ends it.
 
@@ -163,7 +174,7 @@ class IncrementalDetokenizer:
         self._text: list[str] = []
         self._min_tokens = params.min_tokens
         self._tokens = (
-            TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            make_token_decoder(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
             else None
         )

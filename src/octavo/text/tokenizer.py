@@ -15,11 +15,14 @@ from tokenizers import AddedToken
 from octavo.checkpoint.hf_config import read_hf_config, read_json
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.text.byte_pieces import BytePieces
 from octavo.text.chat_template import render_chat
 from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, special_tokens, write_spaces_as_sentencepiece
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
+# Tokens by which a byte-level decoder is checked, and as many of those that were added.
+_NUM_CHECKED = 256
 # Characters from which on encoding lets other threads run.
 _LONG_TEXT = 1024
 
@@ -71,9 +74,11 @@ class Tokenizer:
             CorruptModelError: a tokenizer file is damaged.
             UnsupportedModelError: a kind of vocabulary that neither Octavo nor transformers can read here.
         """
-        if source.format is ModelFormat.GGUF:
-            return cls._from_gguf(source.path)
-        return cls._from_folder(source.path)
+        is_gguf = source.format is ModelFormat.GGUF
+        tokenizer = cls._from_gguf(source.path) if is_gguf else cls._from_folder(source.path)
+        # Checked here rather than while the first request waits.
+        tokenizer.byte_pieces(skip_special_tokens=True)
+        return tokenizer
 
     @classmethod
     def _from_gguf(cls, path: Path) -> Tokenizer:
@@ -152,6 +157,32 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def byte_pieces(self, skip_special_tokens: bool) -> BytePieces | None:
+        """What each token adds to any text; None where that depends on the tokens around it."""
+        return self._spelled_out[skip_special_tokens] if self._spelled_out is not None else None
+
+    @cached_property
+    def _spelled_out(self) -> tuple[BytePieces, BytePieces] | None:
+        """The pieces with special tokens and without."""
+        if not _is_byte_level(self._backend):
+            return None
+        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+
+        def plain(token_id: int) -> bytes:
+            return _unspelled(self._backend.id_to_token(token_id) or "")
+
+        def skipping(token_id: int) -> bytes:
+            token = self._backend.id_to_token(token_id) or ""
+            return b"" if token in special else _unspelled(token)
+
+        # The decoder itself has the last word: a tokenizer that does anything else besides is left to it.
+        ids = [*range(0, self.vocab_size, self.vocab_size // _NUM_CHECKED + 1), *sorted(self._added)[:_NUM_CHECKED]]
+        pieces = BytePieces(plain), BytePieces(skipping)
+        for skip, some in enumerate(pieces):
+            if some.join(ids).decode(errors="replace") != self.decode(ids, skip_special_tokens=bool(skip)):
+                return None
+        return pieces
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary entry of a token ("Ġthe", "▁the"), or None if there is no such id."""
@@ -304,6 +335,23 @@ def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[st
         or (step["type"] == "Split" and step["behavior"] == "Isolated")
         for step in steps
     )
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether decoding does nothing but replace each token by the bytes that it spells."""
+    if backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [step["type"] for step in steps] == ["ByteLevel"]
+
+
+def _unspelled(token: str) -> bytes:
+    """The bytes that a byte-level token spells; a token with any other character in it is its own text."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:

@@ -1,0 +1,91 @@
+"""Incremental detokenization for byte-level vocabularies: each token stands for bytes of its own, wherever it is."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+# No beginning of a UTF-8 character is longer.
+_MAX_UNFINISHED = 3
+
+
+class BytePieces(dict[int, str | bytes]):
+    """What each token adds to a text: a string where its bytes are whole characters, else the bytes themselves.
+
+    Filled as tokens are met, so that a vocabulary costs nothing at start-up. Unknown ids add nothing.
+
+    Args:
+        bytes_of: the bytes of a token; b"" for one that is left out of the text.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        data = self._bytes_of(token_id)
+        piece: str | bytes
+        try:
+            piece = data.decode()
+        except UnicodeDecodeError:
+            piece = data
+        self[token_id] = piece
+        return piece
+
+    def join(self, token_ids: Sequence[int]) -> bytes:
+        """The bytes of several tokens."""
+        pieces = [self[token_id] for token_id in token_ids]
+        return b"".join([piece.encode() if isinstance(piece, str) else piece for piece in pieces])
+
+
+class ByteTokenDecoder:
+    """Decodes tokens that continue a prompt; never returns half a character.
+
+    Bytes that can still become a character wait for their sequel. Those that cannot come out as U+FFFD at once. The
+    deltas add up to what the output adds to the decoded prompt; a character that the prompt only began counts as added.
+    """
+
+    __slots__ = ("_begun_in_prompt", "_pieces", "_unfinished")
+
+    def __init__(self, pieces: BytePieces, prompt_token_ids: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._unfinished = b""
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = pieces.join((token_id,)) + tail
+            # A character's first byte never continues another one: what precedes these changes nothing.
+            if len(tail) >= _MAX_UNFINISHED:
+                break
+        self._take_in(tail)
+        # The prompt's own text ends in a U+FFFD for it.
+        self._begun_in_prompt = bool(self._unfinished)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The new text that no further token can change."""
+        pieces = self._pieces
+        if not self._unfinished:
+            if len(token_ids) == 1:
+                piece = pieces[token_ids[0]]
+                if piece.__class__ is str:
+                    return piece
+            return self._take_in(pieces.join(token_ids))
+        return self._finish(self._take_in(pieces.join(token_ids)))
+
+    def flush(self) -> str:
+        """The remaining text, once no token follows."""
+        text = self._unfinished.decode(errors="replace")
+        self._unfinished = b""
+        return self._finish(text)
+
+    def _take_in(self, data: bytes) -> str:
+        data = self._unfinished + data
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        self._unfinished = data[num_decoded:]
+        return text
+
+    def _finish(self, text: str) -> str:
+        """Leave out the U+FFFD with which the prompt's text ended, where the output made nothing else of it."""
+        if text and self._begun_in_prompt:
+            self._begun_in_prompt = False
+            return text.removeprefix("\ufffd")
+        return text
