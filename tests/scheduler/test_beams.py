@@ -13,20 +13,35 @@ from octavo.request import FinishReason, Request, SequenceStatus
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
 from octavo.scheduler.plan import Candidate, SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
-from tests.kvcache.caches import make_manager, make_request
+from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
+from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, Scheduler, SchedulerConfig
+from tests.kvcache.caches import make_manager, make_request, sliding
 from tests.scheduler import beams
 
 
 class Engine:
-    """A scheduler over blocks of 4 tokens, and the runner of `beams`."""
+    """A scheduler over blocks of 4 tokens, if nothing else is said, and the runner of `beams`."""
 
     def __init__(
-        self, num_blocks: int = 200, max_num_seqs: int = 8, max_num_batched_tokens: int = 64, **cache: Any
+        self,
+        num_blocks: int = 200,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        *,
+        block_size: int = 4,
+        headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
+        victim: str = "lowest_priority",
+        **cache: Any,
     ) -> None:
-        self.kv = make_manager(num_blocks, 4, **cache)
-        limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len=200, watermark=0.0)
-        self.scheduler = Scheduler(limits, self.kv)
+        self.kv = make_manager(num_blocks, block_size, **cache)
+        limits = SchedulerConfig(
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len=200,
+            watermark=0.0,
+            headroom_tokens=headroom_tokens,
+        )
+        self.scheduler = Scheduler(limits, self.kv, victims=make_victim_policy(victim, self.kv.restore_cost))
 
     def add(self, prompt: list[int], width: int = 4, **params: Any) -> Request:
         params = {"max_tokens": 10, "n": width, **params}
@@ -107,6 +122,29 @@ def test_little_room_changes_no_search(num_blocks: int, prefix_caching: bool, bu
     assert [outputs(r) for r in requests] == [beams.search_alone(r) for r in requests]
     if num_blocks < 12:
         assert engine.scheduler.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("victim", VICTIM_POLICIES)
+@pytest.mark.parametrize("num_blocks", [8, 12])
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_beams_that_wait_never_keep_their_siblings_from_being_computed(
+    victim: str, num_blocks: int, num_others: int
+) -> None:
+    # Those that have their candidates hold most of a pool in which the last of them must be computed anew, one token
+    # a step. It was preempted for want of a block after each of its first tokens, for ever.
+    engine = Engine(
+        num_blocks,
+        6,
+        1,
+        block_size=1,
+        headroom_tokens=0,
+        victim=victim,
+        layers=(sliding(5),),
+        prefix_caching=False,
+    )
+    requests = [engine.add([i, 1, 2], width=5, n=1, max_tokens=9) for i in range(1 + num_others)]
+    engine.run()
+    assert [outputs(r)[0] for r in requests] == [beams.search_alone(r)[0] for r in requests]
 
 
 def test_a_waiting_beam_makes_room_for_its_siblings_and_still_takes_part() -> None:

@@ -17,8 +17,8 @@ CostOf = Callable[[Sequence], RestoreCost]
 class VictimPolicy(Protocol):
     """Chooses among running sequences.
 
-    The scheduler never offers the first in order of service unless it runs alone: so that one always goes on,
-    whatever the policy prefers.
+    The scheduler never offers the first in order of service that has tokens to compute, unless it runs alone: so that
+    one always goes on, whatever the policy prefers.
     """
 
     def choose(self, running: Seq[Sequence]) -> Sequence:

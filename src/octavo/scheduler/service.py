@@ -14,8 +14,12 @@ at most three quarters of its speed. Sharing equally (processor sharing) would b
 of k long prompts k times for nothing.
 
 Blocks may run out. A stream takes those of the last in order of service behind it (`VictimPolicy`); a prompt takes what
-is there, then those of prompts behind it, and else waits. The first in order of service gets blocks before anybody else
-in the step after one in which it found none, so everything ends at last.
+is there, then those of prompts behind it, and else waits.
+
+Everything ends at last, because the first in order of service among those with tokens to compute yields to nobody, and
+gets blocks before anybody else in the step after one in which it found none. Running beams that wait for their siblings
+have nothing to compute: they keep their blocks as long as somebody behind can yield, but stand in nobody's way. What a
+sequence draws is never lost, so each time the first has drawn its token there is less to do for all.
 """
 
 from __future__ import annotations
@@ -99,8 +103,10 @@ class Service:
         shares = StepShares()
         self._share(shares)
         while not shares and len(self._running):
-            # Nobody here has a token to compute: they are beams that wait for siblings, and stand in their way.
-            self._yielding.preempt_one_of(self._running.order)
+            # Those who have tokens to compute found no blocks, or wait: beams that wait for siblings are in their way.
+            order = self._running.order
+            idle = [seq for seq in order if not num_missing(seq)]
+            self._yielding.preempt_one_of(idle or order[1:] or order)
             self._share(shares)
         shares.copies.extend(self._admission.copies)
         return shares
@@ -128,15 +134,22 @@ class Service:
     def _serve_stalled(self, shares: StepShares) -> bool:
         """Blocks for the first in order of service, where it found none in the last step. Whether somebody yielded."""
         first, self._stalled = self._stalled, None
-        order = self._running.order
-        if first is None or not order or order[0] is not first:
+        if first is None or first is not self._first():
             return False
         wanted = min(num_missing(first), self._kv.spec.block_size)
         yielded = False
-        while not self._extend(first, wanted, shares) and len(order) > 1:
-            self._yielding.preempt_one_of(order[1:])
+        while not self._extend(first, wanted, shares) and (others := self._others(first)):
+            self._yielding.preempt_one_of(others)
             yielded = True
         return yielded
+
+    def _first(self) -> Sequence | None:
+        """The first in order of service among the running sequences that have tokens to compute."""
+        return next((seq for seq in self._running.order if num_missing(seq)), None)
+
+    def _others(self, first: Sequence) -> list[Sequence]:
+        """Who may yield to the first: those behind it, or else those ahead, beams that wait for their siblings."""
+        return self._running.after(first)[1:] or [seq for seq in self._running.order if seq is not first]
 
     def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
         """One token for each, in order of service; returns whether somebody had to yield blocks."""
@@ -155,10 +168,8 @@ class Service:
     def _take_from_those_behind(self, seq: Sequence, shares: StepShares) -> bool:
         """Blocks for a stream's next token; False where it yielded itself."""
         while not self._extend(seq, 1, shares):
-            behind = self._running.after(seq)
-            if behind[0] is self._running.order[0]:
-                # The first in order of service yields to nobody, so that every request ends at last.
-                del behind[0]
+            # The first in order of service yields to nobody, so that every request ends at last.
+            behind = self._others(seq) if seq is self._first() else self._running.after(seq)
             if not behind and self._yielding.free_more():
                 continue
             if self._yielding.preempt_one_of(behind or [seq]) is seq:
@@ -178,6 +189,9 @@ class Service:
             alone = not prompts and len(waiting) == 1
             if self._admit(head, budget, shares, 1 if alone else SHARE_OF_FIRST):
                 by_size = sorted((*by_size, head), key=_size)
+            elif prompts:
+                # It does not fit yet: the first of those that run is next.
+                short |= self._serve_prompt(prompts[0], budget, shares, SHARE_OF_FIRST)
         refused: list[Sequence] = []
         place = 0
         while budget.num_tokens > 0:
@@ -218,7 +232,7 @@ class Service:
         if num_new:
             budget.take(start, num_new)
             shares.chunks[seq.seq_id] = (seq, has + num_new)
-        elif not has and seq is self._running.order[0]:
+        elif not has and seq is self._first():
             self._stalled = seq
         return num_new < chunk
 
