@@ -105,7 +105,7 @@ def test_fewer_continuations_than_beams_are_those_of_transformers(
     make_llm: MakeLLM, tiny_llama: Path, model: Any, num_going_on: int
 ) -> None:
     """Until 6 tokens are there all others end an output and are masked: a search of 4 begins narrower than that."""
-    llm = make_llm(tiny_llama, block_size=4)
+    llm = make_llm(tiny_llama, block_size=4, max_stop_token_ids=VOCAB)
     enders = [token for token in range(VOCAB) if not 3 <= token < 3 + num_going_on]
     params = SamplingParams(
         use_beam_search=True, n=4, max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=enders
@@ -129,8 +129,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "one block a sequence": {"block_size": "max"},
     "no prefix cache": {"enable_prefix_caching": False},
     "radix prefix cache": {"prefix_cache": "radix"},
-    "preempted": {"block_size": 2, "num_blocks": 48, "max_num_seqs": 12},
-    "preempted, no prefix cache": {"block_size": 2, "num_blocks": 48, "enable_prefix_caching": False},
+    "preempted": {"block_size": 2, "num_blocks": 32, "max_num_seqs": 12},
+    "preempted, no prefix cache": {"block_size": 2, "num_blocks": 32, "enable_prefix_caching": False},
     "room for one beam": {"block_size": 4, "num_blocks": 18, "enable_prefix_caching": False},
 }
 

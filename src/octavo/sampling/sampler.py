@@ -28,7 +28,7 @@ from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.top_k import argmax, largest
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.scheduler.plan import Candidate, StepResult
+from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 
 ArgMax = Callable[[torch.Tensor], torch.Tensor]
 """float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
@@ -119,11 +119,12 @@ class Sampler:
         _require_sound(torch.isfinite(values[:, 0]), batch)
         found: dict[int, tuple[Candidate, ...]] = {}
         for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):
-            token_ids = ids[i, : snapshot.num_candidates]
+            places = _places_to_choose_from(ids[i, : snapshot.num_candidates].tolist(), snapshot)
+            token_ids = ids[i, places]
             known: list[TokenLogprobs | None] = [None] * len(token_ids)
             if (num_top := snapshot.params.logprobs) is not None:
                 known = [*_token_logprobs(logits[i].expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))]
-            found[i] = tuple(map(Candidate, token_ids.tolist(), row[: snapshot.num_candidates], known))
+            found[i] = tuple(map(Candidate, token_ids.tolist(), [row[place] for place in places], known))
         best = {i: candidates[0] for i, candidates in found.items()}
         return StepResult(
             tuple(candidate.token_id for candidate in best.values()),
@@ -167,6 +168,20 @@ def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult
         logprobs.update((places[i], value) for i, value in result.logprobs.items())
         candidates.update((places[i], found) for i, found in result.candidates.items())
     return StepResult(tuple(token_ids), logprobs, candidates)
+
+
+def _places_to_choose_from(token_ids: list[int], snapshot: SamplingSnapshot) -> list[int]:
+    """Of a beam's likeliest tokens, best first, the places of those that a search of w beams may choose.
+
+    The w best, of which those that end become hypotheses, and the w best that do not end: at most 2w, however many
+    tokens end an output.
+    """
+    width = snapshot.params.num_sequences
+    ends = snapshot.params.stop_token_ids
+    if not snapshot.params.ignore_eos:
+        ends = snapshot.eos_token_ids.union(ends)
+    going_on = [place for place, token_id in enumerate(token_ids) if token_id not in ends]
+    return sorted({*range(min(width, len(token_ids))), *going_on[:width]})
 
 
 def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
