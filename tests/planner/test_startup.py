@@ -4,7 +4,6 @@ import logging
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from octavo.cli import build_parser
 from octavo.commands.options import engine_options
-from octavo.config import EngineConfig, format_bytes, parse_bytes
+from octavo.config import EngineConfig, parse_bytes
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
 from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limited_memory
@@ -111,21 +110,6 @@ def test_a_model_is_refused_before_its_weights_are_read(tiny_model: str, monkeyp
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "1MiB")
     with pytest.raises(ConfigError, match=r"1\.00 MiB are available"):
         build_engine(EngineConfig(model=tiny_model, device="cpu"))
-
-
-def test_a_model_that_only_its_loader_can_count_is_sized_once_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_hf_model(tmp_path, "Phi", tokenizer=True)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    config = EngineConfig(model=str(tmp_path), device="cpu", max_num_batched_tokens=16, max_num_seqs=1)
-    engine = build_engine(config)
-    weights = runner_of(engine).model.weight_bytes
-    engine.close()
-    monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, str(weights))
-    with pytest.raises(ConfigError, match=f"weights {re.escape(format_bytes(weights))}"):
-        build_engine(config)
 
 
 def test_what_is_planned_is_what_is_allocated(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

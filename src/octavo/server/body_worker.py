@@ -3,7 +3,7 @@
 Parsing JSON, validating arrays, rendering templates and tokenising hold the interpreter's lock, so a thread would not
 do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
 
-    server  ── pickled BodyReader ──>  once
+    server  ── pickled BodyReader ──>  once            ── nothing ──>  ready
             ── method, then body  ──>                  ── pickled result, or the error to raise ──>  server
 
 The process ends when its input does, so none outlives its server.
@@ -24,6 +24,9 @@ from octavo.server.errors import BodyTooSlowError, to_api_error
 
 _MAIN = "from octavo.server.body_worker import main; main()"
 
+# The process imports a tokenizer before it is ready: about a second, many on a busy machine.
+_START_SECONDS = 120.0
+
 
 class BodyWorker:
     """One such process, seen from the server. Its methods block; one thread uses it at a time."""
@@ -40,15 +43,26 @@ class BodyWorker:
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._end = weakref.finalize(self, _end, self._process)
+        self._is_ready = False
         _send(self._in, reader)
 
     def read(self, method: str, raw: bytes, seconds: float) -> Any:
         """What `BodyReader.<method>(raw)` returns; raises what it raises.
 
         Raises:
-            BodyTooSlowError: it took longer than that; the process is gone then.
+            BodyTooSlowError: it took longer than that, the start of the process aside; the process is gone then.
             EOFError, OSError: the process is gone for some other reason.
         """
+        if not self._is_ready:
+            self._ask(_START_SECONDS)
+            self._is_ready = True
+        succeeded, value = pickle.loads(self._ask(seconds, method.encode(), raw))
+        if succeeded:
+            return value
+        raise value
+
+    def _ask(self, seconds: float, *frames: bytes) -> bytes:
+        """Send frames and wait for the next answer; the process is killed when it takes longer than that."""
         too_slow = threading.Event()
 
         def stop() -> None:
@@ -58,9 +72,9 @@ class BodyWorker:
         timer = threading.Timer(seconds, stop)
         timer.start()
         try:
-            _send(self._in, method.encode())
-            _send(self._in, raw)
-            succeeded, value = pickle.loads(_receive(self._out))
+            for frame in frames:
+                _send(self._in, frame)
+            return _receive(self._out)
         except (EOFError, OSError):
             self.close()
             if too_slow.is_set():
@@ -68,9 +82,6 @@ class BodyWorker:
             raise
         finally:
             timer.cancel()
-        if succeeded:
-            return value
-        raise value
 
     @property
     def is_alive(self) -> bool:
@@ -117,6 +128,7 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         reader = pickle.loads(_receive(requests))
+        _send(answers, b"")
         while True:
             method = _receive(requests).decode()
             _send(answers, _answer(reader, method, _receive(requests)))
