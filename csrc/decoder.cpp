@@ -21,7 +21,8 @@ Matrix Decoder::rows(Buffer& buffer, int64_t count, int64_t width) {
 }
 
 void Decoder::forward(const DecoderStep& step) {
-    with_team([&] { run(step); });
+    wake_threads();
+    run(step);
 }
 
 void Decoder::run(const DecoderStep& step) {
@@ -130,7 +131,7 @@ void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out,
     char* base = out.base;
     for (const Linear::Part& part : linear.parts) {
         const int64_t width = epilogue == kPlain ? part.weight.outputs : part.weight.outputs / 2;
-        octavo::linear(part.weight, shape.storage, x, {base, out.stride, width, part.bias, storage, epilogue});
+        octavo::linear(part.weight, shape.storage, x, {base, out.stride, width, part.bias, storage, epilogue}, exact);
         base += width * element_bytes(storage);
     }
 }

@@ -3,21 +3,65 @@
 
 #include "kernels.h"
 
+#ifdef OCTAVO_X86
+#include <cpuid.h>
+#endif
+#if defined(OCTAVO_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace octavo {
 namespace {
 
 const Kernels* const kTables[kNumIsas] = {
-    &kKernelsPortable,
+    &kKernelsPortable, &kKernelsAmxEmulated,
 #ifdef OCTAVO_X86
-    &kKernelsAvx2,
-    &kKernelsAvx512,
-    &kKernelsAvx512Bf16,
+    &kKernelsAvx2,     &kKernelsAvx2Vnni,    &kKernelsAvx512, &kKernelsAvx512Vnni, &kKernelsAvx512Bf16, &kKernelsAmx,
 #endif
 };
 
+#ifdef OCTAVO_X86
+struct Registers {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+};
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+    return r;
+}
+
+bool is_intel() {
+    const Registers r = cpuid(0, 0);
+    return r.b == signature_INTEL_ebx && r.c == signature_INTEL_ecx && r.d == signature_INTEL_edx;
+}
+
+// Tiles are the one state that Linux saves only for a process that has asked for it, and it may refuse: where a signal
+// stack is too small for them, or a sandbox filters the call.
+bool may_use_tiles() {
+#ifdef __linux__
+    const unsigned features = cpuid(7, 0).d;
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    if (!(features & kAmxBf16) || !(features & kAmxTile)) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    constexpr unsigned kTileState = 3u << 17;
+    if ((low & kTileState) != kTileState) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
 Isa best_isa() {
     int isa = kNumIsas - 1;
-    while (!isa_is_supported(static_cast<Isa>(isa))) --isa;
+    while (isa == kAmxEmulated || !isa_is_supported(static_cast<Isa>(isa))) --isa;
+#ifdef OCTAVO_X86
+    // Intel's cores take two cycles for each vdpbf16ps: two multiply-adds of floats are as fast, and round less.
+    if (isa == kAvx512Bf16 && is_intel()) isa = kAvx512Vnni;
+#endif
     return static_cast<Isa>(isa);
 }
 
@@ -26,17 +70,23 @@ std::atomic<Isa> g_current{best_isa()};
 }  // namespace
 
 bool isa_is_supported(Isa isa) {
-    if (isa == kPortable) return true;
+    if (isa == kPortable || isa == kAmxEmulated) return true;
 #ifdef OCTAVO_X86
     // libgcc asks the operating system too: a CPU whose wide registers are not saved has none.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    static const bool avx_vnni = cpuid(7, 1).a & 1u << 4;
+    static const bool tiles = may_use_tiles();
     switch (isa) {
         case kAvx2: return avx2;
+        case kAvx2Vnni: return avx2 && avx_vnni;
         case kAvx512: return avx512;
-        case kAvx512Bf16: return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+        case kAvx512Vnni: return vnni;
+        case kAvx512Bf16: return vnni && __builtin_cpu_supports("avx512bf16");
+        case kAmx: return vnni && __builtin_cpu_supports("avx512bf16") && tiles;
         default: return false;
     }
 #else
@@ -45,7 +95,8 @@ bool isa_is_supported(Isa isa) {
 }
 
 const char* isa_name(Isa isa) {
-    static const char* names[kNumIsas] = {"portable", "avx2", "avx512", "avx512_bf16"};
+    static const char* names[kNumIsas] = {"portable", "amx_emulated", "avx2",        "avx2_vnni",
+                                          "avx512",   "avx512_vnni",  "avx512_bf16", "amx"};
     return names[isa];
 }
 

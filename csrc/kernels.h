@@ -6,7 +6,8 @@
 
 namespace octavo {
 
-enum Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kNumIsas };
+// From slow to fast. The emulated level multiplies in the tiles of AMX on any machine, for tests; it is never chosen.
+enum Isa { kPortable, kAmxEmulated, kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx, kNumIsas };
 enum Storage { kBf16, kF32, kNumStorages };  // what tensors hold; arithmetic is in float32
 enum Activation { kSilu, kGeluTanh, kNumActivations };
 
@@ -53,8 +54,9 @@ struct alignas(64) AttendScratch {
     uint32_t query[kMaxTaskRows * kMaxHeadDim];                 // [row / R][unit][R]
     float split_sum[kMaxTaskRows * (kMaxHeadDim + kRowState)];  // this split's state
     float total[kMaxTaskRows * (kMaxHeadDim + kRowState)];      // all splits so far
-    float scores[8 * kTile];
-    uint32_t weights[8 * kTile];
+    float scores[16 * kTile];
+    uint32_t weights[16 * kTile];
+    uint32_t values[8 * kMaxHeadDim];  // of sixteen tokens, not all of them written
 };
 
 struct RopeTask {
@@ -117,6 +119,8 @@ struct GemmTask {
     RowGroups groups;
     LinearOutput out;
     int units;
+    int64_t tiles;  // of sixteen outputs, of a quantised weight
+    char* decoded;  // where a weight that is no bf16 panel is decoded: room for two panels of whole tile steps
 };
 // Quantised activations, see quant.h. A group of R rows lies together.
 struct QuantRows {
@@ -155,10 +159,17 @@ struct Kernels {
     void (*gemm[kNumStorages])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                                int64_t panel_end);
     void (*gemm_coded)(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end);
-    int quant_rows, gemm_rows;  // most rows in a group
+    int quant_rows, gemm_rows[kNumStorages];  // most rows in a group
+    // Of a level with tiles (tile_gemm.h); else null, and a step is one unit.
+    void (*pack_tile_rows)(const char* const* rows, int64_t count, int64_t row_bytes, uint32_t* packed);
+    void (*gemm_quant[kNumQuantFormats])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+                                         int64_t panel_end);
+    int tile_units;
+    int64_t gemm_quant_rows;  // from how many on it is faster than quant_linear
 };
 
-extern const Kernels kKernelsPortable, kKernelsAvx2, kKernelsAvx512, kKernelsAvx512Bf16;
+extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKernelsAvx2Vnni, kKernelsAvx512,
+    kKernelsAvx512Vnni, kKernelsAvx512Bf16, kKernelsAmx;
 
 bool isa_is_supported(Isa isa);  // compiled in, and the CPU has it
 const char* isa_name(Isa isa);

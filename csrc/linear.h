@@ -71,6 +71,8 @@ void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64
 void unpack_row(const Weight& weight, int64_t output, Storage, char* to);
 
 // out = x @ weight.T + bias through out.epilogue. Unless the weight is quantised, x holds what the weight does.
-void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out);
+// A row's bits depend on nothing but the row. Not so, unless `exact`, where the weight is quantised: many rows may be
+// multiplied another way, within rounding.
+void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact = true);
 
 }  // namespace octavo

@@ -13,9 +13,9 @@ constexpr int64_t kElementsWorthAThread = 16384;  // about two microseconds, wha
 
 // Calls body(begin, end) over [0, rows), cut so that each piece is worth its thread.
 template <class Body> void parallel_rows(int64_t rows, int64_t elements_per_row, const Body& body) {
+    if (rows == 0) return;
     const int64_t worth = rows * elements_per_row / kElementsWorthAThread;
     const int64_t pieces = std::clamp<int64_t>(worth, 1, std::min<int64_t>(rows, int64_t{num_threads()} * 4));
-    if (rows == 0) return;
     parallel_for(static_cast<int>(pieces), [&](int i) { body(rows * i / pieces, rows * (i + 1) / pieces); });
 }
 

@@ -9,38 +9,54 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kGroupsPerTask = 8;   // their activations stay in L2 while the weights pass
-constexpr int64_t kTasksPerThread = 8;  // enough to even out
+// Activations that a task reads over and over stay in L2 while the weights pass.
+constexpr int64_t kRowsPerBlock = 96, kBytesPerBlock = 768 << 10;  // the lesser, in tiles
+constexpr int64_t kTasksPerThread = 8;                             // enough to even out
 constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kBytesWorthAThread = 32 << 10;
 constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
 constexpr int64_t kRowsThatCostNothing = 8;  // more of them than a core multiplies while it waits for their weights
 
+struct alignas(64) Line {
+    char bytes[64];
+};
+
 // Rows of activations as the kernels read them. Memory is kept from call to call.
 struct PackedRows {
-    std::vector<uint32_t> units;
+    std::vector<Line> lines;  // aligned, and with one to spare behind them: a tile may read a row too many
     std::vector<float> scales;
-    uint64_t call = 0;  // what lies here: a block of rows of one product
+    std::vector<Line> decoded;  // see GemmTask
+    uint64_t call = 0;          // what lies here: a block of rows of one product
     int64_t block = 0;
+    uint32_t* units() { return reinterpret_cast<uint32_t*>(lines.data()); }
     void make_room(int64_t rows, int64_t units_per_row) {
-        if (static_cast<int64_t>(units.size()) < rows * units_per_row) units.resize(rows * units_per_row);
+        const int64_t needed = (rows * units_per_row * 4 + 63) / 64 + 1;
+        if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
         if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
     }
+    char* decoded_room(int64_t bytes) {
+        if (static_cast<int64_t>(decoded.size() * sizeof(Line)) < bytes) decoded.resize((bytes + 63) / 64);
+        return decoded.data()->bytes;
+    }
 };
+
+PackedRows& own_rows() {
+    static thread_local PackedRows rows;
+    return rows;
+}
 
 // Blocks of groups times stretches of panels, each a task: multiply(packed, its first row, group_begin, group_end,
 // panel_begin, panel_end), with rows that pack(group, to, its row) has packed. A few threads pack a block each for
 // itself: what another core has packed takes longer to fetch, and what another has read takes longer to overwrite, than
 // a row takes to pack. Many threads share that work, all of it before they multiply.
 template <class Pack, class Multiply>
-void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, int64_t panel_bytes, const Pack& pack,
-                     const Multiply& multiply) {
+void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
+                     int64_t panel_bytes, const Pack& pack, const Multiply& multiply) {
     if (groups.count == 0 || panels == 0) return;
-    static thread_local PackedRows own;
     static std::atomic<uint64_t> calls{0};
     const uint64_t call = calls.fetch_add(1, std::memory_order_relaxed) + 1;
     const bool alone = num_threads() <= kThreadsThatPackAlone;
-    PackedRows& shared = own;
+    PackedRows& shared = own_rows();
     if (!alone) {
         shared.make_room(groups.rows, units_per_row);
         const int64_t pieces =
@@ -50,7 +66,7 @@ void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, in
                 pack(g, shared, groups.begin(g));
         });
     }
-    const int64_t blocks = (groups.count + kGroupsPerTask - 1) / kGroupsPerTask;
+    const int64_t blocks = std::min(groups.count, (groups.rows + rows_per_block - 1) / rows_per_block);
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
     int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
     if (alone && blocks > 1)  // the fewer, the fewer threads pack a block
@@ -59,7 +75,7 @@ void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, in
         const int64_t block = i / stretches, stretch = i % stretches;
         const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
         const int64_t first_row = alone ? groups.begin(begin) : 0;
-        PackedRows& packed = alone ? own : shared;
+        PackedRows& packed = alone ? own_rows() : shared;
         if (alone && (packed.call != call || packed.block != block)) {
             packed.make_room(groups.begin(end) - first_row, units_per_row);
             for (int64_t g = begin; g < end; ++g) pack(g, packed, groups.begin(g) - first_row);
@@ -71,7 +87,7 @@ void multiply_packed(RowGroups groups, int64_t units_per_row, int64_t panels, in
 }
 
 #include "level/interleave.h"
-constexpr int kMostGroupRows = 12;
+constexpr int kMostGroupRows = 32;
 
 // The rows of a group; their number.
 int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&rows)[kMostGroupRows]) {
@@ -80,30 +96,42 @@ int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&
     return count;
 }
 
+// Products of floats, and of quantised weights in tiles.
 void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
-    const Storage storage = float_storage(weight.format);
+    const bool quantised = is_quantised(weight.format);
+    const Storage storage = quantised ? kBf16 : float_storage(weight.format);
+    const bool tiles = level.pack_tile_rows && storage == kBf16;
     const bool odd = storage == kBf16 && weight.inputs % 2;
-    const bool as_it_is = x.rows == 1 && !odd && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
+    const int64_t row_bytes = weight.inputs * (storage == kBf16 ? 2 : 4), units = (row_bytes + 3) / 4;
+    const int64_t step = tiles ? level.tile_units : 1, packed_units = (units + step - 1) / step * step;
+    const bool as_it_is = x.rows == 1 && !odd && packed_units == units && reinterpret_cast<uintptr_t>(x.base) % 4 == 0;
     GemmTask task{};
     task.weight = weight.packed;
-    task.groups = RowGroups(x.rows, level.gemm_rows);
+    task.groups = RowGroups(x.rows, level.gemm_rows[storage]);
     task.out = out;
-    task.units = static_cast<int>(storage == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs);
-    const int64_t units = task.units;
-    int64_t panel_bytes = units * kPanelOutputs * 4;
+    task.units = static_cast<int>(units);
+    auto kernel = level.gemm[storage];
+    int64_t panel_bytes = units * kPanelOutputs * 4, decoded_bytes = 0;
     if (weight.format == WeightFormat::bf16_coded) {
         const CodedWeight coded(weight);
         task.weight += CodedWeight::header_bytes;
         task.coded = coded.view(weight.packed);
         panel_bytes = coded.panel_bytes();
+        kernel = level.gemm_coded;
+    } else if (quantised) {
+        task.tiles = (weight.outputs + 15) / 16;
+        panel_bytes = 2 * weight.inputs / 32 * quant_block_bytes(quant_format(weight.format));
+        kernel = level.gemm_quant[quant_format(weight.format)];
     }
-    const auto kernel = weight.format == WeightFormat::bf16_coded ? level.gemm_coded : level.gemm[storage];
+    if (tiles && (quantised || weight.format == WeightFormat::bf16_coded))
+        decoded_bytes = 2 * packed_units * kPanelOutputs * 4;
     const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
         if (as_it_is) return;
         const char* rows[kMostGroupRows];
         const int64_t count = rows_of(x, task.groups, group, rows);
-        uint32_t* to = packed.units.data() + row * units;
+        uint32_t* to = packed.units() + row * packed_units;
+        if (tiles) return level.pack_tile_rows(rows, count, row_bytes, to);
         interleave(rows, count, units - odd, to);
         for (int64_t r = 0; odd && r < count; ++r) {
             uint32_t& last = to[(units - 1) * count + r];
@@ -111,11 +139,14 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
             std::memcpy(&last, rows[r] + (units - 1) * 4, 2);
         }
     };
-    multiply_packed(task.groups, units, (weight.outputs + kPanelOutputs - 1) / kPanelOutputs, panel_bytes, pack,
-                    [&](const PackedRows& packed, int64_t first_row, auto... range) {
+    const int64_t rows_per_block =
+        tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
+    multiply_packed(task.groups, rows_per_block, packed_units, (weight.outputs + kPanelOutputs - 1) / kPanelOutputs,
+                    panel_bytes, pack, [&](PackedRows& packed, int64_t first_row, auto... range) {
                         GemmTask own = task;
-                        own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units.data();
+                        own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units();
                         own.first_row = first_row;
+                        if (decoded_bytes) own.decoded = own_rows().decoded_room(decoded_bytes);
                         kernel(own, range...);
                     });
 }
@@ -131,8 +162,9 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
     task.tiles = (weight.outputs + 15) / 16;
     task.blocks = static_cast<int>(blocks);
     const auto parts = [&](PackedRows& packed) {
-        uint32_t* units = packed.units.data();
-        const int64_t room = static_cast<int64_t>(packed.units.size()) / 10;  // 8 units, an exponent and a sum a block
+        uint32_t* units = packed.units();
+        const int64_t room = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) /
+                             10;  // 8 units, an exponent and a sum a block
         return QuantRows{units, units + room * 8, units + room * 9, packed.scales.data()};
     };
     const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
@@ -141,7 +173,8 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
         level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
                                        parts(packed).at(row, blocks));
     };
-    multiply_packed(task.groups, blocks * 10, (task.tiles + 1) / 2, 2 * blocks * quant_block_bytes(format), pack,
+    multiply_packed(task.groups, kRowsPerBlock, blocks * 10, (task.tiles + 1) / 2,
+                    2 * blocks * quant_block_bytes(format), pack,
                     [&](PackedRows& packed, int64_t first_row, auto... range) {
                         QuantTask own = task;
                         own.x = parts(packed);
@@ -152,8 +185,10 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
 
 }  // namespace
 
-void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out) {
-    if (is_quantised(weight.format))
+void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact) {
+    const Kernels& level = kernels();
+    const bool in_tiles = !exact && level.pack_tile_rows && x_storage == kBf16 && x.rows >= level.gemm_quant_rows;
+    if (is_quantised(weight.format) && !in_tiles)
         quant_linear(weight, x_storage, x, out);
     else
         gemm(weight, x, out);

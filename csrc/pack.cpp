@@ -1,8 +1,11 @@
 // Weights into the kernels' order and, a row at a time, back.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "linear.h"
+#include "thread_pool.h"
 
 namespace octavo {
 namespace {
@@ -14,10 +17,11 @@ int64_t units_per_output(const Weight& weight) {
 }
 
 // Sixteen units of sixteen outputs at a time: lines of the packed weight are written whole.
-void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
+void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end_row,
+                 Placement place) {
     const int64_t units = units_per_output(weight), row_bytes = stored_row_bytes(weight.format, weight.inputs);
-    for (int64_t first = 0; first < num_rows; first += 16) {
-        const int64_t count = std::min<int64_t>(16, num_rows - first);
+    for (int64_t first = begin; first < end_row; first += 16) {
+        const int64_t count = std::min<int64_t>(16, end_row - first);
         for (int64_t unit = 0; unit < units; unit += 16)
             for (int64_t r = 0; r < count; ++r) {
                 const int64_t output = place.output(first + r), panel = output / kPanelOutputs;
@@ -32,16 +36,28 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
     }
 }
 
-void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
+// An infinite scale, or one that is no number, would turn into finite garbage where integers are added to its exponent.
+void check_scale(const char* from, int64_t row, int64_t block) {
+    uint16_t half;
+    std::memcpy(&half, from, 2);
+    if ((half & 0x7c00) == 0x7c00)
+        throw std::invalid_argument("row " + std::to_string(row) + " has a scale in block " + std::to_string(block) +
+                                    " that is infinite or not a number: the weight is damaged");
+}
+
+void pack_quants(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end,
+                 Placement place) {
     const QuantFormat format = quant_format(weight.format);
     const int64_t blocks = weight.inputs / 32, from_bytes = gguf_block_bytes(format);
     const int header = format == kQ4_1 ? 4 : 2, quads = format == kQ8_0 ? 8 : 4;
     const uint32_t flip = format == kQ8_0 ? 0x80808080u : 0;  // signed to unsigned
-    for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
         const int64_t output = place.output(row), lane = output % 16;
         const char* from = rows + row * row_stride;
         char* to = weight.packed + output / 16 * blocks * quant_block_bytes(format);
         for (int64_t block = 0; block < blocks; ++block, from += from_bytes, to += quant_block_bytes(format)) {
+            check_scale(from, row, block);
+            if (format == kQ4_1) check_scale(from + 2, row, block);
             std::memcpy(to + lane * 2, from, 2);
             if (format == kQ4_1) std::memcpy(to + 32 + lane * 2, from + 2, 2);
             char* vectors = to + header * 16 + lane * 4;
@@ -118,10 +134,16 @@ int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
 }
 
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
-    if (is_quantised(weight.format))
-        pack_quants(weight, rows, row_stride, num_rows, place);
-    else
-        pack_floats(weight, rows, row_stride, num_rows, place);
+    // Several threads: first touch then spreads the pages over their memory nodes.
+    constexpr int64_t kRowsPerTask = 64;  // whole sixteens
+    const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
+    parallel_for(static_cast<int>(tasks), [&](int task) {
+        const int64_t first = task * kRowsPerTask, end = std::min(num_rows, first + kRowsPerTask);
+        if (is_quantised(weight.format))
+            pack_quants(weight, rows, row_stride, first, end, place);
+        else
+            pack_floats(weight, rows, row_stride, first, end, place);
+    });
 }
 
 void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {

@@ -1,66 +1,242 @@
 #include "thread_pool.h"
 
-#include <omp.h>
-#include <sched.h>
-
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <exception>
+#include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
+#include <vector>
 
-#include "team.h"
+#ifdef __linux__
+#include <sched.h>
+#endif
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 
 namespace octavo {
 namespace {
 
+using Task = void (*)(void* context, int index);
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Rounding and subnormals as C++ has them: torch.set_flush_denormal changes the calling thread's, which would then
+// compute other bits than the workers.
+class DefaultRounding {
+  public:
+#if defined(__x86_64__)
+    DefaultRounding() : before_(__builtin_ia32_stmxcsr()) {
+        if ((before_ & ~kFlags) != kDefault) __builtin_ia32_ldmxcsr(kDefault);
+    }
+    ~DefaultRounding() {
+        if ((before_ & ~kFlags) != kDefault) __builtin_ia32_ldmxcsr(before_);
+    }
+
+  private:
+    static constexpr unsigned kDefault = 0x1f80, kFlags = 0x3f;
+    unsigned before_;
+#elif defined(__aarch64__)
+    DefaultRounding() {
+        asm volatile("mrs %0, fpcr" : "=r"(before_));
+        if (before_) asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+    }
+    ~DefaultRounding() {
+        if (before_) asm volatile("msr fpcr, %0" ::"r"(before_));
+    }
+
+  private:
+    uint64_t before_;
+#else
+    DefaultRounding() {}
+#endif
+};
+
+// Spins until `done()`, or for kSpin by the clock; whether it is done.
+template <class Done> bool spin_until(const Done& done) {
+    using Clock = std::chrono::steady_clock;
+    constexpr auto kSpin = std::chrono::microseconds(50);
+    constexpr int kPausesBetweenLooksAtTheClock = 16;
+    for (const auto begin = Clock::now();;) {
+        for (int i = 0; i < kPausesBetweenLooksAtTheClock; ++i) {
+            if (done()) return true;
+            pause();
+        }
+        if (Clock::now() - begin > kSpin) return false;
+    }
+}
+
+thread_local bool t_in_task = false;
+
+class Pool {
+  public:
+    ~Pool() {
+        stop_.store(true);
+        call_workers();
+        for (std::thread& worker : workers_) worker.join();
+    }
+
+    // False where another thread leads: nothing is done.
+    bool try_run(int num_tasks, Task task, void* context, int threads) {
+        std::unique_lock leader(leader_, std::try_to_lock);
+        if (!leader.owns_lock()) return false;
+        grow(threads - 1);
+        task_ = task;
+        context_ = context;
+        num_tasks_ = num_tasks;
+        // Many threads take several tasks at a time, so as not to fight for the ticket.
+        constexpr int kThreadsThatTakeOne = 16;
+        share_ = threads <= kThreadsThatTakeOne ? num_tasks : 4 * threads;
+        unfinished_.store(num_tasks, std::memory_order_relaxed);
+        ticket_.store(++round_ << 32 | static_cast<uint32_t>(num_tasks), std::memory_order_release);
+        call_workers();
+        take_tasks();
+        const auto finished = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
+        if (!spin_until(finished))
+            for (int left; (left = unfinished_.load(std::memory_order_acquire)) != 0;) unfinished_.wait(left);
+        if (failed_.load(std::memory_order_relaxed)) {
+            failed_.store(false, std::memory_order_relaxed);
+            std::rethrow_exception(std::exchange(thrown_, nullptr));
+        }
+        return true;
+    }
+
+    void wake() {
+        if (sleepers_.load() > 0) call_workers();
+    }
+
+  private:
+    // By the leader. Where the system gives no more threads, those that there are do the work.
+    void grow(int count) {
+        active_.store(count, std::memory_order_relaxed);
+        while (static_cast<int>(workers_.size()) < count) {
+            try {
+                workers_.emplace_back([this, index = static_cast<int>(workers_.size())] { work(index); });
+            } catch (const std::system_error&) {
+                return;
+            }
+        }
+    }
+
+    void call_workers() {
+        epoch_.fetch_add(1);
+        if (sleepers_.load() > 0) epoch_.notify_all();
+    }
+
+    void work(int index) {
+        const DefaultRounding rounding;
+        while (!stop_.load()) {
+            const uint32_t epoch = epoch_.load();
+            const bool active = index < active_.load(std::memory_order_relaxed);
+            if (active && take_tasks()) continue;
+            if (active && spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; })) continue;
+            // Whoever calls counts up first and then looks for sleepers; a sleeper does it the other way round.
+            sleepers_.fetch_add(1);
+            if (!stop_.load()) epoch_.wait(epoch);
+            sleepers_.fetch_sub(1);
+        }
+    }
+
+    bool take_tasks() {
+        bool any = false;
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (const auto left = static_cast<uint32_t>(ticket)) {
+            // Written before the ticket; should they be of a later round already, the exchange fails.
+            const uint32_t count =
+                std::max<uint32_t>(1, left / static_cast<uint32_t>(share_.load(std::memory_order_relaxed)));
+            if (!ticket_.compare_exchange_weak(ticket, ticket - count, std::memory_order_acquire)) continue;
+            // The round cannot end, nor these change, before these tasks are done.
+            const int first = num_tasks_ - static_cast<int>(left);
+            t_in_task = true;
+            for (uint32_t i = 0; i < count; ++i) {
+                try {
+                    task_(context_, first + static_cast<int>(i));
+                } catch (...) {
+                    if (!failed_.exchange(true)) thrown_ = std::current_exception();
+                }
+            }
+            t_in_task = false;
+            any = true;
+            if (unfinished_.fetch_sub(static_cast<int>(count), std::memory_order_acq_rel) == static_cast<int>(count))
+                unfinished_.notify_one();
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        return any;
+    }
+
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int> unfinished_{0};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::atomic<int> sleepers_{0}, active_{0};
+    std::atomic<bool> stop_{false};
+    alignas(64) Task task_ = nullptr;
+    void* context_ = nullptr;
+    int num_tasks_ = 0;
+    std::atomic<int> share_{1};
+    std::atomic<bool> failed_{false};
+    std::exception_ptr thrown_;
+    uint64_t round_ = 0;
+    std::mutex leader_;
+    std::vector<std::thread> workers_;
+};
+
 std::atomic<int> g_num_threads{hardware_threads()};
-thread_local Team* t_team = nullptr;  // the team that the calling thread leads
+std::atomic<Pool*> g_pool{nullptr};
+
+// Never destroyed: when a process ends, its threads end with it.
+Pool& pool() {
+    if (Pool* known = g_pool.load(std::memory_order_acquire)) return *known;
+    static std::mutex making;
+    const std::lock_guard lock(making);
+    if (!g_pool.load(std::memory_order_acquire)) {
+        g_pool.store(new Pool, std::memory_order_release);
+#ifndef _WIN32
+        static const int registered = pthread_atfork(nullptr, nullptr, [] {
+            // A child has none of its parent's threads: it begins anew, and leaves the parent's pool alone.
+            g_pool.store(new Pool, std::memory_order_release);
+            t_in_task = false;
+        });
+        (void)registered;
+#endif
+    }
+    return *g_pool.load(std::memory_order_acquire);
+}
 
 }  // namespace
 
 int hardware_threads() {
+#ifdef __linux__
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
-    return std::max(1u, std::thread::hardware_concurrency());
+#endif
+    return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
 int num_threads() { return g_num_threads.load(std::memory_order_relaxed); }
 
 void set_num_threads(int count) { g_num_threads.store(count, std::memory_order_relaxed); }
 
-namespace detail {
-
-void run_tasks(int num_tasks, void (*task)(void*, int), void* context) {
-    const int threads = std::min(num_threads(), num_tasks);
-    if (threads <= 1) {
-        for (int index = 0; index < num_tasks; ++index) task(context, index);
-        return;
-    }
-    if (t_team) return t_team->run(num_tasks, task, context);
-    std::atomic<int> next{0};
-    // The whole team is asked for even when there are fewer tasks than threads: libgomp rebuilds the team whenever its
-    // size changes.
-#pragma omp parallel num_threads(num_threads())
-    for (int index; (index = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) task(context, index);
+void wake_threads() {
+    if (num_threads() > 1 && !t_in_task) pool().wake();
 }
 
-void with_team(void (*body)(void*), void* context) {
-    if (num_threads() == 1 || t_team) return body(context);
-    Team team;
-    std::exception_ptr thrown;
-#pragma omp parallel num_threads(num_threads())
-    if (omp_get_thread_num() != 0) {
-        team.work();
-    } else {
-        t_team = &team;
-        try {
-            body(context);
-        } catch (...) {  // nothing may leave a parallel region
-            thrown = std::current_exception();
-        }
-        t_team = nullptr;
-        team.close();
-    }
-    if (thrown) std::rethrow_exception(thrown);
+namespace detail {
+
+void run_tasks(int num_tasks, Task task, void* context) {
+    const DefaultRounding rounding;
+    const int threads = num_threads();
+    if (num_tasks > 1 && threads > 1 && !t_in_task && pool().try_run(num_tasks, task, context, threads)) return;
+    for (int index = 0; index < num_tasks; ++index) task(context, index);
 }
 
 }  // namespace detail

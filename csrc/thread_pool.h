@@ -1,11 +1,16 @@
-// Splits a kernel's work over threads.
+// Splits a kernel's work over threads of its own, which stay from call to call.
 //
-// The threads are OpenMP's. torch loads libgomp under its plain soname, so a module linked against libgomp.so.1 gets
-// the very same runtime and the same team: the workers that spin after a matrix product are the ones that run our
-// kernels. A second pool would compete with those spinning workers for the same cores.
+// One leader at a time, whoever calls, hands rounds of tasks to the workers:
+//
+//     ticket   | round | tasks not yet taken |     one 64-bit word: who takes a task knows that the round is still on
+//
+// The leader takes tasks too, and waits for the tasks that others took, never for the others: a thread that the system
+// has put aside holds nobody up unless it was in the middle of a task. A worker without work spins for some tens of
+// microseconds, longer than the time between two products, then sleeps and costs nothing.
+//
+// No OpenMP: its threads wait for each other at the end of every region, and spin for milliseconds behind it.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <type_traits>
 
@@ -17,10 +22,11 @@ int hardware_threads();           // the cores this process may run on
 
 namespace detail {
 void run_tasks(int num_tasks, void (*task)(void* context, int index), void* context);
-void with_team(void (*body)(void* context), void* context);
 }  // namespace detail
 
-// Calls body(index) for index in [0, num_tasks), each exactly once, in no particular order or thread.
+// Calls body(index) for index in [0, num_tasks), each exactly once, in no particular order or thread. What one of them
+// throws comes out when all have ended. Inside a task, and while another thread leads, the calling thread does all
+// alone.
 template <class Body> void parallel_for(int num_tasks, Body&& body) {
     using Plain = std::remove_reference_t<Body>;
     detail::run_tasks(
@@ -28,13 +34,7 @@ template <class Body> void parallel_for(int num_tasks, Body&& body) {
         const_cast<void*>(static_cast<const void*>(std::addressof(body))));
 }
 
-// Calls body() once, and keeps the other threads awake for every parallel_for inside it: handing them a task then takes
-// a fraction of a microsecond instead of the several that OpenMP takes to open and close a region. What body() throws
-// comes out.
-template <class Body> void with_team(Body&& body) {
-    using Plain = std::remove_reference_t<Body>;
-    detail::with_team([](void* context) { (*static_cast<Plain*>(context))(); },
-                      const_cast<void*>(static_cast<const void*>(std::addressof(body))));
-}
+// Lets sleeping workers get up while the caller prepares their first tasks.
+void wake_threads();
 
 }  // namespace octavo

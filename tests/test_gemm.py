@@ -256,3 +256,72 @@ def bf16(*shape: int) -> torch.Tensor:
 def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+tiles = pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])
+
+
+@tiles
+@every_quant
+@settings(max_examples=8, deadline=None)
+@given(
+    rows=st.integers(24, 80),
+    outputs=st.integers(1, 100),
+    blocks=st.integers(1, 9),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_many_rows_times_dequantised_tiles_agree_with_float64(level, name, rows, outputs, blocks, with_bias, seed):
+    kernels.force_isa(level)
+    stored, exact = stored_blocks(name, outputs, blocks * 32, seed)
+    weight = PackedWeight.pack_quantised(name, stored, blocks * 32)
+    x = randn(rows, blocks * 32, dtype=torch.bfloat16, seed=seed)
+    bias = randn(outputs, dtype=torch.bfloat16, seed=seed) if with_bias else None
+    expected = x.double() @ exact.float().bfloat16().double().T + (0.0 if bias is None else bias.double())
+    assert_close(weight.linear(x, bias, exact=False), expected)
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
+@pytest.mark.parametrize("inputs", [33, 64, 96, 576])
+def test_emulated_tiles_have_the_bits_of_the_processors(inputs):
+    stored = [PackedWeight.pack_quantised(name, stored_blocks(name, 70, 96, 1)[0], 96) for name in QUANTISED]
+    floats = PackedWeight.pack(randn(70, inputs, dtype=torch.bfloat16, seed=1))
+    for weight in (floats, floats.coded(), *stored):
+        for rows in (1, 15, 16, 17, 33, 70):
+            x = randn(rows, weight.inputs, dtype=torch.bfloat16, seed=rows)
+            x[rows // 2, 3] = 1e-39  # subnormal
+            results = []
+            for level in ("amx", "amx_emulated"):
+                kernels.force_isa(level)
+                out = torch.empty(rows, 70, dtype=torch.float32)
+                results.append(weight.linear(x, out=out, exact=rows < 24))
+            if weight.format in ("bfloat16", "coded bfloat16") or rows >= 24:
+                assert torch.equal(*results), (weight.format, rows)
+
+
+@every_quant
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_damaged_scale_is_refused_when_it_is_packed(name, scale):
+    stored, _ = stored_blocks(name, 40, 96, seed=0)
+    block_bytes = stored.shape[1] // 3
+    half = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    stored[33, block_bytes : block_bytes + 2] = half
+    with pytest.raises(ValueError, match="row 33 has a scale in block 1 that is infinite or not a number"):
+        PackedWeight.pack_quantised(name, stored, 96)
+
+
+@every_level
+def test_flushing_subnormals_in_the_calling_thread_changes_no_bits(level):
+    kernels.force_isa(level)
+    weight = PackedWeight.pack(randn(300, 64, dtype=torch.float32, seed=1) * 1e-20)
+    x = randn(40, 64, dtype=torch.float32, seed=2) * 1e-20
+    kernels.set_num_threads(2)
+    expected = weight.linear(x)
+    assert torch.count_nonzero(expected)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush them")
+    try:
+        got = weight.linear(x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got, expected)

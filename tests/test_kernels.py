@@ -237,7 +237,7 @@ def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
         (lambda: kernels.argmax(torch.zeros(2, 0)), "no columns"),
         (lambda: kernels.copy_blocks(torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([[0, 4]])), r"copies\[1\] is"),
         (lambda: kernels.set_num_threads(0), "between 1 and 1024, got 0"),
-        (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, avx2, avx512, avx512_bf16"),
+        (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, amx_emulated, avx2, avx2_vnni, avx512"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., Any], message: str) -> None:
@@ -291,7 +291,7 @@ def test_a_level_that_does_not_exist_is_a_clear_error() -> None:
     result = in_a_fresh_process("from octavo import kernels", OCTAVO_ISA="mmx")
     assert result.returncode != 0
     assert "OCTAVO_ISA" in result.stderr
-    assert "'mmx' is not one of portable, avx2, avx512, avx512_bf16" in result.stderr
+    assert "'mmx' is not one of portable, amx_emulated, avx2, avx2_vnni, avx512" in result.stderr
 
 
 def test_without_the_library_the_reference_attends_and_one_warning_says_so() -> None:

@@ -77,15 +77,23 @@ class BoundDecoder {
         decoder_.head = product(head, "head", s.vocab, s.hidden);
     }
 
+    void set_exact(bool exact) { decoder_.exact = exact; }
+
     // For each layer: key cache, value cache, group, window (0: none).
-    void set_caches(const std::vector<std::tuple<Tensor, Tensor, int, int>>& caches) {
+    void set_caches(const std::vector<std::tuple<nb::object, nb::object, int, int>>& caches) {
         const DecoderShape& s = decoder_.shape;
         require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
                                                              " layers, got " + std::to_string(caches.size()) +
                                                              " caches");
         std::vector<LayerCache> bound;
-        num_groups_ = 0;
-        for (const auto& [key, value, group, window] : caches) {
+        std::vector<nb::object> kept;
+        size_t num_groups = 0;
+        for (const auto& [key_object, value_object, group, window] : caches) {
+            Tensor key, value;
+            require(borrow_tensor(key_object.ptr(), &key) && borrow_tensor(value_object.ptr(), &value),
+                    "key and value cache must be dense CPU tensors");
+            kept.push_back(key_object);
+            kept.push_back(value_object);
             const LayerKV kv = layer_kv(key, value);
             check_dtype(key, "key cache", dtype());
             require(kv.kv_heads == s.kv_heads && kv.key_units * (s.storage == kBf16 ? 2 : 1) == s.key_dim &&
@@ -94,9 +102,12 @@ class BoundDecoder {
                         std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
             require(group >= 0 && window >= 0, "group and window must not be negative");
             bound.push_back({kv, group, window});
-            num_groups_ = std::max<size_t>(num_groups_, group + 1);
+            num_groups = std::max<size_t>(num_groups, group + 1);
         }
+        // Only now that all is well: what was bound before stays bound until then.
         decoder_.caches = std::move(bound);
+        kept_caches_ = std::move(kept);
+        num_groups_ = num_groups;
     }
 
     void forward(const Tensor& token_ids, const Tensor& positions, const Tensor& query_start,
@@ -203,7 +214,7 @@ class BoundDecoder {
     }
 
     Decoder decoder_;
-    std::vector<nb::object> kept_;
+    std::vector<nb::object> kept_, kept_caches_;
     size_t num_groups_ = 0;
 };
 
@@ -218,6 +229,7 @@ void bind_decoder(nb::module_& m) {
         .def("add_layer", &BoundDecoder::add_layer, "input_norm"_a, "post_attention_norm"_a, "query_norm"_a.none(),
              "key_norm"_a.none(), "qkv"_a, "output"_a, "gate_up"_a, "down"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)
+        .def("set_exact", &BoundDecoder::set_exact, "exact"_a)
         .def("set_caches", &BoundDecoder::set_caches, "caches"_a)
         .def("forward", &BoundDecoder::forward, "token_ids"_a, "positions"_a, "query_start"_a, "context_lens"_a,
              "table_rows"_a, "groups"_a, "cos"_a, "sin"_a, "logits_indices"_a, "logits"_a);

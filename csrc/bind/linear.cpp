@@ -84,7 +84,7 @@ void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t out
 }
 
 void py_linear(const std::string& format, const Tensor& packed, int64_t outputs, const Tensor& x, const Tensor& bias,
-               const Tensor& out, const std::string& activation) {
+               const Tensor& out, const std::string& activation, bool exact) {
     const Storage x_storage = storage_of(x, "x"), out_storage = storage_of(out, "out");
     const Matrix rows = matrix(x, "x", x.dtype), results = matrix(out, "out", out.dtype);
     const Weight weight = weight_of(format, packed, outputs, rows.width);
@@ -97,7 +97,7 @@ void py_linear(const std::string& format, const Tensor& packed, int64_t outputs,
     if (!bias.is_null()) check_dense(bias, "bias", out.dtype, {outputs});
     const LinearOutput output{results.base, results.stride, results.width, bias.base, out_storage, epilogue};
     nb::gil_scoped_release release;
-    linear(weight, x_storage, rows, output);
+    linear(weight, x_storage, rows, output, exact);
 }
 
 }  // namespace
@@ -128,7 +128,8 @@ void bind_linear(nb::module_& m) {
     m.def("plan_coding", &py_plan_coding, "packed"_a, "outputs"_a, "inputs"_a);
     m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
-    m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a);
+    m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a,
+          "exact"_a);
 }
 
 }  // namespace octavo

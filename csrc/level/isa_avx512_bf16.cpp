@@ -2,6 +2,7 @@
 #define OCTAVO_NAME "avx512_bf16"
 #define OCTAVO_SIMD "level/simd/avx512.h"
 #define OCTAVO_TABLE kKernelsAvx512Bf16
+#define OCTAVO_HAS_VNNI
 #define OCTAVO_HAS_BF16
 // The intrinsics' headers belong outside the level's namespace.
 #include <immintrin.h>

@@ -2,15 +2,20 @@
 // OCTAVO_LEVEL naming its namespace, OCTAVO_SIMD its vector header and OCTAVO_TABLE the table it fills.
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "kernels.h"
 
 namespace octavo {
 namespace OCTAVO_LEVEL {
 
-// clang-format off: each may use what stands before it
+// Each may use what stands before it.
+// clang-format off
 #include "level/simd/common.h"
 #include OCTAVO_SIMD
+#ifdef OCTAVO_TILES
+#include OCTAVO_TILES
+#endif
 #include "level/attention_tile.h"
 #include "level/rowwise.h"
 #include "level/rope.h"
@@ -19,6 +24,10 @@ namespace OCTAVO_LEVEL {
 #include "level/coded.h"
 #include "level/interleave.h"
 #include "level/quant.h"
+#ifdef OCTAVO_TILES
+#include "level/tile_gemm.h"
+#include "level/tile_quant.h"
+#endif
 // clang-format on
 
 }  // namespace OCTAVO_LEVEL
@@ -36,10 +45,26 @@ const Kernels OCTAVO_TABLE = {
     .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
     .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
                      OCTAVO_LEVEL::quant_linear<kQ8_0>},
+#ifdef OCTAVO_TILES
+    .gemm = {OCTAVO_LEVEL::tile_gemm, OCTAVO_LEVEL::gemm<kF32>},
+    .gemm_coded = OCTAVO_LEVEL::tile_gemm_coded,
+    .quant_rows = OCTAVO_LEVEL::kQuantRows,
+    .gemm_rows = {OCTAVO_LEVEL::kTileGroupRows, OCTAVO_LEVEL::kGemmRows},
+    .pack_tile_rows = OCTAVO_LEVEL::pack_tile_rows,
+    .gemm_quant = {OCTAVO_LEVEL::tile_gemm_quant<kQ4_0>, OCTAVO_LEVEL::tile_gemm_quant<kQ4_1>,
+                   OCTAVO_LEVEL::tile_gemm_quant<kQ8_0>},
+    .tile_units = OCTAVO_LEVEL::kTileUnits,
+    .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
+#else
     .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
     .gemm_coded = OCTAVO_LEVEL::gemm_coded,
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
-    .gemm_rows = OCTAVO_LEVEL::kGemmRows,
+    .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},
+    .pack_tile_rows = nullptr,
+    .gemm_quant = {},
+    .tile_units = 1,
+    .gemm_quant_rows = 0,
+#endif
 };
 
 }  // namespace octavo

@@ -50,6 +50,24 @@ template <int R> inline void store_rows(const LinearOutput& out, int64_t row, in
     else
         store_rows<float>(out, row, pair, sums);
 }
+// The same for any number of rows, of which the sums lie in memory, [row][32].
+template <class T>
+void store_panel(const LinearOutput& out, int64_t row, int64_t pair, const float* sums, int64_t rows) {
+    const bool as_they_are = out.epilogue == kPlain && !out.bias && pair * 32 + 32 <= out.width;
+    for (int64_t r = 0; r < rows; ++r, sums += 32) {
+        const F16 both[1][2] = {{F16::load(sums), F16::load(sums + 16)}};
+        if (as_they_are)
+            store_both(both[0][0], both[0][1], reinterpret_cast<T*>(out.base + (row + r) * out.stride) + pair * 32);
+        else
+            store_rows<T>(out, row + r, pair, both);
+    }
+}
+inline void store_panel(const LinearOutput& out, int64_t row, int64_t pair, const float* sums, int64_t rows) {
+    if (out.storage == kBf16)
+        store_panel<bf16>(out, row, pair, sums, rows);
+    else
+        store_panel<float>(out, row, pair, sums, rows);
+}
 // The same for sums that lie in registers. Only their copy has an address, or they would lie in memory all the time.
 template <int R>
 [[gnu::always_inline]] inline void store_sums(const LinearOutput& out, int64_t row, int64_t pair,

@@ -1,4 +1,4 @@
-// Sixteen lanes in two AVX2 registers (with FMA and F16C).
+// Sixteen lanes in two AVX2 registers (with FMA and F16C). OCTAVO_HAS_VNNI adds AVX-VNNI's vpdpbusd.
 #include <immintrin.h>
 
 struct U16 {
@@ -14,7 +14,7 @@ struct U16 {
     static U16 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 };
 inline U16 operator&(U16 a, U16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
-inline U16 operator^(U16 a, U16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+inline U16 operator|(U16 a, U16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline U16 max(U16 a, U16 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }  // signed
 inline int32_t reduce_max(U16 a) {
@@ -135,6 +135,9 @@ inline F16 mac_f32(F16 acc, U16 a, U16 b) {
 }
 
 inline __m256i dot_nibbles8(__m256i acc, __m256i a, __m256i b) {
+#ifdef OCTAVO_HAS_VNNI
+    return _mm256_dpbusd_avx_epi32(acc, a, b);
+#endif
     const __m256i pairs = _mm256_maddubs_epi16(a, b);  // at most 2 * 15 * 127: does not saturate
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -142,6 +145,9 @@ inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
     return {dot_nibbles8(acc.lo, a.lo, b.lo), dot_nibbles8(acc.hi, a.hi, b.hi)};
 }
 inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_VNNI
+    return dot_nibbles(acc, a, b);
+#endif
     const U16 mask = U16::set1(0x0f0f0f0f);
     const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
     const U16 sum{_mm256_add_epi32(acc.lo, _mm256_slli_epi32(high.lo, 4)),

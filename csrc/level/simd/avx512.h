@@ -1,5 +1,5 @@
-// Sixteen lanes in one AVX-512 register. OCTAVO_HAS_BF16 adds vdpbf16ps, vcvtneps2bf16 and (always present beside
-// them) VNNI's vpdpbusd.
+// Sixteen lanes in one AVX-512 register. OCTAVO_HAS_BF16 adds vdpbf16ps and vcvtneps2bf16, OCTAVO_HAS_VNNI
+// vpdpbusd.
 #include <immintrin.h>
 
 struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the layouts store them
@@ -9,7 +9,7 @@ struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the la
     static U16 zero() { return {_mm512_setzero_si512()}; }
 };
 inline U16 operator&(U16 a, U16 b) { return {_mm512_and_si512(a.v, b.v)}; }
-inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline U16 operator|(U16 a, U16 b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U16 max(U16 a, U16 b) { return {_mm512_max_epi32(a.v, b.v)}; }  // of signed integers
 inline int32_t reduce_max(U16 a) { return _mm512_reduce_max_epi32(a.v); }
@@ -106,7 +106,7 @@ inline F16 mac_f32(F16 acc, U16 a, U16 b) {
 
 // acc + sum over four bytes of a (unsigned, at most 15) * b (signed), lane by lane.
 inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
-#ifdef OCTAVO_HAS_BF16
+#ifdef OCTAVO_HAS_VNNI
     return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
 #else
     const __m512i pairs = _mm512_maddubs_epi16(a.v, b.v);  // at most 2 * 15 * 127: does not saturate
@@ -115,7 +115,7 @@ inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
 }
 // The same for any unsigned bytes.
 inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
-#ifdef OCTAVO_HAS_BF16
+#ifdef OCTAVO_HAS_VNNI
     return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
 #else
     const U16 mask = U16::set1(0x0f0f0f0f);

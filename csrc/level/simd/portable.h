@@ -20,8 +20,8 @@ inline U16 operator&(U16 a, U16 b) {
     OCTAVO_LANES a.v[i] &= b.v[i];
     return a;
 }
-inline U16 operator^(U16 a, U16 b) {
-    OCTAVO_LANES a.v[i] ^= b.v[i];
+inline U16 operator|(U16 a, U16 b) {
+    OCTAVO_LANES a.v[i] |= b.v[i];
     return a;
 }
 inline U16 operator+(U16 a, U16 b) {
@@ -107,7 +107,11 @@ inline F16 operator/(F16 a, F16 b) {
     return a;
 }
 inline F16 fma(F16 a, F16 b, F16 c) {
+#ifdef OCTAVO_TILES  // stands for a level that rounds once
+    OCTAVO_LANES c.v[i] = static_cast<float>(double{a.v[i]} * b.v[i] + c.v[i]);
+#else
     OCTAVO_LANES c.v[i] += a.v[i] * b.v[i];
+#endif
     return c;
 }
 inline F16 max(F16 a, F16 b) {

@@ -148,6 +148,11 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         torch.set_num_threads(num_threads)
     if kernels.available():
         kernels.set_num_threads(num_threads)
+    if isinstance(model, NativeDecoder):
+        # Torch's threads spin behind each of its own short steps, on cores that the kernels' threads need.
+        torch.set_num_threads(1)
+        if not config.deterministic:
+            model.allow_rounding()
     sizing = size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)

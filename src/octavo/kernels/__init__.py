@@ -4,7 +4,8 @@ Every function works on CPU tensors in bfloat16 or float32 (arithmetic is float3
 dtypes and indices on every call: a bad argument raises ValueError with the numbers, never touches foreign memory.
 Rows may be strided, elements of a row may not. What writes into its arguments says so.
 
-The instruction set is chosen when the library is loaded: "avx512_bf16", "avx512", "avx2" or "portable".
+The instruction set is chosen when the library is loaded: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni",
+"avx2" or "portable".
 `OCTAVO_ISA` in the environment forces a level; one that the CPU lacks is an error.
 """
 

@@ -9,8 +9,6 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import torch  # noqa: F401 -- before the library: both then use torch's OpenMP runtime, hence one set of threads
-
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,12 +55,12 @@ def available() -> bool:
 
 
 def isa() -> str:
-    """The instruction-set level in use: "avx512_bf16", "avx512", "avx2" or "portable"."""
+    """The instruction-set level in use, one of `supported_isas`."""
     return native.isa()
 
 
 def supported_isas() -> list[str]:
-    """The levels that this CPU supports, slowest first."""
+    """The levels that this CPU supports, slowest first; "amx_emulated" is there for tests, on any machine."""
     return native.supported_isas()
 
 
@@ -77,5 +75,5 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Spread kernels over `count` threads (1 to 1024). Set torch's to the same: the two share one OpenMP team."""
+    """Spread kernels over `count` threads (1 to 1024) of their own, which sleep while there is nothing to do."""
     native.set_num_threads(count)

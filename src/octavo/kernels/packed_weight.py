@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from octavo.kernels.library import isa, native
+from octavo.storage.pages import zero_pages
 
 WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1", "Q8_0"]
 QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(("Q4_0", "Q4_1", "Q8_0"))
 FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-_DECODING_ISAS = ("avx512_bf16", "avx512")
+_DECODING_ISAS = ("avx512_bf16", "avx512_vnni", "avx512")
 _MOST_ESCAPES = 1 / 256  # SmolLM2 has 1 in 8,500, its worst matrix 1 in 1,100
+
+
+_SLAB_BYTES = 64 << 20
+_slab: tuple[mmap.mmap, int] | None = None  # the current slab, and the bytes of it that are taken
+
+
+def _zeros(nbytes: int, *, kept: bool = True) -> torch.Tensor:
+    """uint8 [nbytes] of zeros, a line's multiple apart. `kept` ones share slabs of huge pages: a page is 2 MiB, many a
+    matrix smaller. What is soon dropped would hold its slab in memory, and comes from the ordinary heap."""
+    global _slab
+    if not kept:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    if nbytes > _SLAB_BYTES // 4:
+        return torch.frombuffer(zero_pages(nbytes), dtype=torch.uint8)
+    pages, taken = _slab or (None, 0)
+    if pages is None or taken + nbytes > _SLAB_BYTES:
+        pages, taken = zero_pages(_SLAB_BYTES), 0
+    _slab = pages, taken + -(-nbytes // 64) * 64
+    return torch.frombuffer(pages, dtype=torch.uint8, offset=taken, count=nbytes)
+
+
+def _is_coded_later(format: WeightFormat) -> bool:
+    """Whether `PackedWeight.compact` may turn a weight into a coded one."""
+    return format == "bfloat16" and isa() in _DECODING_ISAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +66,7 @@ class PackedWeight:
         Raises:
             ValueError: another format, or inputs of a quantised one that are no multiple of 32.
         """
-        packed = torch.zeros(native.packed_bytes(format, outputs, inputs), dtype=torch.uint8)
+        packed = _zeros(native.packed_bytes(format, outputs, inputs), kept=not _is_coded_later(format))
         return cls(format, outputs, inputs, packed)
 
     @classmethod
@@ -84,14 +110,14 @@ class PackedWeight:
 
         Not for exponents that are spread too wide, nor where the instruction set decodes slower than memory delivers.
         """
-        if self.format != "bfloat16" or isa() not in _DECODING_ISAS:
+        if not _is_coded_later(self.format):
             return self
         base, num_escapes, nbytes = native.plan_coding(self.packed, self.outputs, self.inputs)
         pays = num_escapes <= _MOST_ESCAPES * self.outputs * self.inputs
         return self._encode(base, num_escapes, nbytes) if pays else self
 
     def _encode(self, base: int, num_escapes: int, nbytes: int) -> PackedWeight:
-        packed = torch.empty(nbytes, dtype=torch.uint8)
+        packed = _zeros(nbytes)
         native.encode(self.packed, self.outputs, self.inputs, base, num_escapes, packed)
         return PackedWeight("coded bfloat16", self.outputs, self.inputs, packed)
 
@@ -106,6 +132,7 @@ class PackedWeight:
         out: torch.Tensor | None = None,
         *,
         activation: Literal["silu", "gelu_pytorch_tanh"] | None = None,
+        exact: bool = True,
     ) -> torch.Tensor:
         """x @ weight.T + bias [rows, outputs], or activation(gate) * up [rows, outputs / 2] of | gate | up |.
 
@@ -114,10 +141,12 @@ class PackedWeight:
             bias: [outputs] in out's dtype; out: bfloat16 or float32, made in x's dtype when absent.
             activation: sums are | 16 gates | 16 ups | 16 gates | … (see `put`); rounded to out's dtype before the
                 activation, after it and after the product, as separate steps would.
+            exact: a row's result has the same bits whatever the other rows. If not, a quantised weight may be
+                multiplied another way where rows are many: sooner, and within rounding.
         """
         if out is None:
             out = x.new_empty(x.shape[0], self.outputs // 2 if activation else self.outputs)
-        native.linear(self.format, self.packed, self.outputs, x, bias, out, activation or "")
+        native.linear(self.format, self.packed, self.outputs, x, bias, out, activation or "", exact)
         return out
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

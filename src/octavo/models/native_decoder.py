@@ -62,7 +62,8 @@ def make_decoder(
 class NativeDecoder(LlamaDecoder):
     """A Llama-family model on the CPU whose step is one call.
 
-    A token's logits have the same bits whatever batch, chunk and number of threads they are computed with.
+    A token's logits have the same bits whatever batch, chunk and number of threads they are computed with, unless
+    `allow_rounding` was called.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, *, dtype: torch.dtype, quantised: bool = False) -> None:
@@ -138,6 +139,13 @@ class NativeDecoder(LlamaDecoder):
             logits,
         )
         return logits
+
+    def allow_rounding(self) -> None:
+        """Let products with quantised weights be multiplied in another way, within rounding, where rows are many.
+
+        With AMX, two to three times as fast from 24 rows on; elsewhere nothing changes.
+        """
+        self._native.set_exact(False)
 
     def _logits_rows(self, count: int) -> torch.Tensor:
         """float32 [count, vocab_size], in memory kept from call to call where it can be: fresh pages for 64 rows cost

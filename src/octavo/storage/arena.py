@@ -11,8 +11,6 @@ With `pair` elements side by side (2 for 16-bit types, which is what `vdpbf16ps`
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +18,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.storage.pages import zero_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class KVArena:
         self.dtype = getattr(torch, spec.dtype)
         # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
         if torch.device(device).type == "cpu":
-            self._bytes = torch.frombuffer(_zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
+            self._bytes = torch.frombuffer(zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
         else:
             self._bytes = torch.zeros(num_blocks, spec.block_bytes, dtype=torch.uint8, device=device)
         self.layers = self._layer_views()
@@ -139,19 +138,6 @@ class KVArena:
                 offset += heads * layer.value_dim * size
                 views[index] = LayerKV(key, value, group_index, group.sliding_window)
         return [views[index] for index in range(len(spec.layers))]
-
-
-def _zero_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous private pages, zeroed and allocated by the system on first write: an idle pool costs no memory."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A block table walks all over the pool: 2 MiB pages spare most of its misses in the TLB.
-        # A kernel without them refuses the advice, and small pages do as well.
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:

@@ -1,0 +1,57 @@
+// The tiles of amx.h in plain C++, with the same bits: what lets the amx level's logic be tested on any machine.
+// Included inside an instruction set's namespace.
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+    void set(int tile, int num_rows, int bytes) {
+        rows[tile] = static_cast<uint8_t>(num_rows);
+        row_bytes[tile] = static_cast<uint16_t>(bytes);
+    }
+};
+
+struct Tiles {
+    TileConfig config;
+    uint32_t values[8][16][16];
+};
+inline thread_local Tiles t_tiles;
+
+inline void load_tile_config(const TileConfig& config) {
+    t_tiles.config = config;
+    __builtin_memset(t_tiles.values, 0, sizeof t_tiles.values);
+}
+// Tiles without a configuration would be an illegal instruction: here they have no rows.
+inline void release_tiles() { t_tiles.config = {}; }
+template <int T> inline void tile_zero() { __builtin_memset(t_tiles.values[T], 0, sizeof t_tiles.values[T]); }
+template <int T> inline void tile_load(const void* from, int64_t stride) {
+    tile_zero<T>();
+    for (int row = 0; row < t_tiles.config.rows[T]; ++row)
+        __builtin_memcpy(t_tiles.values[T][row], static_cast<const char*>(from) + row * stride,
+                         t_tiles.config.row_bytes[T]);
+}
+template <int T> inline void tile_store(void* to, int64_t stride) {
+    for (int row = 0; row < t_tiles.config.rows[T]; ++row)
+        __builtin_memcpy(static_cast<char*>(to) + row * stride, t_tiles.values[T][row], t_tiles.config.row_bytes[T]);
+}
+inline float without_subnormals(float x) {
+    return (float_bits(x) & 0x7f800000) ? x : bits_to_float(float_bits(x) & 0x80000000);
+}
+template <int Sums, int A, int B> inline void tile_dot_bf16() {
+    const TileConfig& config = t_tiles.config;
+    const int columns = config.row_bytes[Sums] / 4, units = config.row_bytes[A] / 4;
+    for (int m = 0; m < config.rows[Sums]; ++m)
+        for (int n = 0; n < columns; ++n) {
+            float even = 0.0f, odd = 0.0f;
+            for (int unit = 0; unit < units; ++unit) {
+                const uint32_t a = t_tiles.values[A][m][unit], b = t_tiles.values[B][unit][n];
+                const auto low = [](uint32_t pair) { return without_subnormals(bits_to_float(pair << 16)); };
+                const auto high = [](uint32_t pair) { return without_subnormals(bits_to_float(pair & 0xffff0000u)); };
+                even = without_subnormals(__builtin_fmaf(low(a), low(b), even));
+                odd = without_subnormals(__builtin_fmaf(high(a), high(b), odd));
+            }
+            const float sum = without_subnormals(even + odd);
+            uint32_t& to = t_tiles.values[Sums][m][n];
+            to = float_bits(without_subnormals(without_subnormals(bits_to_float(to)) + sum));
+        }
+}
