@@ -271,7 +271,9 @@ tiles = pytest.mark.parametrize("level", [level for level in LEVELS if level.sta
     with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_many_rows_times_dequantised_tiles_agree_with_float64(level, name, rows, outputs, blocks, with_bias, seed):
+def test_many_rows_times_dequantised_tiles_agree_with_float64(
+    level: str, name: Any, rows: int, outputs: int, blocks: int, with_bias: bool, seed: int
+) -> None:
     kernels.force_isa(level)
     stored, exact = stored_blocks(name, outputs, blocks * 32, seed)
     weight = PackedWeight.pack_quantised(name, stored, blocks * 32)
@@ -283,8 +285,9 @@ def test_many_rows_times_dequantised_tiles_agree_with_float64(level, name, rows,
 
 @pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
 @pytest.mark.parametrize("inputs", [33, 64, 96, 576])
-def test_emulated_tiles_have_the_bits_of_the_processors(inputs):
-    stored = [PackedWeight.pack_quantised(name, stored_blocks(name, 70, 96, 1)[0], 96) for name in QUANTISED]
+def test_emulated_tiles_have_the_bits_of_the_processors(inputs: int) -> None:
+    names: list[Any] = list(QUANTISED)
+    stored = [PackedWeight.pack_quantised(name, stored_blocks(name, 70, 96, 1)[0], 96) for name in names]
     floats = PackedWeight.pack(randn(70, inputs, dtype=torch.bfloat16, seed=1))
     for weight in (floats, floats.coded(), *stored):
         for rows in (1, 15, 16, 17, 33, 70):
@@ -301,7 +304,7 @@ def test_emulated_tiles_have_the_bits_of_the_processors(inputs):
 
 @every_quant
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
-def test_a_damaged_scale_is_refused_when_it_is_packed(name, scale):
+def test_a_damaged_scale_is_refused_when_it_is_packed(name: Any, scale: float) -> None:
     stored, _ = stored_blocks(name, 40, 96, seed=0)
     block_bytes = stored.shape[1] // 3
     half = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
@@ -311,7 +314,7 @@ def test_a_damaged_scale_is_refused_when_it_is_packed(name, scale):
 
 
 @every_level
-def test_flushing_subnormals_in_the_calling_thread_changes_no_bits(level):
+def test_flushing_subnormals_in_the_calling_thread_changes_no_bits(level: str) -> None:
     kernels.force_isa(level)
     weight = PackedWeight.pack(randn(300, 64, dtype=torch.float32, seed=1) * 1e-20)
     x = randn(40, 64, dtype=torch.float32, seed=2) * 1e-20
