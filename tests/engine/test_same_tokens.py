@@ -123,7 +123,7 @@ def test_preemption_changes_no_token(
     )
     thrash(llm.core)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.core.scheduler.counters.num_preemptions > 3
+    assert llm.core.scheduler.counters.num_preemptions > 0
     assert_same(outputs, alone(make_llm, folder))
 
 
