@@ -144,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_steps = 0
+        self.num_contained = 0  # requests that ended because an update raised for them alone
         self.runner = ToldRunner()
 
     @precondition(lambda self: self.samples)
@@ -342,6 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request, error in scheduler.take_failures():
             assert isinstance(error, _InjectedError)
             assert request.finished
+            self.num_contained += 1
         self.num_steps += 1
 
     def start_over(self, data: st.DataObject) -> None:
