@@ -20,6 +20,8 @@ class _Completion:
 
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
+    wants_logprobs: bool
+    wants_sum: bool
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -27,18 +29,20 @@ class _Completion:
 
     def take(self, index: int) -> CompletionOutput:
         """Return the pending output and reset it."""
-        seq, params = self.seq, self.seq.request.params
-        wants_logprobs = params.logprobs is not None
+        seq = self.seq
+        # By position: this is done for each token of each stream.
         output = CompletionOutput(
-            index=index,
-            text="".join(self.text),
-            token_ids=self.token_ids,
-            cumulative_logprob=seq.cumulative_logprob if wants_logprobs or params.chooses else None,
-            logprobs=self.logprobs if wants_logprobs else None,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
+            index,
+            "".join(self.text),
+            self.token_ids,
+            seq.cumulative_logprob if self.wants_sum else None,
+            self.logprobs if self.wants_logprobs else None,
+            seq.finish_reason,
+            seq.stop_reason,
         )
-        self.text, self.token_ids, self.logprobs = [], [], []
+        self.text, self.token_ids = [], []
+        if self.wants_logprobs:
+            self.logprobs = []
         self.delivered_end = seq.finished
         return output
 
@@ -50,6 +54,7 @@ class _Tracked:
     request: Request
     prompt: str | None
     kind: OutputKind
+    chooses: bool
     completions: list[_Completion]
     sent_first: bool = False
 
@@ -65,13 +70,18 @@ class OutputProcessor:
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
         """Track a request; one whose completions are chosen at its end has no deltas."""
-        kind = OutputKind.FINAL if request.params.chooses else kind
-        completions = [_Completion(seq, self._make_detokenizer(request)) for seq in request.sequences]
-        self._tracked[request.request_id] = _Tracked(request, prompt, kind, completions)
+        chooses, wants_logprobs = request.params.chooses, request.params.logprobs is not None
+        kind = OutputKind.FINAL if chooses else kind
+        completions = [
+            _Completion(seq, self._make_detokenizer(request), wants_logprobs, wants_logprobs or chooses)
+            for seq in request.sequences
+        ]
+        self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions)
 
     def process(self, updates: Iterable[SequenceUpdate]) -> list[RequestOutput]:
         """Process one step's tokens; returns one output per request with news."""
         touched: dict[RequestId, _Tracked] = {}
+        failed = self._failed
         for update in updates:
             request_id = update.seq.request.request_id
             tracked = touched.get(request_id)
@@ -80,15 +90,15 @@ class OutputProcessor:
             try:
                 self._take_in(tracked.completions[update.seq.index], update)
             except Exception as error:
-                self._failed.setdefault(request_id, (tracked.request, error))
+                failed.setdefault(request_id, (tracked.request, error))
         outputs = []
         for request_id, tracked in touched.items():
-            if request_id in self._failed:
+            if request_id in failed:
                 continue
             try:
                 output = self._output(tracked)
             except Exception as error:
-                self._failed[request_id] = (tracked.request, error)
+                failed[request_id] = (tracked.request, error)
                 continue
             if output is not None:
                 outputs.append(output)
@@ -127,7 +137,8 @@ class OutputProcessor:
     def _take_in(self, completion: _Completion, update: SequenceUpdate) -> None:
         seq = completion.seq
         completion.token_ids.extend(update.token_ids)
-        completion.logprobs.extend(update.logprobs)
+        if completion.wants_logprobs:
+            completion.logprobs.extend(update.logprobs)
         detokenizer = completion.detokenizer
         if detokenizer is None:
             return
@@ -145,32 +156,33 @@ class OutputProcessor:
             completion.text.append(detokenizer.flush())
 
     def _output(self, tracked: _Tracked) -> RequestOutput | None:
-        request, finished = tracked.request, tracked.request.finished
+        request = tracked.request
+        finished = request.finished
         if finished:
             self._tracked.pop(request.request_id, None)
         elif tracked.kind is OutputKind.FINAL:
             return None
-        completions = _best(tracked) if request.params.chooses else tracked.completions
-        news = [
-            completion.take(index)
-            for index, completion in enumerate(completions)
-            if finished or completion.token_ids or (completion.seq.finished and not completion.delivered_end)
-        ]
+        news = []
+        for index, completion in enumerate(_best(tracked) if tracked.chooses else tracked.completions):
+            if finished or completion.token_ids or (completion.seq.finished and not completion.delivered_end):
+                news.append(completion.take(index))
+        # By position, as in `take`.
         output = RequestOutput(
-            request_id=request.request_id,
-            prompt=tracked.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=news,
-            finished=finished,
-            num_cached_tokens=request.num_cached_tokens or 0,
+            request.request_id,
+            tracked.prompt,
+            request.prompt_token_ids,
+            news,
+            finished,
+            request.num_cached_tokens or 0,
         )
-        if request.params.prompt_logprobs is not None and not tracked.sent_first:
-            output.prompt_logprobs = [None, *request.prompt_logprobs]
+        if not tracked.sent_first:
+            tracked.sent_first = True
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = [None, *request.prompt_logprobs]
         if finished:
             output.pins = request.pin_receipts
             if request.cache_report is not None:
                 output.cache_report = request.cache_report.as_told_to(request.tenant)
-        tracked.sent_first = True
         return output
 
 

@@ -200,7 +200,9 @@ class IncrementalDetokenizer:
             return ""
         if self._matcher is None:
             self.num_tokens += len(token_ids)
-            return self._give(self._tokens.append(token_ids))
+            if text := self._tokens.append(token_ids):
+                self._text.append(text)
+            return text
         pieces = []
         for token_id in token_ids:
             if self._matcher.matched is not None:
