@@ -265,7 +265,7 @@ def test_sixty_four_samples_of_one_prompt_share_its_blocks(make_llm: MakeLLM, ti
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"best_of": 1, "n": 2}, "best_of must be between 2 and 64, got 1"),
+        ({"best_of": 1, "n": 2}, "best_of must be at least 2, got 1"),
         ({"use_beam_search": True, "temperature": 0.7}, "temperature must be 0 or 1 with use_beam_search, got 0.7"),
         ({"use_beam_search": True, "top_p": 0.9}, "top_p must be 1 with use_beam_search"),
         ({"use_beam_search": True, "stop": "x"}, "use stop_token_ids"),
