@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo.kvcache.eviction import EvictionPolicy, FifoEviction, RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.limits import RequestLimits
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
 from octavo.scheduler.preemption import (
     CheaperWay,
@@ -68,7 +70,7 @@ REACHED: dict[tuple[str, Any], Any] = {
 ELSEWHERE = {
     "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
     "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
-    "seed",
+    "seed", "executor", "record_plans", *(field.name for field in fields(RequestLimits)),
 }  # fmt: skip
 
 
@@ -78,8 +80,6 @@ def test_each_option_reaches_its_object(name: str, value: Any) -> None:
 
 
 def test_every_option_is_either_shown_to_arrive_or_not_the_schedulers() -> None:
-    from dataclasses import fields
-
     shown = {name for name, _ in REACHED}
     assert not shown & ELSEWHERE
     assert shown | ELSEWHERE == {field.name for field in fields(EngineConfig)}

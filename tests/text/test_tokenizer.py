@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -369,3 +370,13 @@ def test_a_damaged_vocabulary_is_an_error_that_names_the_part(key: str, value: A
 
     with pytest.raises(CorruptModelError, match=re.escape(says)):
         Tokenizer.from_source(write_vocabulary(tmp_path / "v.gguf", fill))
+
+
+def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
+    tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
+    assert tokenizer.byte_pieces(True) is not None
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("Hello world", add_special_tokens=True) == tokenizer.encode(
+        "Hello world", add_special_tokens=True
+    )
+    assert copy.byte_pieces(True) is not None

@@ -126,11 +126,12 @@ def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
     out = torch.empty_like(row)
     kv = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], 16, "bfloat16"), 2).layers[0]
     query, attended = torch.ones(1, 1, 64, dtype=torch.bfloat16), torch.empty(1, 1, 64, dtype=torch.bfloat16)
-    table, start, length = torch.ones(1, 1).int(), torch.tensor([0, 1]).int(), torch.ones(1).int()
+    table, table_rows = torch.ones(1, 1).int(), torch.zeros(1).long()
+    start, length = torch.tensor([0, 1]).int(), torch.ones(1).int()
     return {
         "kernels.rms_norm 1 x 64": partial(kernels.rms_norm, row, weight[0], 1e-5, out),
         "PackedWeight.linear 1 x 64 x 64": partial(kernels.PackedWeight.pack(weight).linear, row, None, out),
         "kernels.attend 1 token": partial(
-            kernels.attend, kv.key, kv.value, query, table, start, length, scale=1.0, out=attended
+            kernels.attend, kv.key, kv.value, query, table, table_rows, start, length, scale=1.0, out=attended
         ),
     }

@@ -158,6 +158,10 @@ class Tokenizer:
         """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The pieces are made of functions; whoever gets a copy makes its own on first use.
+        return {name: value for name, value in self.__dict__.items() if name != "_spelled_out"}
+
     def byte_pieces(self, skip_special_tokens: bool) -> BytePieces | None:
         """What each token adds to any text; None where that depends on the tokens around it."""
         return self._spelled_out[skip_special_tokens] if self._spelled_out is not None else None
