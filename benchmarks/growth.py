@@ -108,7 +108,8 @@ class BatchOnly:
         started = time.perf_counter()
         self.batches.build(plan)
         built = time.perf_counter()
-        result = StepResult(tuple(300 + position * 7919 % 40_000 for position in plan.starts))
+        drawn = (start for start, num_draws in zip(plan.starts, plan.draws, strict=True) if num_draws)
+        result = StepResult(tuple(300 + start * 7919 % 40_000 for start in drawn))
         self.seconds, self.drawing = built - started, time.perf_counter() - built
         return result
 

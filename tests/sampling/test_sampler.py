@@ -127,6 +127,16 @@ def test_a_draw_agrees_with_the_oracle(logits: torch.Tensor, params: dict[str, A
     assert draw(logits, [seq]) == [token]
 
 
+def test_top_p_is_a_share_of_all_equals_of_the_k_th_largest() -> None:
+    # Five tokens above 995 equals: top_k 46 keeps them all, and there are more of them than are looked at first.
+    logits = torch.zeros(1, 1000)
+    logits[0, ::200] = 3.0
+    sequences = [make_sequence(seed=seed, top_k=46, top_p=0.5) for seed in range(64)]
+    probs, _ = oracle_probs(logits[0].numpy(), sequences[0].request.params)
+    assert np.count_nonzero(probs) > 400
+    assert draw(logits, sequences, [0] * 64) == [oracle_token(probs, seq)[0] for seq in sequences]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_row_gives_the_same_token_alone_and_in_a_batch(data: st.DataObject) -> None:

@@ -126,10 +126,13 @@ def _draw_among(
     cumulative = (masses * keep).cumsum(-1)
     totals = torch.where(params.top_k > 0, cumulative[:, -1], totals).unsqueeze(-1)
     share = params.top_p.unsqueeze(-1)
+    # Under top_k, what top_p is a share of must be here too, whether or not top_p then keeps it.
+    needed = keep & (limit > 0)
     keep &= (cumulative - masses < share * totals) | (share >= 1.0)
     keep[:, 0] = True
+    needed |= keep
     # Of the values equal to the last one some may be missing, unless they have no mass.
-    complete = ~(keep & (values == last)).any(-1) | (last == -torch.inf).squeeze(-1)
+    complete = ~(needed & (values == last)).any(-1) | (last == -torch.inf).squeeze(-1)
     if width == scaled.shape[1]:
         complete.fill_(True)
     in_vocab_order = ids.argsort(dim=-1)
