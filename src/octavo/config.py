@@ -67,6 +67,11 @@ class EngineConfig(RequestLimits):
         "most of --pin-budget that one tenant (API key) may hold, 0 to 1; default: half where a server has several API "
         "keys, else all of it",
     )
+    queue_tenant_share: float | None = option(
+        None,
+        "most of --max-waiting-requests and --max-waiting-tokens that one tenant may fill, above 0 to 1, unless its "
+        "entry of the keys file says otherwise; default: half where a server has several tenants, else all of it",
+    )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "how a sequence that must yield its blocks gets them back; auto: the cheaper way, as measured at start"
     )
@@ -113,6 +118,8 @@ class EngineConfig(RequestLimits):
             raise ConfigError(f"pin_budget must be in [0, 1], got {self.pin_budget}")
         if self.pin_tenant_share is not None and not 0.0 <= self.pin_tenant_share <= 1.0:
             raise ConfigError(f"pin_tenant_share must be in [0, 1], got {self.pin_tenant_share}")
+        if self.queue_tenant_share is not None and not 0.0 < self.queue_tenant_share <= 1.0:
+            raise ConfigError(f"queue_tenant_share must be in (0, 1], got {self.queue_tenant_share}")
         if isinstance(self.kv_cache_memory, str):
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:

@@ -10,6 +10,7 @@ OctavoError
 │   ├── UnsupportedModelError  an architecture or tensor type Octavo cannot run
 │   └── CorruptModelError      a file that does not hold what it declares
 ├── OverloadedError        the queue is full for now; the same request may be sent again
+│   └── TenantOverloadedError  only its tenant's part of the queue is full
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
 ├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
 ├── ExecutorError          a step failed in the process that computes it, or that process has died
@@ -82,6 +83,10 @@ class CapacityError(RequestError):
 
 class OverloadedError(OctavoError):
     """The queue of waiting requests has no room for another; sent again later, the same request may be served."""
+
+
+class TenantOverloadedError(OverloadedError):
+    """As many requests, or prompt tokens, of this tenant wait as may."""
 
 
 class ModelError(OctavoError):

@@ -50,11 +50,11 @@ class RequestLimits:
         256, "longest model, user, role and other names and identifiers of a body, in characters"
     )
     max_waiting_requests: int = option(
-        2048, "requests that may wait for their first step; a server answers more with 429 (LLM has no such limit)"
+        2048, "requests that may wait for their first step; a server answers more with 503 (LLM has no such limit)"
     )
     max_waiting_tokens: int = option(
         4_194_304,
-        "prompt tokens of all waiting requests together; a server answers more with 429, unless nothing else waits "
+        "prompt tokens of all waiting requests together; a server answers more with 503, unless nothing else waits "
         "(LLM has no such limit)",
     )
 
@@ -124,17 +124,17 @@ class RequestLimits:
         """Refuse a prompt of `num_tokens` for which the queue has no room.
 
         Raises:
-            OverloadedError: with what waits, and the limit.
+            OverloadedError: with the limit. How much waits is other tenants' business.
         """
         if waiting_requests >= self.max_waiting_requests:
             raise OverloadedError(
-                f"{waiting_requests} requests are waiting, and no more than {self.max_waiting_requests} may "
-                f"({flag('max_waiting_requests')}): try again later"
+                f"as many requests are waiting as may: {self.max_waiting_requests} ({flag('max_waiting_requests')}); "
+                "try again later"
             )
         if waiting_requests and waiting_tokens + num_tokens > self.max_waiting_tokens:
             raise OverloadedError(
-                f"{waiting_tokens} prompt tokens are waiting, and this request's {num_tokens} would make it more than "
-                f"{self.max_waiting_tokens} ({flag('max_waiting_tokens')}): try again later"
+                f"with this request's {num_tokens} prompt tokens, more would be waiting than may: "
+                f"{self.max_waiting_tokens} ({flag('max_waiting_tokens')}); try again later"
             )
 
     def _check_width(self, params: Limited) -> None:

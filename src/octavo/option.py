@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Any
 
@@ -14,3 +16,11 @@ def option(default: Any, help: str) -> Any:
 def flag(name: str) -> str:
     """'max_num_seqs' -> '--max-num-seqs'."""
     return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: '; did you mean max_num_seqs?', or all that are known."""
+    names = list(known)
+    if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5):
+        return f"; did you mean {found[0]}?"
+    return f"; known: {', '.join(names)}"

@@ -71,6 +71,8 @@ class RequestContext:
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         tenant: whom the request is accounted to; empty where no API key is asked for.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
+        max_waiting_requests, max_waiting_tokens: of its tenant, while they wait for their first step; None: its share
+            of the whole queue.
         pins: prefixes of the prompt to pin once they are computed.
     """
 
@@ -79,6 +81,8 @@ class RequestContext:
     cache_salt: str = ""
     tenant: str = ""
     cache_group: str | None = None
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
     pins: tuple[PinRequest, ...] = ()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import octavo.server.run
-from octavo.commands.serve import share_pins
+from octavo.commands.serve import share_among_tenants
 from octavo.config import EngineConfig
 from octavo.server.config import ServerConfig
 from tests.commands.conftest import OctavoCommand
@@ -52,9 +52,9 @@ def test_of_several_tenants_none_pins_the_whole_budget_unless_it_was_said(
     keys: list[str], given: float | None, expected: float | None
 ) -> None:
     config = EngineConfig(pin_tenant_share=given)
-    assert share_pins(config, ServerConfig(api_key=keys)).pin_tenant_share == expected
+    assert share_among_tenants(config, ServerConfig(api_key=keys)).pin_tenant_share == expected
 
 
 def test_keys_of_the_environment_are_tenants_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "a,b")
-    assert share_pins(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5
+    assert share_among_tenants(EngineConfig(), ServerConfig()).pin_tenant_share == 0.5

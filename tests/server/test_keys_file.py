@@ -95,6 +95,8 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["s"]\n[tenants.b]\nkeys = ["t", "s"]', r"tenants.b.keys\[1\] is a key of tenant a too"),
         ('[tenants."a b"]\nkeys = ["s"]', "a tenant's name must be 1 to 64 letters"),
         ('[tenants.a]\nkeys = ["s"]\nwait = 3', "tenants.a has an unknown field 'wait'; known: keys, admin"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_concurency = 3', "field 'max_concurency'; did you mean max_concurrency"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_waiting_tokens = true', "max_waiting_tokens must be an integer, got True"),
         ('[tenants.a]\nkeys = ["s"]\nadmin = 1', "tenants.a.admin must be true or false"),
         ('[tenants.a]\nkeys = ["s"]\ncache_group = ""', "tenants.a.cache_group must be"),
         ('[tenants.a]\nkeys = ["s"]\npriority = [3, 1]', "tenants.a.priority must be a range"),

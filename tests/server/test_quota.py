@@ -20,6 +20,7 @@ from tests.server.fake_engine import FakeEngine
 class Tokens:
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from octavo import AsyncEngine
 
 
-PIN_SHARE_OF_SEVERAL = 0.5
+# Of the pins and of the queue, what one tenant may take where there are others.
+SHARE_OF_SEVERAL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     server_config = ServerConfig(**given_options(args, ServerConfig))
-    config = share_pins(EngineConfig.from_options(engine_options(args)), server_config)
+    config = share_among_tenants(EngineConfig.from_options(engine_options(args)), server_config)
     configure_logging(server_config.log_level, server_config.log_format)
 
     from octavo.server.run import serve
@@ -42,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def share_pins(config: EngineConfig, server: ServerConfig) -> EngineConfig:
-    """With several tenants, limit each to half the pin budget, unless a share was configured."""
-    if config.pin_tenant_share is None and len({client.tenant for client in client_keys(server).values()}) > 1:
-        return config.replace(pin_tenant_share=PIN_SHARE_OF_SEVERAL)
-    return config
+def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:
+    """With several tenants, limit each to half the pin budget and half the queue, unless a share was configured."""
+    if len({client.tenant for client in client_keys(server).values()}) < 2:
+        return config
+    shares = {name: getattr(config, name) for name in ("pin_tenant_share", "queue_tenant_share")}
+    return config.replace(**{name: SHARE_OF_SEVERAL if share is None else share for name, share in shares.items()})
 
 
 COMMAND = Command("serve", "serve a model over HTTP, with OpenAI's API", add_arguments, run)

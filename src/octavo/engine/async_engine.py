@@ -170,23 +170,24 @@ class AsyncEngine:
 
         Raises:
             RequestError: from the first step of the iterator; nothing has been queued then.
-            OverloadedError: in the same way, where the queue has no room.
+            OverloadedError: in the same way, where the queue, or the tenant's part of it, has no room.
             EngineDeadError: the step loop died, or the engine is shut down.
         """
         self._require_alive()
-        self._check_room(0 if isinstance(prompt, str) else len(prompt))
+        self._check_room(0 if isinstance(prompt, str) else len(prompt), context)
         if len(prompt) < _MADE_AT_ONCE:
             request = self.core.make_request(prompt, params, context)
         else:
             request = await asyncio.to_thread(self.core.make_request, prompt, params, context)
             self._require_alive()
         # Nothing is awaited from here until it is queued, so what was counted stays true.
-        self._check_room(len(request.prompt_token_ids))
+        self._check_room(len(request.prompt_token_ids), context)
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         stream: _Stream = asyncio.Queue()
         self._streams[request.request_id] = stream
         self._sent.add(request)
+        self.stats.waiting.enter(request)
         self._send(_Addition(request, prompt if isinstance(prompt, str) else None, output_kind))
         try:
             finished = False
@@ -253,7 +254,15 @@ class AsyncEngine:
         if self._loop is None:
             raise EngineDeadError("the engine has not been started")
 
-    def _check_room(self, num_tokens: int) -> None:
+    def _check_room(self, num_tokens: int, context: RequestContext) -> None:
+        if context.tenant:
+            share = 1.0 if self.config.queue_tenant_share is None else self.config.queue_tenant_share
+            self.stats.waiting.check_room(
+                context.tenant,
+                num_tokens,
+                most_requests=context.max_waiting_requests or max(1, int(share * self.limits.max_waiting_requests)),
+                most_tokens=context.max_waiting_tokens or max(1, int(share * self.limits.max_waiting_tokens)),
+            )
         scheduler = self.core.scheduler
         self.limits.check_room(
             waiting_requests=scheduler.num_waiting + self._sent.requests - self._taken.requests,
@@ -338,6 +347,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("request %s could not be queued", request_id)
             self.core.abort(request_id)
+            self.stats.waiting.leave(request_id)
             failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
             self._call_in_loop(self._refuse, (request_id, failure))
 

@@ -35,6 +35,7 @@ class StatsRecorder:
         """Record the admissions of a planned step, before it is computed."""
         now = time.monotonic()
         for request in self._scheduler.take_admitted():
+            self._stats.waiting.leave(request.request_id)
             self._stats.on_admitted(
                 queue_time=now - request.arrival_time,
                 queried_tokens=len(request.prompt_token_ids),
@@ -84,6 +85,7 @@ class StatsRecorder:
         self._stats.on_queues(**self._queues())
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        self._stats.waiting.leave(request.request_id)
         for seq in request.sequences:
             self._last_token.pop(seq.seq_id, None)
         self._stats.on_finished(

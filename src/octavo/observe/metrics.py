@@ -5,7 +5,7 @@ Everything is made at scrape time by a collector, so the step loop never touches
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -106,12 +106,18 @@ def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class MetricsPage:
-    """The page at `GET /metrics`: the engine's statistics and this process's memory, CPU time and open files."""
+    """The page at `GET /metrics`: the engine's statistics and this process's memory, CPU time and open files.
 
-    def __init__(self, stats: EngineStats, model_name: str) -> None:
+    Args:
+        others: collectors whose metrics follow the engine's.
+    """
+
+    def __init__(self, stats: EngineStats, model_name: str, others: Iterable[Collector] = ()) -> None:
         # A registry of its own: the global one would be shared by every engine of the process.
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(stats, model_name))
+        for collector in others:
+            self._registry.register(collector)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
 

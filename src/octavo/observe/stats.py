@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from octavo.kvcache.block import BlockState
+from octavo.observe.tenant_queues import TenantQueues
 from octavo.request import CacheOutcome, CacheReport, FinishReason
 
 # Upper bounds in seconds, vLLM's, so that its dashboards fit.
@@ -72,10 +73,12 @@ class EngineStats:
     Counters, since the start: all other numbers.
 
     Attributes:
+        waiting: whose requests wait for their first step.
         audit_problem: what the latest audit found wrong with the block accounting; None where it found nothing.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
+        self.waiting = TenantQueues()
         self.num_running = 0
         self.num_waiting = 0
         self.num_swapped = 0

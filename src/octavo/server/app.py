@@ -107,7 +107,7 @@ class Api:
         self._reading = BodyReading(reader, config.max_body_seconds)
         self._admin = AdminAccess(access.admins)
         self.quotas = Quotas()
-        self._metrics: Any = None
+        self._metrics: dict[bool, Any] = {}
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler) of every route."""
@@ -189,13 +189,23 @@ class Api:
         return _json(json_bytes({"version": octavo.__version__}))
 
     async def metrics(self, request: Request) -> Response:
-        if self._metrics is None:
+        if self._config.metrics_access == "admin":
+            self._admin.check(request)
+        page = self._metrics_page(with_tenants=self._admin.admits(request))
+        content, content_type = page.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    def _metrics_page(self, *, with_tenants: bool) -> Any:
+        """The metrics of the whole server; those of its tenants too, which are nobody's business but an admin's."""
+        if with_tenants not in self._metrics:
             # Imported at the first scrape: prometheus_client costs start-up a tenth of a second.
             from octavo.observe.metrics import MetricsPage
+            from octavo.server.tenant_metrics import TenantCollector
 
-            self._metrics = MetricsPage(self._engine.stats, self._names[0])
-        content, content_type = self._metrics.render(request.headers.get("accept", ""))
-        return Response(content, headers={"content-type": content_type})
+            stats, name = self._engine.stats, self._names[0]
+            others = [TenantCollector(self.quotas, stats.waiting, name)] if with_tenants else []
+            self._metrics[with_tenants] = MetricsPage(stats, name, others)
+        return self._metrics[with_tenants]
 
     async def debug_kv(self, request: Request) -> Response:
         self._admin.check(request)

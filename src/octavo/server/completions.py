@@ -29,6 +29,7 @@ class Completions:
     def answer(self, read: CompletionRequest, client: Client) -> CompletionAnswer:
         """What will answer a body that was read."""
         body = read.body
+        client.check_prompts(len(read.prompts))
         context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
         job = Job(read.model, read.prompts, read.params, context)
         return CompletionAnswer(self._engine, self._texts, body, job)

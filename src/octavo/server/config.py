@@ -17,6 +17,7 @@ API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
 
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
+METRICS_ACCESS = ("open", "admin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,11 @@ class ServerConfig:
         None,
         "key that opens /debug and /reset_prefix_cache; without one, or a tenant with admin = true, nobody may ask "
         f"there; default: ${ADMIN_KEY_VARIABLE}",
+    )
+    metrics_access: Literal["open", "admin"] = option(
+        "open",
+        "who may read /metrics; admin: requests with an admin key only. Numbers by tenant are shown to these alone, "
+        "open or not",
     )
     shared_prefix_cache: bool = option(
         False, "all tenants share cached prefixes: faster, and each can find out what others have sent"
@@ -109,7 +115,8 @@ class ServerConfig:
             raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
-        for name, choices in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        choices_of = {"log_level": LOG_LEVELS, "log_format": LOG_FORMATS, "metrics_access": METRICS_ACCESS}
+        for name, choices in choices_of.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.max_connections < 1:

@@ -20,6 +20,7 @@ from octavo.errors import (
     OverloadedError,
     RequestError,
     RequestFailedError,
+    TenantOverloadedError,
     shortened,
 )
 
@@ -150,13 +151,12 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
-        return ApiError(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            str(error),
-            type="rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-        )
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        if isinstance(error, TenantOverloadedError):
+            status, kind, code = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "tenant_queue_full"
+        else:
+            status, kind, code = HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "queue_full"
+        return ApiError(status, str(error), type=kind, code=code, headers=headers)
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
         return GenerationFailedError()

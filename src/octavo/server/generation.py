@@ -158,13 +158,18 @@ class Usage:
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, those found in the prefix cache, as far as is known."""
+        return sum(self._cached_tokens)
+
     def report(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

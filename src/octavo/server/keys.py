@@ -9,7 +9,8 @@
     admin = true                                 # may use /debug and what resets the cache
 
 Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range that its requests
-may give; `requests_per_minute`, `tokens_per_minute` and `max_concurrency` limit all its keys together.
+may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and `max_waiting_tokens`
+limit all its keys together. `_READERS` has every field and how it is read.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError, RequestError
+from octavo.option import nearest
 from octavo.request import PinRequest, RequestContext
 
 logger = logging.getLogger("octavo.server")
@@ -37,8 +39,6 @@ MAX_KEY_LENGTH = 1024
 # Tenants' names are labels of metrics and parts of log lines.
 _NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrency")
-_FIELDS = ("admin", "cache_group", "priority", *_LIMITS)
 
 Digest = bytes
 """SHA-256 of a key."""
@@ -59,7 +59,9 @@ class Client:
         min_priority, max_priority: what `priority` a request may give (lower is served first); None: what the server
             allows anybody. In the file `priority = [min, max]`; a tenant may not go before others unless that says so.
         requests_per_minute, tokens_per_minute: of all its keys together, prompts and outputs; None: any number.
-        max_concurrency: requests running at once.
+        max_concurrency: requests being served at once, those that wait among them.
+        max_waiting_requests, max_waiting_tokens: requests that may wait for their first step, and their prompt tokens
+            together; None: what `queue_tenant_share` of the engine's options leaves a tenant.
         admin: may use /debug and what resets the cache.
     """
 
@@ -68,6 +70,8 @@ class Client:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrency: int | None = None
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
     min_priority: int | None = 0
     max_priority: int | None = None
     admin: bool = False
@@ -92,8 +96,19 @@ class Client:
             cache_salt=cache_salt or "",
             tenant=self.tenant,
             cache_group=self.cache_group,
+            max_waiting_requests=self.max_waiting_requests,
+            max_waiting_tokens=self.max_waiting_tokens,
             pins=pins,
         )
+
+    def check_prompts(self, num_prompts: int) -> None:
+        """Refuse a body of more prompts than may wait at once, which would never pass; raises `RequestError`."""
+        if self.max_waiting_requests is not None and num_prompts > self.max_waiting_requests:
+            raise RequestError(
+                f"prompt holds {num_prompts} prompts, but at most {self.max_waiting_requests} requests of this API "
+                "key's tenant may wait",
+                param="prompt",
+            )
 
 
 ANYBODY = Client(min_priority=None)
@@ -215,24 +230,60 @@ def check_key(key: object, where: str) -> None:
 
 def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of a `Client` besides its name, each of its type and in its range."""
-    if unknown := sorted(set(entry) - set(_FIELDS)):
-        raise ConfigError(f"{where} has an unknown field {unknown[0][:80]!r}; known: keys, {', '.join(_FIELDS)}")
-    if not isinstance(entry.get("admin", False), bool):
-        raise ConfigError(f"{where}.admin must be true or false")
-    group = entry.get("cache_group")
-    if group is not None and not (isinstance(group, str) and _NAME.fullmatch(group)):
-        raise ConfigError(f"{where}.cache_group must be 1 to 64 letters, digits or ._@:-")
-    for name in _LIMITS:
-        limit = entry.get(name)
-        whole = name == "max_concurrency"
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int if whole else (int, float))):
-            raise ConfigError(f"{where}.{name} must be {'an integer' if whole else 'a number'}, got {limit!r:.80}")
-        if limit is not None and not 0 < limit < inf:
-            raise ConfigError(f"{where}.{name} must be positive, got {limit!r:.80}")
-    checked = dict(entry)
-    if (bounds := checked.pop("priority", None)) is not None:
-        integers = isinstance(bounds, list) and [type(bound) for bound in bounds] == [int, int]
-        if not integers or bounds[0] > bounds[1]:
-            raise ConfigError(f"{where}.priority must be a range such as [0, 10], the lower number first")
-        checked |= {"min_priority": bounds[0], "max_priority": bounds[1]}
-    return checked
+    fields: dict[str, Any] = {}
+    for name, value in entry.items():
+        reader = _READERS.get(name)
+        if reader is None:
+            known = ("keys", *_READERS)
+            raise ConfigError(f"{where} has an unknown field {name[:80]!r}{nearest(name, known)}")
+        fields |= reader(name, value, f"{where}.{name}")
+    return fields
+
+
+def _flag(name: str, value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} must be true or false")
+    return {name: value}
+
+
+def _name(name: str, value: object, where: str) -> dict[str, Any]:
+    if not (isinstance(value, str) and _NAME.fullmatch(value)):
+        raise ConfigError(f"{where} must be 1 to 64 letters, digits or ._@:-")
+    return {name: value}
+
+
+def _number(name: str, value: object, where: str) -> dict[str, Any]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{where} must be a number, got {value!r:.80}")
+    return {name: _positive(value, where)}
+
+
+def _integer(name: str, value: object, where: str) -> dict[str, Any]:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{where} must be an integer, got {value!r:.80}")
+    return {name: _positive(value, where)}
+
+
+def _positive(value: float, where: str) -> float:
+    if not 0 < value < inf:
+        raise ConfigError(f"{where} must be positive, got {value!r:.80}")
+    return value
+
+
+def _priority(name: str, value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, list) or [type(bound) for bound in value] != [int, int] or value[0] > value[1]:
+        raise ConfigError(f"{where} must be a range such as [0, 10], the lower number first")
+    return {"min_priority": value[0], "max_priority": value[1]}
+
+
+# The fields of a tenant besides its keys, and what reads each: (name, value, place in the file) -> fields of `Client`.
+_READERS: dict[str, Callable[[str, object, str], dict[str, Any]]] = {
+    "admin": _flag,
+    "cache_group": _name,
+    "priority": _priority,
+    "requests_per_minute": _number,
+    "tokens_per_minute": _number,
+    "max_concurrency": _integer,
+    "max_waiting_requests": _integer,
+    "max_waiting_tokens": _integer,
+}

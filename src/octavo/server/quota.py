@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.auth import client_of, is_guarded
 from octavo.server.errors import ApiError
@@ -23,6 +24,9 @@ from octavo.server.keys import Client
 # Tenants whose use is shown by name; a file that is reread again and again may name more.
 MAX_SHOWN_TENANTS = 256
 OTHERS = "other"
+# Why a request was refused: over its tenant's rate or concurrency, its tenant's queue full, the server's queue full.
+OVER_RATE, QUEUE_FULL, SERVER_FULL = "rate", "queue", "server"
+_REFUSALS = {HTTPStatus.TOO_MANY_REQUESTS: QUEUE_FULL, HTTPStatus.SERVICE_UNAVAILABLE: SERVER_FULL}
 
 
 class RateLimitError(ApiError):
@@ -69,9 +73,16 @@ class TenantUse:
     running: int = 0
     requests: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
-    refused: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
     buckets: dict[str, Bucket] = field(default_factory=dict)
+
+    def merge(self, other: TenantUse) -> None:
+        """Add another's numbers to these."""
+        for name in ("running", "requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused.update(other.refused)
 
 
 class Spent(Protocol):
@@ -79,6 +90,9 @@ class Spent(Protocol):
 
     prompt_tokens: int
     completion_tokens: int
+
+    @property
+    def cached_tokens(self) -> int: ...
 
 
 class Charge:
@@ -102,7 +116,11 @@ class Charge:
         """The request is over, however it ended."""
         if self.spent is not None:
             self._quotas.charge(self._client, 0, self.spent.completion_tokens)
-        self._quotas.leave(self._client)
+        self._quotas.leave(self._client, 0 if self.spent is None else self.spent.cached_tokens)
+
+    def refuse(self, reason: str) -> None:
+        """The request was let in, and then found no room."""
+        self._quotas.refuse(self._client, reason)
 
 
 class Quotas:
@@ -115,6 +133,7 @@ class Quotas:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._uses: dict[str, TenantUse] = {}
+        self._shown: set[str] = set()
 
     def enter(self, client: Client) -> Charge:
         """Let a request in; it must be left by `Charge.end`.
@@ -127,7 +146,7 @@ class Quotas:
         try:
             self._check(client, use, now)
         except RateLimitError:
-            use.refused += 1
+            use.refused[OVER_RATE] += 1
             raise
         use.running += 1
         use.requests += 1
@@ -142,16 +161,23 @@ class Quotas:
         if (tokens := self._bucket(use, "tokens", client.tokens_per_minute, now)) is not None:
             tokens.take(prompt_tokens + completion_tokens, now)
 
-    def leave(self, client: Client) -> None:
-        self._use(client).running -= 1
+    def leave(self, client: Client, cached_tokens: int) -> None:
+        use = self._use(client)
+        use.running -= 1
+        use.cached_tokens += cached_tokens
+
+    def refuse(self, client: Client, reason: str) -> None:
+        self._use(client).refused[reason] += 1
+
+    def shown_name(self, tenant: str) -> str:
+        """The name under which a tenant is shown: its own, or `OTHERS`."""
+        return tenant if tenant in self._shown else OTHERS
 
     def shown(self) -> dict[str, TenantUse]:
         """The use of each tenant by name, as many as `MAX_SHOWN_TENANTS`; the rest are added up as `OTHERS`."""
-        shown = dict(list(self._uses.items())[:MAX_SHOWN_TENANTS])
-        rest = list(self._uses.values())[MAX_SHOWN_TENANTS:]
-        if rest:
-            names = ("running", "requests", "prompt_tokens", "completion_tokens", "refused")
-            shown[OTHERS] = TenantUse(*(sum(getattr(use, name) for use in rest) for name in names))
+        shown: dict[str, TenantUse] = {}
+        for tenant, use in list(self._uses.items()):
+            shown.setdefault(self.shown_name(tenant), TenantUse()).merge(use)
         return shown
 
     def _check(self, client: Client, use: TenantUse, now: float) -> None:
@@ -170,6 +196,8 @@ class Quotas:
         use = self._uses.get(client.tenant)
         if use is None:
             use = self._uses[client.tenant] = TenantUse()
+            if len(self._shown) < MAX_SHOWN_TENANTS:
+                self._shown.add(client.tenant)
         return use
 
     def _bucket(self, use: TenantUse, what: str, per_minute: float | None, now: float) -> Bucket | None:
@@ -199,8 +227,14 @@ class Metered:
             await error.response()(scope, receive, send)
             return
         scope.setdefault("state", {})["charge"] = charge
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and (reason := _REFUSALS.get(message["status"])):
+                charge.refuse(reason)
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, counting_send)
         finally:
             charge.end()
 

@@ -1,0 +1,67 @@
+"""What each tenant uses, in Prometheus' format, for whoever holds an admin key.
+
+Labels are tenants' names (of the keys file, or made from a hash of the key), at most `quota.MAX_SHOWN_TENANTS`; all
+others are added up as "other". No series has a key, a request's id or a word of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.observe.tenant_queues import TenantQueues, Waiting
+from octavo.server.quota import Quotas
+
+_COUNTERS = (
+    ("requests", "requests", "Requests that were let in."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that reached the engine."),
+    ("cached_tokens", "cached_tokens", "Of these, tokens found in the prefix cache."),
+    ("generation_tokens", "completion_tokens", "Generated tokens that were sent."),
+)
+
+
+class TenantCollector(Collector):
+    """A Prometheus collector over the tenants' use of one server."""
+
+    def __init__(self, quotas: Quotas, queues: TenantQueues, model_name: str) -> None:
+        self._quotas = quotas
+        self._queues = queues
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "tenant"]
+        uses = self._quotas.shown()
+        running = GaugeMetricFamily(
+            "octavo:tenant_requests_running", "Requests being served or waiting.", labels=labels
+        )
+        refused = CounterMetricFamily(
+            "octavo:tenant_refused_requests",
+            "Requests refused: over the tenant's rate or concurrency, its queue full, or no room in the server.",
+            labels=[*labels, "reason"],
+        )
+        for tenant, use in uses.items():
+            running.add_metric([self._model_name, tenant], use.running)
+            for reason, count in sorted(use.refused.items()):
+                refused.add_metric([self._model_name, tenant, reason], count)
+        yield running
+        yield refused
+        for name, attribute, help in _COUNTERS:
+            counter = CounterMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            for tenant, use in uses.items():
+                counter.add_metric([self._model_name, tenant], getattr(use, attribute))
+            yield counter
+        waiting: dict[str, Waiting] = dict.fromkeys(uses, Waiting())
+        for tenant, own in self._queues.snapshot().items():
+            name = self._quotas.shown_name(tenant)
+            before = waiting.get(name, Waiting())
+            waiting[name] = Waiting(before.requests + own.requests, before.tokens + own.tokens)
+        for name, attribute, help in (
+            ("requests_waiting", "requests", "Requests waiting for their first step."),
+            ("waiting_tokens", "tokens", "Prompt tokens of these."),
+        ):
+            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            for tenant, own in waiting.items():
+                gauge.add_metric([self._model_name, tenant], getattr(own, attribute))
+            yield gauge
