@@ -75,7 +75,6 @@ def step(scheduler: Scheduler) -> tuple[float, float]:
     started = time.perf_counter()
     plan = scheduler.schedule()
     planned = time.perf_counter()
-    scheduler.take_admitted()  # as the engine does, or they would be kept
     if not plan:
         return planned - started, 0.0
     result = play(plan)

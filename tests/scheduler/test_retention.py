@@ -164,4 +164,4 @@ def test_an_aborted_requests_prefix_is_not_pinned() -> None:
     service.run([1, 2, 3])
     assert request.pin_receipts == []
     assert len(service.kv.pins) == 0
-    assert service.scheduler._pinning == []
+    assert len(service.scheduler._pinning) == 0

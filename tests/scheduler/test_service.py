@@ -242,7 +242,7 @@ def test_requests_that_wait_with_pins_cost_a_step_nothing() -> None:
         request.pins = (PinRequest(48, 60.0),)
         server.scheduler.add(request)
     server.step()
-    assert server.scheduler._pinning == []
+    assert len(server.scheduler._pinning) == 0
 
 
 def test_what_waits_is_counted_and_what_is_aborted_is_gone_at_once() -> None:

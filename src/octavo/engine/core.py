@@ -12,17 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig
-from octavo.engine.containment import Containment
 from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
-from octavo.errors import CacheError, ContextLengthError, EngineDeadError, LogitsError, RequestError
+from octavo.engine.recovery import Recovery
+from octavo.errors import ContextLengthError, LogitsError, RequestError
 from octavo.observe.stats import EngineStats
 from octavo.request import (
     DEFAULT_CONTEXT,
-    CacheOutcome,
-    CacheReport,
     FinishReason,
     Request,
     RequestContext,
@@ -37,11 +35,6 @@ from octavo.text.prompt_checks import check_text_length, check_token_ids
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# How often the engine tries to compute a token of its own before it takes itself for dead.
-PROBES = 3
-# Requests that a message in the log names.
-_MAX_NAMED = 20
 
 Prompt = str | Seq[int]
 
@@ -74,7 +67,8 @@ class EngineCore:
         self._recorder = StatsRecorder(self.stats, scheduler)
         self._eos_token_ids = eos_token_ids
         self._processor = OutputProcessor(tokenizer, self._finish_sequence)
-        self._containment = Containment()
+        self._recovery = Recovery(scheduler, runner, self.stats)
+        scheduler.on_admitted = self._book_admission
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
@@ -117,7 +111,7 @@ class EngineCore:
         if max_tokens is None:
             max_tokens = self._longest_output(len(token_ids))
             params = params.with_max_tokens(max_tokens)
-        self.scheduler.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
+        self.scheduler.capacity.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
@@ -138,7 +132,7 @@ class EngineCore:
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
         """Queue a request that `make_request` made."""
         self.scheduler.add(request)
-        if not self._containment.may_run(request.request_id):
+        if not self._recovery.may_run(request.request_id):
             self.scheduler.hold(request)
         self._processor.add(request, prompt, kind)
 
@@ -150,7 +144,7 @@ class EngineCore:
         """Compute one step; returns one output for each request with new tokens.
 
         An exception in it ends no request but the one that causes it, with `FinishReason.ERROR`: the step is computed
-        again, and cut down where that does not help (`engine/containment.py`).
+        again, and cut down where that does not help (`engine/recovery.py`).
 
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
@@ -159,24 +153,20 @@ class EngineCore:
         # A stream's client waits from step to step, whatever is done in between.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         try:
-            if self._containment.advance(self._num_computed):
-                self.scheduler.restart(self._containment.may_run)
+            self._recovery.advance()
             plan = self.scheduler.schedule()
             if not plan:
                 return []
             planned = self.scheduler.planned
-            self._book_admissions()
             result = self.runner.execute(plan)
         except LogitsError as error:
             return self._end_faulty(error)
         except Exception as error:
-            # Who was admitted before it raised is no newcomer in the steps to come.
-            self._book_admissions()
-            return self._contain(plan, self.scheduler.planned, error)
+            return self._fail_all(self._recovery.step_failed(plan, self.scheduler.planned, error))
         try:
             updates = self.scheduler.update(plan, result)
         except Exception as error:
-            return self._contain_update(plan, planned, error)
+            return self._fail_all(self._recovery.update_failed(plan, planned, error))
         outputs = self._report(updates)
         ended = time.perf_counter()
         self.scheduler.observe(plan, ended - began)
@@ -193,19 +183,19 @@ class EngineCore:
             updates = _without(updates, failed_outputs)
             failures += failed_outputs
         for request, error in failures:
-            self._log_failure(error, [request.request_id], "taking in its tokens failed: it ends")
+            self._recovery.log(error, [request.request_id], "taking in its tokens failed: it ends")
             outputs.append(self._fail(request))
         if failures:
-            self._audit()
+            self._recovery.audit()
         try:
             self._recorder.on_step(updates)
         except Exception:
             logger.exception("the statistics of a step are lost")
         return outputs
 
-    def _book_admissions(self) -> None:
+    def _book_admission(self, request: Request) -> None:
         try:
-            self._recorder.on_planned()
+            self._recorder.on_admitted(request)
         except Exception:
             logger.exception("the statistics of an admission are lost")
 
@@ -242,104 +232,13 @@ class EngineCore:
             self.abort(request_id)
         self.runner.close()
 
-    def _contain(self, plan: StepPlan | None, planned: list[Sequence], error: Exception) -> list[RequestOutput]:
-        """A step raised before anything was made of its result: see to it that it is tried again, or who ends."""
-        goals = self._planned_tokens(plan, planned) if plan else self._runnable_tokens()
-        if not goals:
-            raise EngineDeadError(f"a step without requests failed: {error}") from error
-        culprit = self._containment.failed(goals)
-        self._log_failure(error, list(goals), "it is tried again" if culprit is None else "it ends")
-        self._restart(error)
-        if culprit is None:
-            return []
-        self._probe(error)
-        request = self.scheduler.end_request(culprit, FinishReason.ERROR)
-        self._restart(error)
-        return [] if request is None else [self._fail(request)]
-
-    def _contain_update(self, plan: StepPlan, planned: list[Sequence], error: Exception) -> list[RequestOutput]:
-        """Taking in a result raised outside any one request: whoever was touched may have lost tokens, and ends."""
-        touched: dict[RequestId, Request] = {}
-        for seq, start in zip(planned, plan.starts, strict=True):
-            if seq.finished or seq.num_computed != start:
-                touched[seq.request.request_id] = seq.request
-        if not touched:
-            return self._contain(plan, planned, error)
-        self._log_failure(error, list(touched), "they end")
-        for request_id in touched:
-            self.scheduler.end_request(request_id, FinishReason.ERROR)
-        self.scheduler.take_failures()
-        self._restart(error)
-        return [self._fail(request) for request in touched.values()]
-
-    def _restart(self, error: Exception) -> None:
-        """Start over from the requests alone; where even that fails, nothing can be relied on."""
-        try:
-            self.scheduler.restart(self._containment.may_run)
-        except Exception as failure:
-            raise EngineDeadError(f"a step failed ({error}), and so did starting over: {failure}") from error
-        self._audit(error)
-
-    def _audit(self, error: Exception | None = None) -> None:
-        try:
-            self.scheduler.kv.audit()
-        except CacheError as broken:
-            raise EngineDeadError(f"a step failed, and the block accounting with it: {broken}") from (error or broken)
-
-    def _probe(self, error: Exception) -> None:
-        """Find out whether anything can be computed at all: one token, nobody's, while nothing else runs.
-
-        Raises:
-            EngineDeadError: it cannot.
-        """
-        for attempt in range(1, PROBES + 1):
-            self.scheduler.restart(lambda _: False)
-            request = Request(RequestId(f"probe-{next(self._ids)}"), [0], SamplingParams(max_tokens=1))
-            # Nobody's: it is not booked.
-            request.cache_report = CacheReport(1, 0, CacheOutcome.BYPASSED)
-            self.scheduler.add(request)
-            try:
-                plan = self.scheduler.schedule()
-                self.scheduler.update(plan, self.runner.execute(plan))
-                if not self.scheduler.take_failures():
-                    return
-            except LogitsError:
-                return  # it was computed
-            except Exception:
-                logger.warning("attempt %d of %d to compute a token of nobody's failed too", attempt, PROBES)
-            finally:
-                self.scheduler.end_request(request.request_id)
-        raise EngineDeadError(f"nothing can be computed any more: {error}") from error
+    def _fail_all(self, requests: list[Request]) -> list[RequestOutput]:
+        return [self._fail(request) for request in requests]
 
     def _fail(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended with an error."""
         self._recorder.on_ended(request, FinishReason.ERROR)
         return self._processor.fail(request, STEP_FAILED)
-
-    def _log_failure(self, error: Exception, request_ids: list[RequestId], outcome: str) -> None:
-        self.stats.num_failed_steps += 1
-        named = ", ".join(request_ids[:_MAX_NAMED]) + (", …" if len(request_ids) > _MAX_NAMED else "")
-        logger.error("a step of %d requests (%s) failed: %s", len(request_ids), named, outcome, exc_info=error)
-
-    def _planned_tokens(self, plan: StepPlan, planned: list[Sequence]) -> dict[RequestId, int]:
-        """How many tokens of each planned request would have been computed."""
-        tokens: dict[RequestId, int] = {}
-        for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
-            request_id = seq.request.request_id
-            tokens[request_id] = max(tokens.get(request_id, 0), start + length)
-        return tokens
-
-    def _runnable_tokens(self) -> dict[RequestId, int]:
-        """The tokens of every request that could have been planned: the step failed before it said whom it took."""
-        return {
-            request.request_id: max(seq.num_tokens for seq in request.sequences)
-            for request in self.scheduler.requests
-            if self._containment.may_run(request.request_id)
-        }
-
-    def _num_computed(self, request_id: RequestId) -> int | None:
-        request = self.scheduler.request(request_id)
-        return None if request is None else max(seq.num_computed for seq in request.sequences)
 
     def _end_faulty(self, error: LogitsError) -> list[RequestOutput]:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
@@ -369,7 +268,7 @@ class EngineCore:
                 param="prompt",
             )
         # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
-        return max(1, self.scheduler.max_sequence_tokens - num_prompt_tokens)
+        return max(1, self.scheduler.capacity.max_sequence_tokens - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

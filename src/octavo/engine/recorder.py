@@ -31,19 +31,17 @@ class StatsRecorder:
         self._preemptions = 0
         self._on_cache()
 
-    def on_planned(self) -> None:
-        """Record the admissions of a planned step, before it is computed."""
-        now = time.monotonic()
-        for request in self._scheduler.take_admitted():
-            self._stats.waiting.leave(request.request_id)
-            self._stats.on_admitted(
-                queue_time=now - request.arrival_time,
-                queried_tokens=len(request.prompt_token_ids),
-                hit_tokens=request.num_cached_tokens or 0,
-            )
-            if request.cache_report is not None:
-                # As its tenant may know it: anybody may read the metrics.
-                self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
+    def on_admitted(self, request: Request) -> None:
+        """Record a request's first admission, before it is computed."""
+        self._stats.waiting.leave(request.request_id)
+        self._stats.on_admitted(
+            queue_time=time.monotonic() - request.arrival_time,
+            queried_tokens=len(request.prompt_token_ids),
+            hit_tokens=request.num_cached_tokens or 0,
+        )
+        if request.cache_report is not None:
+            # As its tenant may know it: anybody may read the metrics.
+            self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
 
     def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
         """Record a step, after stop strings have been applied."""

@@ -10,20 +10,22 @@ resumption after preemption differ only in how far behind they are.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.errors import CapacityError, ContextLengthError, RequestError
+from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceId, SequenceStatus
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import TimeLimit
+from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
+from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
+from octavo.scheduler.restart import HeldBack, MayRun
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.service import Service
 from octavo.scheduler.step_time import LatencyTarget, StepLoad
@@ -60,7 +62,8 @@ class Scheduler:
     """Decides each step, and advances the sequences by its result.
 
     Attributes:
-        max_sequence_tokens: prompt and output of the longest sequence that the model and the pool have room for.
+        capacity: what can never be served.
+        on_admitted: told of each request once, when it is given its place for the first time.
     """
 
     def __init__(
@@ -78,14 +81,20 @@ class Scheduler:
         queue = ArrivalOrder() if waiting is None else waiting
         self._compose(queue, victims or LowestPriority(), preemption or Recompute())
         self._requests: dict[RequestId, Request] = {}
-        self._pinning: list[Sequence] = []  # admitted; whose requests want prefixes pinned that are not yet computed
+        self._pinning = Pinning(kv, self._fail)
+        self._held_back = HeldBack()
         self._sampling = Sampling(config.max_model_len)
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
-        self._admitted: list[Request] = []
-        self._noted: set[RequestId] = set()  # whose admission has been told, or is about to be
-        self._held: set[SequenceId] = set()  # parked until the next restart
+        self._noted: set[RequestId] = set()  # whose admission has been told
+        self.on_admitted: Callable[[Request], None] = lambda request: None
         self._failures: list[tuple[Request, Exception]] = []
-        self.max_sequence_tokens = self._longest_sequence()
+        self.capacity = Capacity(
+            kv.spec,
+            kv.pool.num_blocks - 1,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_step=config.max_num_batched_tokens,
+        )
 
     def _compose(self, queue: WaitingQueue, victims: VictimPolicy, mode: PreemptionMode) -> None:
         """The parts that know who runs and who waits: nobody, over an empty queue."""
@@ -183,62 +192,18 @@ class Scheduler:
         """The sequence of each draw of the plan whose result is awaited."""
         return [seq for draws in self._builder.draws for seq in draws]
 
-    def take_admitted(self) -> list[Request]:
-        """Whom `schedule` has admitted for the first time since this was last asked."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
-
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, n_param: str = "n") -> None:
-        """Refuse what can never be served, with the numbers.
-
-        Args:
-            n: sequences that are computed of one prompt.
-            n_param: the parameter that says so.
-
-        Raises:
-            ContextLengthError: prompt + max_tokens is over max_model_len.
-            CapacityError: one sequence needs more blocks than the pool has, or n is over max_num_seqs.
-        """
-        limit = self.config.max_model_len
-        total = num_prompt_tokens + max_tokens
-        if total > limit:
-            raise ContextLengthError(
-                f"this model's maximum context length is {limit} tokens, but {total} were requested: "
-                f"{num_prompt_tokens} in the prompt and {max_tokens} for the completion (max_tokens)",
-                param="max_tokens" if num_prompt_tokens < limit else "prompt",
-            )
-        if n > self.config.max_num_seqs:
-            limit = self.config.max_num_seqs
-            raise CapacityError(f"{n_param} is {n}, but at most {limit} sequences run at once", param=n_param)
-        # The last token's key and value are never needed.
-        blocks = self.kv.spec.peak_blocks(total - 1, self.config.max_num_batched_tokens)
-        if blocks > (available := self.kv.pool.num_blocks - 1):
-            raise CapacityError(
-                f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "
-                f"{self.kv.spec.block_size} tokens, but the cache has {available} in all",
-                param="max_tokens",
-            )
-
-    def _longest_sequence(self) -> int:
-        """Prompt and output tokens of the longest sequence that `check` lets through; 0 where the pool holds none."""
-        available = self.kv.pool.num_blocks - 1
-
-        def too_long(total: int) -> bool:
-            return self.kv.spec.peak_blocks(total - 1, self.config.max_num_batched_tokens) > available
-
-        # The last token's key and value are never needed, and blocks only grow with tokens.
-        return bisect.bisect_left(range(1, self.config.max_model_len + 1), True, key=too_long)
-
     def add(self, request: Request) -> None:
-        """Queue a request; raises as `check` does, and where its id is in use, before anything changes."""
+        """Queue a request; raises as `Capacity.check` does, and where its id is in use, before anything changes."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         params = request.params
-        self.check(len(request.prompt_token_ids), params.max_tokens or 1, params.num_sequences, params.width_param)
+        self.capacity.check(
+            len(request.prompt_token_ids), params.max_tokens or 1, params.num_sequences, params.width_param
+        )
         self._requests[request.request_id] = request
         if params.use_beam_search:
             self._searches[request.request_id] = BeamDecoding(request)
@@ -295,7 +260,7 @@ class Scheduler:
             self._waiting.discard(seq)
             self._admission.forget(seq)
             self._yielding.swapped.pop(seq.seq_id, None)
-        self._held.discard(seq.seq_id)
+        self._held_back.forget(seq)
         self._vacate(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -360,9 +325,7 @@ class Scheduler:
                     self._decoding(seq).take(drawing, samples, self, updates)
             except Exception as error:
                 self._fail(seq.request, error)
-        if self._pinning:
-            # Before anything else is allocated: what ended in this very step is still cached.
-            self._pinning = [seq for seq in self._pinning if not self._settle_pins(seq)]
+        self._pinning.settle()
         return updates
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
@@ -375,7 +338,7 @@ class Scheduler:
             self.finish(seq, FinishReason.ERROR)
         self._failures.append((request, error))
 
-    def restart(self, may_run: Callable[[RequestId], bool] | None = None) -> None:
+    def restart(self, may_run: MayRun | None = None) -> None:
         """After a step that failed anywhere: rely on nothing but the requests and their tokens.
 
         Whatever was planned is void. Every sequence gives its blocks back, on the device and in host memory, and waits
@@ -390,34 +353,14 @@ class Scheduler:
             queue.pop()
         self._compose(queue, self.victims, self.preemption)
         self._yielding.counters = counters
-        held, self._held = self._held, set()
         for request in self._requests.values():
-            for seq in request.sequences:
-                is_waiting = seq.status is SequenceStatus.WAITING or seq.seq_id in held
-                if seq.status is SequenceStatus.RUNNING:
-                    # Else it is a beam that has its candidates and waits for its siblings.
-                    is_waiting = seq.num_computed < seq.num_tokens
-                    self._note_admitted(seq)
-                    seq.num_preemptions += 1
-                elif not is_waiting:
-                    continue
-                self.kv.release(seq)
-                counters.recomputed_tokens += seq.num_computed
-                seq.num_computed = 0
-                seq.status = SequenceStatus.PARKED
-                if is_waiting and (may_run is None or may_run(request.request_id)):
-                    self._waiting.push(seq)
-                elif is_waiting:
-                    self._held.add(seq.seq_id)
-        # What was to come back from the host would overwrite blocks that are others' by then.
-        self.kv.swap.cancel_transfers()
+            if request.sequences[0].status is SequenceStatus.RUNNING:
+                self._note_admitted(request.sequences[0])
+        self._held_back.requeue(self._requests.values(), may_run, self.kv, self._waiting, counters)
 
     def hold(self, request: Request) -> None:
         """Let a request that was just added wait until the next `restart` that lets it run."""
-        seq = request.sequences[0]
-        self._waiting.discard(seq)
-        seq.status = SequenceStatus.PARKED
-        self._held.add(seq.seq_id)
+        self._held_back.hold(request.sequences[0], self._waiting)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long, from the end of the step before where the engine went straight on to its own end."""
@@ -439,9 +382,8 @@ class Scheduler:
             return
         if request.request_id not in self._noted:
             self._noted.add(request.request_id)
-            self._admitted.append(request)
-        if request.pins and seq not in self._pinning:
-            self._pinning.append(seq)
+            self.on_admitted(request)
+        self._pinning.admitted(seq)
 
     def _plan_sequence(self, seq: Sequence, num_new: int, *, copied: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
@@ -455,16 +397,3 @@ class Scheduler:
 
     def _decoding(self, seq: Sequence) -> Decoding:
         return self._searches.get(seq.request.request_id, self._sampling)
-
-    def _settle_pins(self, seq: Sequence) -> bool:
-        """Pin those prefixes of a request that are computed; returns whether nothing more is to be expected."""
-        request, size = seq.request, self.kv.spec.block_size
-        for wanted in request.pins[len(request.pin_receipts) :]:
-            if seq.num_computed < wanted.num_tokens // size * size:
-                return seq.finished
-            try:
-                request.pin_receipts.append(self.kv.pin(request, wanted))
-            except Exception as error:
-                self._fail(request, error)
-                return True
-        return True

@@ -1,0 +1,152 @@
+"""What the engine does after a step that failed: who ends, and from where the others go on.
+
+`Containment` decides who is tried next; this carries it out on the scheduler, and finds out with a request of nobody's
+whether anything can be computed at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence as Seq
+
+from octavo.engine.containment import Containment
+from octavo.errors import CacheError, EngineDeadError, LogitsError
+from octavo.observe.stats import EngineStats
+from octavo.request import CacheOutcome, CacheReport, FinishReason, Request, RequestId, Sequence
+from octavo.runner.executor import Executor
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import StepPlan
+from octavo.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# How often the engine tries to compute a token of its own before it takes itself for dead.
+PROBES = 3
+# Requests that a message in the log names.
+_MAX_NAMED = 20
+
+
+class Recovery:
+    """Ends whoever a failed step cannot be computed with, and starts over with all others.
+
+    The methods return the requests that they have ended, with `FinishReason.ERROR`.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Executor, stats: EngineStats) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._stats = stats
+        self._containment = Containment()
+        self._ids = itertools.count()
+
+    def may_run(self, request_id: RequestId) -> bool:
+        """Whether a request may take part in the next step."""
+        return self._containment.may_run(request_id)
+
+    def advance(self) -> None:
+        """Before a step: let others run where those that were tried have got past where they failed."""
+        if self._containment.advance(self._num_computed):
+            self._scheduler.restart(self._containment.may_run)
+
+    def step_failed(self, plan: StepPlan | None, planned: Seq[Sequence], error: Exception) -> list[Request]:
+        """A step raised before anything was made of its result: see to it that it is tried again, or who ends.
+
+        Raises:
+            EngineDeadError: nothing can be computed any more, or the block accounting is broken.
+        """
+        goals = _planned_tokens(plan, planned) if plan else self._runnable_tokens()
+        if not goals:
+            raise EngineDeadError(f"a step without requests failed: {error}") from error
+        culprit = self._containment.failed(goals)
+        self.log(error, list(goals), "it is tried again" if culprit is None else "it ends")
+        self._restart(error)
+        if culprit is None:
+            return []
+        self._probe(error)
+        request = self._scheduler.end_request(culprit, FinishReason.ERROR)
+        self._restart(error)
+        return [] if request is None else [request]
+
+    def update_failed(self, plan: StepPlan, planned: Seq[Sequence], error: Exception) -> list[Request]:
+        """Taking in a result raised outside any one request: whoever was touched may have lost tokens, and ends.
+
+        Raises:
+            EngineDeadError: as `step_failed` does.
+        """
+        touched: dict[RequestId, Request] = {}
+        for seq, start in zip(planned, plan.starts, strict=True):
+            if seq.finished or seq.num_computed != start:
+                touched[seq.request.request_id] = seq.request
+        if not touched:
+            return self.step_failed(plan, planned, error)
+        self.log(error, list(touched), "they end")
+        for request_id in touched:
+            self._scheduler.end_request(request_id, FinishReason.ERROR)
+        self._scheduler.take_failures()
+        self._restart(error)
+        return list(touched.values())
+
+    def audit(self, error: Exception | None = None) -> None:
+        """Go on only if no block was lost; raises `EngineDeadError`."""
+        try:
+            self._scheduler.kv.audit()
+        except CacheError as broken:
+            raise EngineDeadError(f"a step failed, and the block accounting with it: {broken}") from (error or broken)
+
+    def log(self, error: Exception, request_ids: list[RequestId], outcome: str) -> None:
+        """Count a failed step, and say in the log what becomes of its requests."""
+        self._stats.num_failed_steps += 1
+        named = ", ".join(request_ids[:_MAX_NAMED]) + (", …" if len(request_ids) > _MAX_NAMED else "")
+        logger.error("a step of %d requests (%s) failed: %s", len(request_ids), named, outcome, exc_info=error)
+
+    def _restart(self, error: Exception) -> None:
+        """Start over from the requests alone; where even that fails, nothing can be relied on."""
+        try:
+            self._scheduler.restart(self._containment.may_run)
+        except Exception as failure:
+            raise EngineDeadError(f"a step failed ({error}), and so did starting over: {failure}") from error
+        self.audit(error)
+
+    def _probe(self, error: Exception) -> None:
+        """Find out whether anything can be computed at all: one token, nobody's, while nothing else runs."""
+        scheduler = self._scheduler
+        for attempt in range(1, PROBES + 1):
+            scheduler.restart(lambda _: False)
+            request = Request(RequestId(f"probe-{next(self._ids)}"), [0], SamplingParams(max_tokens=1))
+            # Nobody's: it is not booked.
+            request.cache_report = CacheReport(1, 0, CacheOutcome.BYPASSED)
+            scheduler.add(request)
+            try:
+                plan = scheduler.schedule()
+                scheduler.update(plan, self._runner.execute(plan))
+                if not scheduler.take_failures():
+                    return
+            except LogitsError:
+                return  # it was computed
+            except Exception:
+                logger.warning("attempt %d of %d to compute a token of nobody's failed too", attempt, PROBES)
+            finally:
+                scheduler.end_request(request.request_id)
+        raise EngineDeadError(f"nothing can be computed any more: {error}") from error
+
+    def _runnable_tokens(self) -> dict[RequestId, int]:
+        """The tokens of every request that could have been planned: the step failed before it said whom it took."""
+        return {
+            request.request_id: max(seq.num_tokens for seq in request.sequences)
+            for request in self._scheduler.requests
+            if self.may_run(request.request_id)
+        }
+
+    def _num_computed(self, request_id: RequestId) -> int | None:
+        request = self._scheduler.request(request_id)
+        return None if request is None else max(seq.num_computed for seq in request.sequences)
+
+
+def _planned_tokens(plan: StepPlan, planned: Seq[Sequence]) -> dict[RequestId, int]:
+    """How many tokens of each planned request would have been computed."""
+    tokens: dict[RequestId, int] = {}
+    for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
+        request_id = seq.request.request_id
+        tokens[request_id] = max(tokens.get(request_id, 0), start + length)
+    return tokens
