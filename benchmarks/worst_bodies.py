@@ -36,7 +36,8 @@ from octavo.limits import DEFAULT_LIMITS as LIMITS
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
-from octavo.server.run import Server, bind
+from octavo.server.listening import bind
+from octavo.server.run import Server
 
 RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"

@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="octavo", description="Serve and run language models from a paged KV cache.", allow_abbrev=False
     )
     parser.add_argument("--version", action=_Version, help="print the version and leave")
+    parser.set_defaults(parser=parser)  # for `octavo completion`
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         add_command(subparsers, command)

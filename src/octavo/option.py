@@ -8,9 +8,9 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that carries its own `--help` text."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, secret: bool = False) -> Any:
+    """A dataclass field that carries its own `--help` text. The value of a `secret` one is never shown."""
+    return field(default=default, metadata={"help": help, "secret": secret})
 
 
 def flag(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ import pytest
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
-from octavo.server.run import Server, bind
+from octavo.server.listening import bound
+from octavo.server.run import Server
 from tests.server.fake_engine import FakeEngine
 
 
@@ -59,8 +62,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
 @contextmanager
 def running_server(engine: Any, **options: Any) -> Iterator[Running]:
     config = ServerConfig(port=0, **options)
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
+    with bound(config) as listener:
+        yield from _serving(engine, config, listener)
+
+
+def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iterator[Running]:
+    port = 0 if config.uds is not None else listener.getsockname()[1]
     in_flight = InFlight(config.request_timeout)
     server = Server(create_app(engine, config, in_flight), config, in_flight, engine.model_name)
 
@@ -74,15 +81,22 @@ def running_server(engine: Any, **options: Any) -> Iterator[Running]:
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     wait_until(lambda: server.started)
+    connection: dict[str, Any] = {}
     url = f"http://127.0.0.1:{port}"
+    if config.uds is not None:
+        url, connection = "http://localhost", {"transport": httpx.HTTPTransport(uds=config.uds)}
+    elif config.ssl_certfile is not None:
+        # The certificate is its own authority.
+        context = ssl.create_default_context(cafile=config.ssl_certfile)
+        url, connection = f"https://127.0.0.1:{port}", {"verify": context}
     try:
         # For bodies that are given as bytes; a test may say otherwise.
-        with httpx.Client(base_url=url, timeout=20, headers={"Content-Type": "application/json"}) as client:
+        headers = {"Content-Type": "application/json"}
+        with httpx.Client(base_url=url, timeout=20, headers=headers, **connection) as client:
             yield Running(url, port, engine, client, server)
     finally:
         server.should_exit = True
         thread.join(10)
-        listener.close()
     assert not thread.is_alive()
 
 

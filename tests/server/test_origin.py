@@ -10,7 +10,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.server.access import Access
 from octavo.server.config import ServerConfig
-from octavo.server.run import bind, require_keys_beyond_loopback
+from octavo.server.listening import bind, require_keys_beyond_loopback
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.run import bind
+from octavo.server.listening import bind
 from tests.server.conftest import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from octavo.commands import bench, chat, generate, plan, serve
+from octavo.commands import bench, chat, completion, generate, plan, serve
 from octavo.commands.base import Command, add_command
 
-COMMANDS: tuple[Command, ...] = (serve.COMMAND, generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    serve.COMMAND,
+    generate.COMMAND,
+    chat.COMMAND,
+    bench.COMMAND,
+    plan.COMMAND,
+    completion.COMMAND,
+)
 
 __all__ = ["COMMANDS", "Command", "add_command"]

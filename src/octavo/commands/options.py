@@ -111,7 +111,7 @@ def add_sampling_options(
 
 
 def _add_field(group: argparse._ArgumentGroup, option: Field[Any], hint: object, help: str, default: object) -> None:
-    keywords = _value_keywords(hint)
+    keywords = value_keywords(hint)
     if "default" not in help and not (default is MISSING or default is None or default in ("", ())):
         shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         help = f"{help} (default: {shown})"
@@ -120,7 +120,7 @@ def _add_field(group: argparse._ArgumentGroup, option: Field[Any], hint: object,
     )
 
 
-def _value_keywords(hint: object) -> dict[str, Any]:
+def value_keywords(hint: object) -> dict[str, Any]:
     """The argparse keywords for a value of type `hint`."""
     members = [m for m in (get_args(hint) if _is_union(hint) else (hint,)) if m is not type(None)]
     literals = [value for m in members if get_origin(m) is Literal for value in get_args(m)]

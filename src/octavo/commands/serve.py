@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from octavo.commands.base import Command
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
+from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.server.access import client_keys
 from octavo.server.config import ServerConfig
@@ -16,19 +18,30 @@ if TYPE_CHECKING:
     from octavo import AsyncEngine
 
 
+# Where a server's keys come from: the best source's only.
+KEYS = frozenset({"api_key", "keys_file"})
 # Of the pins and of the queue, what one tenant may take where there are others.
 SHARE_OF_SEVERAL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="TOML file of options: max_num_seqs = 64, and so for every flag below; default: $OCTAVO_CONFIG",
+    )
     add_options(parser, "server options", ServerConfig)
     add_engine_options(parser, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    server_config = ServerConfig(**given_options(args, ServerConfig))
-    config = share_among_tenants(EngineConfig.from_options(engine_options(args)), server_config)
+    flags = {**given_options(args, ServerConfig), **engine_options(args)}
+    settings = Settings((ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEYS])
+    server_config = ServerConfig(**settings.given(ServerConfig))
     configure_logging(server_config.log_level, server_config.log_format)
+    config = share_among_tenants(EngineConfig.from_options(settings.given(EngineConfig)), server_config)
+    settings.log()
 
     from octavo.server.run import serve
 
@@ -51,4 +64,12 @@ def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineCon
     return config.replace(**{name: SHARE_OF_SEVERAL if share is None else share for name, share in shares.items()})
 
 
-COMMAND = Command("serve", "serve a model over HTTP, with OpenAI's API", add_arguments, run)
+COMMAND = Command(
+    "serve",
+    "serve a model over HTTP, with OpenAI's API",
+    add_arguments,
+    run,
+    description="Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable "
+    "(OCTAVO_MAX_NUM_SEQS=64; lists are split at commas) and a line of --config (max_num_seqs = 64). Flags go before "
+    "the environment, and that before the file. All options are logged at the start, keys hidden.",
+)

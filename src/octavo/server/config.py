@@ -9,12 +9,15 @@ from math import inf
 from typing import Literal
 
 from octavo.config import parse_bytes
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.option import option
 from octavo.server.keys import check_key
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
+
+# Linux' limit, and a byte more than others have.
+MAX_UNIX_PATH = 107
 
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 METRICS_ACCESS = ("open", "admin")
@@ -26,6 +29,7 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(8000, "port to listen on; 0 picks a free one")
+    uds: str | None = option(None, "path of a Unix socket to listen on instead; its owner and group may connect")
     served_model_name: Sequence[str] = option(
         (), "name that requests give for the model, instead of --model; may be given several times"
     )
@@ -33,6 +37,7 @@ class ServerConfig:
         (),
         "key that clients must send, each a tenant of its own; may be given several times, and shows in `ps`: prefer "
         f"--keys-file, or ${API_KEY_VARIABLE} (the default), split at commas",
+        secret=True,
     )
     keys_file: str | None = option(
         None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP: docs/operating.md"
@@ -41,6 +46,7 @@ class ServerConfig:
         None,
         "key that opens /debug and /reset_prefix_cache; without one, or a tenant with admin = true, nobody may ask "
         f"there; default: ${ADMIN_KEY_VARIABLE}",
+        secret=True,
     )
     metrics_access: Literal["open", "admin"] = option(
         "open",
@@ -111,6 +117,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.request_timeout is not None and not 0 < self.request_timeout < inf:
             raise ConfigError(f"request_timeout must be a positive number of seconds, got {self.request_timeout}")
+        if self.uds is not None and not 0 < len(os.fsencode(self.uds)) <= MAX_UNIX_PATH:
+            raise ConfigError(f"uds must be a path of 1 to {MAX_UNIX_PATH} bytes, got {shown(self.uds)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile go together: give both, or neither")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

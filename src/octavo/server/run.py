@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
+from octavo.server.listening import bound, listen, require_keys_beyond_loopback, shown_address
 from octavo.server.memory import settle_garbage_collection
 from octavo.server.transport import ConnectionCounters, guarded_protocol
 
@@ -44,7 +44,7 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
     """
     access = Access(config)
     check_certificate(config)
-    with bind(config.host, config.port) as listener:
+    with bound(config) as listener:
         require_keys_beyond_loopback(listener, config, access)
         engine = make_engine()
         settle_garbage_collection()
@@ -60,40 +60,6 @@ def check_certificate(config: ServerConfig) -> None:
     except OSError as error:  # SSLError is one
         files = f"{config.ssl_certfile} with {config.ssl_keyfile}"
         raise ConfigError(f"cannot serve HTTPS with {files}: {error.strerror or error}") from error
-
-
-def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
-    """Refuse to serve other machines without keys, unless explicitly allowed; raises `ConfigError`."""
-    host = listener.getsockname()[0]
-    if access.needs_key or config.allow_unauthenticated or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        return
-    raise ConfigError(
-        f"other machines can reach {host}, and no API key is asked for: give --keys-file, or --allow-unauthenticated "
-        "to serve anybody who can connect"
-    )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to host:port, not yet listening; raises `ConfigError` if that fails."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror or error}") from error
-    try:
-        # A restarted server need not wait for its predecessor's last connections to time out.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from error
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    reason = (error.strerror or str(error)).lower()
-    advice = "choose another port with --port, or 0 for a free one"
-    return ConfigError(f"cannot listen on {host}:{port}: {reason}; {advice}")
 
 
 async def serve_on(
@@ -114,20 +80,12 @@ async def serve_on(
     with server.handled_signals():
         await engine.start()
         try:
-            _listen(listener)
+            listen(listener)
             await server.serve(sockets=[listener])
             if not engine.is_alive:
                 raise EngineDeadError("the engine died, and the server with it; the log says why")
         finally:
             await engine.shutdown(0)
-
-
-def _listen(listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    try:
-        listener.listen()
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
 
 
 class Server(uvicorn.Server):
@@ -193,10 +151,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
             scheme = "http" if self.config.ssl is None else "https"
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            print(f"Octavo serving {self._model_name} on {scheme}://{where}{self.config.root_path}", flush=True)
+            where = shown_address(sockets[0], scheme, self.config.root_path)
+            print(f"Octavo serving {self._model_name} on {where}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._in_flight:

@@ -1,0 +1,34 @@
+"""`octavo completion`: a script that completes commands and options in a shell."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.commands.base import Command
+from octavo.errors import ConfigError
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        raise ConfigError("completion needs the package shtab: pip install shtab") from error
+
+    print(shtab.complete(args.parser, shell=args.shell))
+    return 0
+
+
+COMMAND = Command(
+    "completion",
+    "write a shell's completion script",
+    add_arguments,
+    run,
+    description="Write a script that completes octavo's commands and options: "
+    "octavo completion bash > ~/.local/share/bash-completion/completions/octavo",
+)
