@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from octavo.engine import async_engine
-from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.async_engine import _DELIVERED_AT_ONCE, AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
-from octavo.errors import ContextLengthError, EngineDeadError, RequestError
-from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext
+from octavo.errors import ContextLengthError, EngineDeadError, OctavoError, RequestError
+from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
 
@@ -302,3 +302,29 @@ async def test_a_stop_is_never_missed(core: EngineCore) -> None:
             await asyncio.sleep(delay * 2e-5)
             async with asyncio.timeout(5):
                 await engine.shutdown(0)
+
+
+async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_event_loop(core: EngineCore) -> None:
+    async with started(core) as engine:
+        names = [RequestId(f"r{i}") for i in range(3 * _DELIVERED_AT_ONCE)]
+        streams = {name: asyncio.Queue[RequestOutput | OctavoError]() for name in names}
+        engine._streams.update(streams)
+        for step in range(2):
+            engine._deliver([RequestOutput(name, None, [step], [], finished=step == 1) for name in names])
+        assert sum(stream.qsize() for stream in streams.values()) == _DELIVERED_AT_ONCE
+        await until(lambda: not engine._arrived)
+        for stream in streams.values():
+            received = [stream.get_nowait() for _ in range(stream.qsize())]
+            assert [o.prompt_token_ids for o in received if isinstance(o, RequestOutput)] == [[0], [1]]
+        assert not engine._streams
+
+
+async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(core: EngineCore) -> None:
+    async with started(core) as engine:
+        names = [RequestId(f"r{i}") for i in range(2 * _DELIVERED_AT_ONCE)]
+        streams = {name: asyncio.Queue[RequestOutput | OctavoError]() for name in names}
+        engine._streams.update(streams)
+        engine._deliver([RequestOutput(name, None, [1], [], finished=False) for name in names])
+        engine._fail_streams(EngineDeadError("over"))
+        for stream in streams.values():
+            assert [type(stream.get_nowait()) for _ in range(stream.qsize())] == [RequestOutput, EngineDeadError]

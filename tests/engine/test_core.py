@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from octavo.engine import processor
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.errors import RequestError
 from octavo.request import FinishReason, Request, RequestContext
 from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import IncrementalDetokenizer
 from tests.conftest import MakeLLM, assert_idle
-from tests.engine.tiny_engine import POISON, poison
+from tests.engine.tiny_engine import POISON, assert_drained, poison, tiny_core
 
 WAYS: list[dict[str, Any]] = [
     {},
@@ -203,3 +205,20 @@ def test_chunks_sized_by_time_change_no_token_and_every_step_is_measured(make_ll
     assert latency is not None
     assert latency.model.num_observed == steps
     assert_idle(core)
+
+
+def test_what_a_prompt_ends_in_is_looked_up_once_for_all_its_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[IncrementalDetokenizer] = []
+
+    def making(*args: Any) -> IncrementalDetokenizer:
+        made.append(IncrementalDetokenizer(*args))
+        return made[-1]
+
+    monkeypatch.setattr(processor, "IncrementalDetokenizer", making)
+    with tiny_core() as core:
+        request = core.make_request([5, 6, 7], SamplingParams(n=8, max_tokens=2))
+        core.add(request)
+        while core.has_work:
+            core.step()
+        assert len(made) == 1
+        assert_drained(core)

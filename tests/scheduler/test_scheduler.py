@@ -375,3 +375,21 @@ def test_ending_twice_and_ending_the_unknown_do_nothing() -> None:
     assert request.sequences[0].finish_reason is FinishReason.ABORT
     assert (engine.scheduler.num_waiting, engine.scheduler.num_running) == (0, 0)
     assert not engine.scheduler.schedule()
+
+
+def test_aborting_a_wide_request_looks_at_each_sequence_only_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(num_blocks=400, max_num_seqs=64)
+    request = engine.add(8, n=64)
+    engine.step()
+    looks = 0
+
+    def finished(seq: Sequence) -> bool:
+        nonlocal looks
+        looks += 1
+        return seq.status is SequenceStatus.FINISHED
+
+    monkeypatch.setattr(Sequence, "finished", property(finished))
+    engine.scheduler.end_request(request.request_id)
+    assert request.finished
+    assert looks <= 5 * 64
+    engine.kv.audit()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from octavo.text.byte_pieces import BytePieces, ByteTokenDecoder
+from octavo.text.byte_pieces import MAX_LOOK_BACK, BytePieces, ByteTokenDecoder
 from octavo.text.detokenizer import TokenDecoder, make_token_decoder
 from octavo.text.gguf_tokenizer import byte_alphabet
 from octavo.text.tokenizer import Tokenizer as OctavoTokenizer
@@ -150,3 +150,15 @@ def test_a_tokenizer_that_decodes_otherwise_than_its_parts_say_is_left_to_itself
     assert tokenizer.byte_pieces(skip_special_tokens=False) is None
     detokenized, _ = deltas(tokenizer, [], tokenizer.encode("the fox"))
     assert "".join(detokenized) == "THE FOX"
+
+
+def test_a_prompt_that_ends_in_special_tokens_is_looked_at_no_further_back_than_the_limit() -> None:
+    looked_up: list[int] = []
+
+    class Counted(BytePieces):
+        def join(self, token_ids: Sequence[int]) -> bytes:
+            looked_up.extend(token_ids)
+            return super().join(token_ids)
+
+    ByteTokenDecoder(Counted(lambda token_id: b""), [7] * 100 * MAX_LOOK_BACK)
+    assert len(looked_up) == MAX_LOOK_BACK

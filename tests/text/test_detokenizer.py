@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from octavo.checkpoint.model_source import resolve_model
 from octavo.sampling_params import SamplingParams
+from octavo.text.byte_pieces import MAX_LOOK_BACK
 from octavo.text.detokenizer import IncrementalDetokenizer, TokenDecoder
 from octavo.text.stop_strings import StopStringMatcher
 from octavo.text.tokenizer import Tokenizer as OctavoTokenizer
@@ -332,3 +333,34 @@ def test_a_long_stop_string_does_not_make_tokens_slow() -> None:
         assert matcher.feed("a" * 100) == ""
     assert time.perf_counter() - begun < 2.0
     assert matcher.feed("c") == "a" * 2000 + "c"
+
+
+@pytest.mark.parametrize("make", [smollm2, byte_fallback], ids=lambda make: make.__name__)
+def test_copies_for_several_outputs_of_one_prompt_know_nothing_of_each_other(make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    encoded = (tokenizer.encode(text) for text in ("a b ", "one stop two", "北京 three"))
+    prompt, first, second = (list(getattr(found, "ids", found)) for found in encoded)
+    params = SamplingParams(stop="stop")
+    original = IncrementalDetokenizer(tokenizer, prompt, params)
+    copies = [original.copy() for _ in range(2)]
+    texts = ["", ""]
+    for pair in itertools.zip_longest(first, second):
+        for i, token_id in enumerate(pair):
+            if token_id is not None:
+                texts[i] += copies[i].append([token_id])
+    texts = [text + copy.flush() for text, copy in zip(texts, copies, strict=True)]
+    alone = ["".join(deltas(tokenizer, prompt, output, stop="stop")[0]) for output in (first, second)]
+    assert texts == alone
+    assert (copies[0].stop_string, copies[1].stop_string, original.stop_string) == ("stop", None, None)
+
+
+def test_a_prompt_without_text_is_decoded_no_further_back_than_the_limit() -> None:
+    lengths: list[int] = []
+
+    class Silent:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            lengths.append(len(ids))
+            return ""
+
+    TokenDecoder(Silent(), [7] * 1_000_000)
+    assert max(lengths) <= 4 * MAX_LOOK_BACK

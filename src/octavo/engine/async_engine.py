@@ -40,6 +40,8 @@ AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
 # How long a step may be put off by requests that come in.
 TAKE_IN_SECONDS = 0.003
+# Outputs handed to their streams before other callbacks of the event loop have a turn.
+_DELIVERED_AT_ONCE = 64
 # Characters or token ids of a prompt from which on its request is made in a thread.
 _MADE_AT_ONCE = 1024
 
@@ -111,6 +113,8 @@ class AsyncEngine:
         self._idle_collect_seconds = idle_collect_seconds
         # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
         self._streams: dict[RequestId, _Stream | None] = {}
+        # Outputs on their way to their streams.
+        self._arrived: deque[RequestOutput] = deque()
         # One queue for both, so that what is said of one id arrives in the order it was said.
         self._inbox: deque[_Addition | _Abort | _Question[Any]] = deque()
         # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
@@ -364,14 +368,26 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback, argument)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
+        is_on_its_way = bool(self._arrived)
+        self._arrived.extend(outputs)
+        if not is_on_its_way:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Hand out some of what has arrived; the rest in the loop's next turn."""
+        for _ in range(min(_DELIVERED_AT_ONCE, len(self._arrived))):
+            output = self._arrived.popleft()
             stream = self._streams.get(output.request_id)
             if output.finished:
                 self._streams.pop(output.request_id, None)
             if stream is not None:
                 stream.put_nowait(output)
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._hand_out)
 
     def _fail_streams(self, error: OctavoError) -> None:
+        while self._arrived:
+            self._hand_out()
         for stream in self._streams.values():
             if stream is not None:
                 stream.put_nowait(error)

@@ -72,8 +72,10 @@ class OutputProcessor:
         """Track a request; one whose completions are chosen at its end has no deltas."""
         chooses, wants_logprobs = request.params.chooses, request.params.logprobs is not None
         kind = OutputKind.FINAL if chooses else kind
+        # What a prompt ends in is looked up once for all its sequences.
+        detokenizer = self._make_detokenizer(request)
         completions = [
-            _Completion(seq, self._make_detokenizer(request), wants_logprobs, wants_logprobs or chooses)
+            _Completion(seq, detokenizer and detokenizer.copy(), wants_logprobs, wants_logprobs or chooses)
             for seq in request.sequences
         ]
         self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions)

@@ -213,7 +213,8 @@ class Scheduler:
         """End every sequence of a request and free its blocks; None where it is not (any more) known."""
         request = self._requests.get(request_id)
         if request is not None:
-            for seq in request.sequences:
+            # The last first: each looks whether all have ended, from the first on.
+            for seq in reversed(request.sequences):
                 self.finish(seq, reason)
         return request
 

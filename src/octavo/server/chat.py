@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
@@ -89,27 +90,32 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
         head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
-        reports_usage, continuous = self._body.reports_usage, self._body.reports_usage_continuously
-        tail = '],"usage":null}' if reports_usage else "]}"
         begun = False
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for _, output in outputs:
-                self._usage.add(0, output)
-                self._extension.add(0, output)
-                if continuous:
-                    tail = f'],"usage":{dumps(self._usage.report())}}}'
-                chunks = [
-                    event(head + self._delta(completion) + tail)
-                    for completion in output.outputs
-                    if completion.token_ids or completion.text or completion.finish_reason
-                ]
-                if not begun:
-                    begun = True
-                    chunks[:0] = self._roles(head, tail, output)
-                yield "".join(chunks).encode()
+                weight = weight_of(output)
+                if not begun and self._body.return_token_ids:
+                    weight += len(output.prompt_token_ids)
+                yield await offload(weight, partial(self._events_of, output, head, first=not begun))
+                begun = True
         if last := self._last_event(head):
             yield last.encode()
         yield DONE
+
+    def _events_of(self, output: RequestOutput, head: str, *, first: bool) -> bytes:
+        self._usage.add(0, output)
+        self._extension.add(0, output)
+        tail = "]}"
+        if self._body.reports_usage:
+            continuous = self._body.reports_usage_continuously
+            tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
+        chunks = self._roles(head, tail, output) if first else []
+        chunks += [
+            event(head + self._delta(completion) + tail)
+            for completion in output.outputs
+            if completion.token_ids or completion.text or completion.finish_reason
+        ]
+        return "".join(chunks).encode()
 
     def _last_event(self, head: str) -> str:
         """The last event, after all choices have ended: usage and the `octavo` object, if requested."""

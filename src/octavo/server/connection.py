@@ -18,6 +18,8 @@ from octavo.server.errors import ApiError, BodyTooLargeError, RequestTimedOutErr
 # Nginx's number for a client that left. Nobody reads it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
 
+# Bytes of a body that are put together on the event loop.
+_JOINED_AT_ONCE = 1024 * 1024
 # Bytes of an answer that are handed to the socket in one go.
 _SENT_AT_ONCE = 64 * 1024
 
@@ -108,7 +110,10 @@ async def read_body(request: Request, limit: int) -> bytes:
             chunks.append(chunk)
     except ClientDisconnect:
         raise ClientLeftError from None
-    return b"".join(chunks)
+    if size < _JOINED_AT_ONCE:
+        return b"".join(chunks)
+    # Of so many bytes it lets go of the interpreter's lock.
+    return await asyncio.to_thread(b"".join, chunks)
 
 
 class WholeAnswer(Response):

@@ -1,8 +1,13 @@
-"""Python's garbage collector in a process that serves: what lives as long as the server is not looked at again."""
+"""Python's interpreter in a process that serves: nothing in it shall keep a thread waiting for long.
+
+What lives as long as the server is not looked at again by the garbage collector, and the event loop and the engine's
+thread hand each other the interpreter's lock within a millisecond.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 
 # Objects made before the youngest are looked at, how often that happens before the survivors are looked at, and how
 # often that before all are: some thousand objects take well under a millisecond, all of them tens of milliseconds where
@@ -12,9 +17,19 @@ _YOUNG = 2_000
 _MIDDLE = 10
 _OLD = 10_000
 
+# How long a thread that wants the interpreter's lock waits before it asks for it. With Python's 5 ms, the event loop
+# may wait that long after every system call while the engine's thread plans a step, and the engine for the loop.
+_SWITCH_SECONDS = 0.001
+
+
+def settle_interpreter() -> None:
+    """To be called once a model is loaded, by a process that does nothing but serve."""
+    settle_garbage_collection()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
 
 def settle_garbage_collection() -> None:
-    """To be called once a model is loaded: modules, weights and tables are set apart from all later collections."""
+    """Modules, weights and tables are set apart from all later collections."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)

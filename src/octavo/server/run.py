@@ -23,7 +23,7 @@ from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.listening import bound, listen, require_keys_beyond_loopback, shown_address
-from octavo.server.memory import settle_garbage_collection
+from octavo.server.memory import settle_interpreter
 from octavo.server.transport import ConnectionCounters, guarded_protocol
 
 # How long after the last request was cancelled its client may take to read the error.
@@ -47,7 +47,7 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
     with bound(config) as listener:
         require_keys_beyond_loopback(listener, config, access)
         engine = make_engine()
-        settle_garbage_collection()
+        settle_interpreter()
         asyncio.run(serve_on(listener, engine, config, access))
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from copy import copy
 
 # No beginning of a UTF-8 character is longer.
 _MAX_UNFINISHED = 3
+# Tokens at the end of a prompt among which its last bytes are looked for: a prompt may end in any number of special
+# tokens, which have none.
+MAX_LOOK_BACK = 1024
 
 
 class BytePieces(dict[int, str | bytes]):
@@ -51,7 +55,7 @@ class ByteTokenDecoder:
         self._pieces = pieces
         self._unfinished = b""
         tail = b""
-        for token_id in reversed(prompt_token_ids):
+        for token_id in reversed(prompt_token_ids[-MAX_LOOK_BACK:]):
             tail = pieces.join((token_id,)) + tail
             # A character's first byte never continues another one: what precedes these changes nothing.
             if len(tail) >= _MAX_UNFINISHED:
@@ -59,6 +63,10 @@ class ByteTokenDecoder:
         self._take_in(tail)
         # The prompt's own text ends in a U+FFFD for it.
         self._begun_in_prompt = bool(self._unfinished)
+
+    def copy(self) -> ByteTokenDecoder:
+        """Another one, for another output that goes on from here."""
+        return copy(self)
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The new text that no further token can change."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 from octavo.sampling_params import SamplingParams
-from octavo.text.byte_pieces import ByteTokenDecoder
+from octavo.text.byte_pieces import MAX_LOOK_BACK, ByteTokenDecoder
 from octavo.text.stop_strings import StopStringMatcher
 from octavo.text.tokenizer import Tokenizer
 
@@ -59,9 +60,15 @@ class TokenDecoder:
         length = _CONTEXT
         self._set_context(list(prompt_token_ids[-length:]))
         # Special tokens leave no text: go back to some that do, or the first word would lose its space.
-        while not self._context_text and length < len(prompt_token_ids):
+        while not self._context_text and length < min(len(prompt_token_ids), MAX_LOOK_BACK):
             length *= 4
             self._set_context(list(prompt_token_ids[-length:]))
+
+    def copy(self) -> TokenDecoder:
+        """Another one, for another output that goes on from here."""
+        other = copy(self)
+        other._pending, other._context = self._pending.copy(), self._context.copy()
+        return other
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The new text that no further token can change."""
@@ -179,6 +186,14 @@ class IncrementalDetokenizer:
             else None
         )
         self._matcher = StopStringMatcher(tuple(params.stop)) if params.stop else None
+
+    def copy(self) -> IncrementalDetokenizer:
+        """Another one, for another output of the same prompt. No token may have been appended."""
+        other = copy(self)
+        other._text = []
+        other._tokens = self._tokens.copy() if self._tokens is not None else None
+        other._matcher = copy(self._matcher)
+        return other
 
     @property
     def text(self) -> str:

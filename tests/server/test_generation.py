@@ -1,0 +1,140 @@
+"""The engine's outputs on their way to an answer: what many prompts and completions cost is spread over many turns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, cast
+
+import pytest
+
+from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.request import DEFAULT_CONTEXT, RequestContext
+from octavo.sampling_params import SamplingParams
+from octavo.server import completions
+from octavo.server.completions import Completions
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import Job, json_pieces
+from octavo.server.keys import ANYBODY
+from octavo.server.logprobs import TokenTexts
+from octavo.server.prompts import EncodedPrompt
+from octavo.server.protocol import CompletionBody
+from octavo.server.reading import CompletionRequest
+from tests.server.fake_engine import FakeEngine
+
+NUM_PROMPTS = 200
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def as_client(engine: Any) -> EngineClient:
+    return cast(EngineClient, engine)
+
+
+class EndlessEngine(FakeEngine):
+    """Gives every request one output, then nothing; counts how many begin or end in one turn of the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_this_turn = self.most_in_a_turn = 0
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
+        *,
+        output_kind: OutputKind = OutputKind.DELTA,
+    ) -> AsyncIterator[RequestOutput]:
+        return self._endless(str(context.request_id))
+
+    async def _endless(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        self.running.add(request_id)
+        self._count()
+        try:
+            await asyncio.sleep(3600)
+            yield RequestOutput(request_id, None, [1], [], False)  # type: ignore[arg-type]
+        finally:
+            self.running.discard(request_id)
+            self._count()
+
+    def _count(self) -> None:
+        self.in_this_turn += 1
+        self.most_in_a_turn = max(self.most_in_a_turn, self.in_this_turn)
+
+    async def watch(self) -> None:
+        while True:
+            self.in_this_turn = 0
+            await asyncio.sleep(0)
+
+
+def job() -> Job:
+    prompts = [EncodedPrompt([1]) for _ in range(NUM_PROMPTS)]
+    return Job("fake", prompts, SamplingParams(max_tokens=1), RequestContext(request_id="cmpl-1"))
+
+
+async def test_many_prompts_are_started_and_given_up_a_few_at_a_time() -> None:
+    engine = EndlessEngine()
+    watching = asyncio.ensure_future(engine.watch())
+    task = asyncio.ensure_future(job().results(as_client(engine)))
+    while len(engine.running) < NUM_PROMPTS:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    watching.cancel()
+    assert task.cancelled()
+    assert not engine.running
+    assert engine.most_in_a_turn <= 16
+
+
+async def test_a_second_cancellation_leaves_nothing_running() -> None:
+    engine = EndlessEngine()
+    task = asyncio.ensure_future(job().results(as_client(engine)))
+    while len(engine.running) < NUM_PROMPTS:
+        await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert engine.running
+    task.cancel()
+    await asyncio.wait([task])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not engine.running
+
+
+@pytest.mark.parametrize(("num_prompts", "in_a_thread"), [(1, False), (NUM_PROMPTS, True)])
+async def test_the_answer_to_many_prompts_is_put_together_off_the_event_loop(
+    num_prompts: int, in_a_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noting(response: dict[str, Any]) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return json_pieces(response)
+
+    monkeypatch.setattr(completions, "json_pieces", noting)
+    engine = FakeEngine()
+    await engine.start()
+    body = CompletionBody(prompt=None, max_tokens=1)
+    read = CompletionRequest(
+        body, "fake", SamplingParams(max_tokens=1), [EncodedPrompt([1]) for _ in range(num_prompts)], ""
+    )
+    answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
+    assert b"".join(await answer.whole()).count(b'"finish_reason"') == num_prompts
+    assert [thread is not threading.current_thread() for thread in threads] == [in_a_thread]
+
+
+async def test_a_stream_of_many_prompts_closes_what_it_began() -> None:
+    engine = FakeEngine(step_seconds=0.001)
+    await engine.start()
+    async with aclosing(job().stream(as_client(engine), OutputKind.DELTA)) as outputs:
+        await anext(outputs)
+    assert not engine.running
