@@ -12,7 +12,7 @@ MODULES := $(VENV)/.modules
 NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := install
-.PHONY: install serve test coverage check lint format bench clean distclean FORCE
+.PHONY: install serve test test-native sanitize bench-native coverage check lint format bench clean distclean FORCE
 .NOTPARALLEL:
 
 install: $(INSTALLED)
@@ -39,6 +39,35 @@ serve: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# The C++ kernels without Python: tests at every instruction-set level that this machine has, the same under sanitizers,
+# and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
+CCACHE := $(shell command -v ccache 2>/dev/null)
+CONFIGURE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DOCTAVO_BINDINGS=OFF \
+    -DOCTAVO_TESTS=ON $(if $(CCACHE),-DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE))
+
+$(BIN)/cmake:
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt cmake ninja
+
+test-native: $(BIN)/cmake
+	$(CONFIGURE) -B build/native
+	$(BIN)/cmake --build build/native
+	build/native/native_tests $(ARGS)
+
+# AddressSanitizer sees each buffer's last byte: those of the tests are exactly as long as they must be.
+sanitize: $(BIN)/cmake
+	$(CONFIGURE) -B build/sanitize-address -DOCTAVO_SANITIZE=address,undefined,float-cast-overflow
+	$(BIN)/cmake --build build/sanitize-address
+	build/sanitize-address/native_tests --scale 0.5 $(ARGS)
+	$(CONFIGURE) -B build/sanitize-thread -DOCTAVO_SANITIZE=thread
+	$(BIN)/cmake --build build/sanitize-thread
+	build/sanitize-thread/native_tests --scale 0.5 $(ARGS)
+
+bench-native: $(BIN)/cmake
+	$(CONFIGURE) -B build/native
+	$(BIN)/cmake --build build/native
+	build/native/native_bench $(ARGS)
 
 lint: install
 	$(BIN)/ruff check

@@ -21,6 +21,12 @@ struct alignas(64) Line {
     char bytes[64];
 };
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kKeepsMemory = false;  // what one call left behind would hide that another reads too far
+#else
+constexpr bool kKeepsMemory = true;
+#endif
+
 // Rows of activations as the kernels read them. Memory is kept from call to call.
 struct PackedRows {
     std::vector<Line> lines;  // aligned, and with one to spare behind them: a tile may read a row too many
@@ -31,10 +37,12 @@ struct PackedRows {
     uint32_t* units() { return reinterpret_cast<uint32_t*>(lines.data()); }
     void make_room(int64_t rows, int64_t units_per_row) {
         const int64_t needed = (rows * units_per_row * 4 + 63) / 64 + 1;
+        if (!kKeepsMemory) lines.clear(), lines.shrink_to_fit(), scales.clear(), scales.shrink_to_fit();
         if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
         if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
     }
     char* decoded_room(int64_t bytes) {
+        if (!kKeepsMemory) decoded.clear(), decoded.shrink_to_fit();
         if (static_cast<int64_t>(decoded.size() * sizeof(Line)) < bytes) decoded.resize((bytes + 63) / 64);
         return decoded.data()->bytes;
     }

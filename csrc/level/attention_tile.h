@@ -114,11 +114,11 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
         for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
-// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over tokens [low, high) of the tile.
+// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the tile, all of
+// which every row sees.
 template <Storage S, int R, int N, bool Ask>
-inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim, const uint32_t* weights,
-                       const float* rescale, const Rows& rows, int first_row) {
-    constexpr int pair = kPair<S>;
+inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit, int dim,
+                       const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
     F16 acc[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -126,41 +126,55 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int low, int hi
         for (int n = 0; n < N; ++n)
             acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
     const int64_t unit_stride = static_cast<int64_t>(kv.value_dim) * 4;
-    const auto step = [&](const char* v, const char* next, int unit, auto first_of_pair_only) {
-        U16 loaded[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-            loaded[n] = U16::load(v + n * 64);
-            if constexpr (Ask) __builtin_prefetch(next + n * 64, 0, 2);
-            if constexpr (first_of_pair_only) loaded[n] = loaded[n] & U16::set1(0x0000ffffu);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const U16 w = U16::set1(weights[r * kTile + unit]);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], loaded[n], w);
-        }
-    };
-    constexpr std::bool_constant<false> whole;
-    const int end_unit = high / pair;
-    for (int unit = low / pair; unit < end_unit;) {
-        constexpr int units_per_vector = 16 / pair;
+    for (int unit = begin_unit; unit < end_unit;) {
+        constexpr int units_per_vector = 16 / kPair<S>;
         const int vector = unit / units_per_vector;
         const int stop = end_unit < (vector + 1) * units_per_vector ? end_unit : (vector + 1) * units_per_vector;
         const int64_t offset = (unit - vector * units_per_vector) * unit_stride + dim * 4;
         const char *v = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
-        for (; unit < stop; ++unit, v += unit_stride, next += unit_stride) step(v, next, unit, whole);
-    }
-    // The pair's second token is not written yet, and what lies there may be another sequence's infinity.
-    if (high % pair) {
-        const int vector = high / 16;
-        const int64_t offset = (high % 16 / pair) * unit_stride + dim * 4;
-        step(tiles.now.value[vector] + offset, tiles.next.value[vector] + offset, end_unit, std::bool_constant<true>{});
+        for (; unit < stop; ++unit, v += unit_stride, next += unit_stride) {
+            U16 loaded[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                loaded[n] = U16::load(v + n * 64);
+                if constexpr (Ask) __builtin_prefetch(next + n * 64, 0, 2);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const U16 w = U16::set1(weights[r * kTile + unit]);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], loaded[n], w);
+            }
+        }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
+}
+
+struct TokenRange {
+    int low, high;  // of a tile
+};
+
+// The same for one row and tokens [low, high), which other rows of its pass do not all see. A token outside the range
+// may hold an infinity, another sequence's or the row's own future, and zero times that would be no number: it is not
+// multiplied at all.
+template <Storage S>
+[[gnu::noinline]] void value_edge(const LayerKV& kv, const Tile& tile, TokenRange tokens, const uint32_t* weights,
+                                  float rescale, float* values) {
+    constexpr int pair = kPair<S>;
+    for (int dim = 0; dim < kv.value_dim; dim += 16) {
+        F16 acc = F16::load(values + dim) * F16::set1(rescale);
+        for (int unit = tokens.low / pair; unit * pair < tokens.high; ++unit) {
+            const int token = unit * pair;
+            U16 v = U16::load(tile.value[token / 16] + (token % 16 / pair * int64_t{kv.value_dim} + dim) * 4);
+            if (pair == 2 && token < tokens.low) v = v & U16::set1(0xffff0000u);
+            if (pair == 2 && token + 1 == tokens.high) v = v & U16::set1(0x0000ffffu);
+            acc = mac<S>(acc, v, U16::set1(weights[unit]));
+        }
+        acc.store(values + dim);
+    }
 }
 
 // One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
@@ -189,10 +203,12 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
     const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
     const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
     float rescale[R];
+    TokenRange seen[R];  // positions never fall from row to row, so neither do these
     for (int r = 0; r < R; ++r) {
         float* row_scores = scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
         if (whole) {
+            seen[r] = {0, kTile};
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::load(row_scores + v * 16);
                 top = max(top, s[v]);
@@ -200,6 +216,7 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
         } else {
             const int position = task.first_position + (first_row + r) / task.group_size - begin;
             const int row_low = position - task.window + 1, row_high = position + 1;
+            seen[r] = {max(row_low, 0), min(row_high, kTile)};
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
                 if (v < first_vector || v >= end_vector) continue;
@@ -237,13 +254,25 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
         fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
 
+    // Units that every row sees whole, and before and behind them what each row sees besides.
+    constexpr int pair = kPair<S>;
+    int begin_unit = (seen[R - 1].low + pair - 1) / pair, end_unit = seen[0].high / pair;
+    if (begin_unit >= end_unit) begin_unit = end_unit = kTile / pair;
+    const auto edge = [&](int r, TokenRange tokens) {
+        if (tokens.low >= tokens.high) return;
+        value_edge<S>(kv, tiles.now, tokens, scratch.weights + r * kTile, rescale[r], rows.values(first_row + r));
+        rescale[r] = 1.0f;
+    };
+    for (int r = 0; r < R; ++r) edge(r, {seen[r].low, min(seen[r].high, begin_unit * pair)});
     int dim = 0;
     if constexpr (kVectorsPerPass > 1)
         for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows,
+            value_pass<S, R, kVectorsPerPass, Ask>(kv, tiles, begin_unit, end_unit, dim, scratch.weights, rescale, rows,
                                                    first_row);
     for (; dim < kv.value_dim; dim += 16)
-        value_pass<S, R, 1, Ask>(kv, tiles, low, high, dim, scratch.weights, rescale, rows, first_row);
+        value_pass<S, R, 1, Ask>(kv, tiles, begin_unit, end_unit, dim, scratch.weights, rescale, rows, first_row);
+    for (int r = 0; r < R; ++r) rescale[r] = 1.0f;
+    for (int r = 0; r < R; ++r) edge(r, {max(seen[r].low, end_unit * pair), seen[r].high});
 }
 
 template <Storage S, bool Ask>

@@ -160,6 +160,27 @@ def attend_in_steps(
     return {seq: torch.cat(parts) for seq, parts in outputs.items()}
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_infinite_token_does_not_reach_the_queries_that_do_not_see_it(
+    level: str, window: int | None, dtype: str
+) -> None:
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(1, 64, 64, window)], 16, 1, 80, dtype=dtype)
+    batch, kv = sequences.step({0: 70}), sequences.kv[0]
+    query = fill(sequences, batch, 3)
+    sound = NativeAttention().attend(kv, query, batch, scale=0.125)
+    infinite = torch.full((1, 1, 64), float("inf"))
+    for token in (21, 22):  # the second and the first of a pair of bf16
+        kv.write(infinite, infinite, batch.groups[0].slot_mapping[token : token + 1])
+    spoilt = NativeAttention().attend(kv, query, batch, scale=0.125)
+    behind = 70 if window is None else 22 + window
+    assert torch.equal(spoilt[:21], sound[:21])
+    assert torch.equal(spoilt[behind:], sound[behind:])
+    assert not spoilt[21:behind].isfinite().any()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
 def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtype: str, window: int | None) -> None:

@@ -107,8 +107,9 @@ inline F16 operator/(F16 a, F16 b) {
     return a;
 }
 inline F16 fma(F16 a, F16 b, F16 c) {
-#ifdef OCTAVO_TILES  // stands for a level that rounds once
-    OCTAVO_LANES c.v[i] = static_cast<float>(double{a.v[i]} * b.v[i] + c.v[i]);
+#ifdef OCTAVO_TILES  // stands for a level that rounds once; by way of double, GCC 12 gives other bits where it
+                     // vectorises
+    OCTAVO_LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
 #else
     OCTAVO_LANES c.v[i] += a.v[i] * b.v[i];
 #endif
@@ -185,9 +186,12 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 }
 inline U16 dot_nibbles(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
 
-// To the nearest integers, in [-128, 127].
+// To the nearest integers, in [-128, 127]; what is no number becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {
-    OCTAVO_LANES p[i] = static_cast<int8_t>((x.v[i] + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23 rounds to an integer
+    OCTAVO_LANES {
+        const float whole = (x.v[i] + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 rounds to an integer
+        p[i] = whole == whole ? static_cast<int8_t>(whole) : int8_t{0};
+    }
 }
 
 #undef OCTAVO_LANES

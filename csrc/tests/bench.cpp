@@ -1,0 +1,296 @@
+// Speed of the kernels without Python: native_bench [products|threshold|attention|pages|pool] [--threads N] [--level
+// NAME]
+//
+// Medians of repeated calls. Weights are cycled through, more of them than fit into second-level caches, so that they
+// come from where they would come from in a model. What a machine allows at most: `octavo bench limits`.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "attention.h"
+#include "harness.h"
+#include "linear.h"
+#include "thread_pool.h"
+
+namespace octavo::test {
+namespace {
+
+constexpr const char* kFormatNames[] = {"bf16", "f32", "coded bf16", "Q4_0", "Q4_1", "Q8_0"};
+constexpr int64_t kWeightBytes = 96 << 20;
+constexpr double kSecondsEach = 0.15;
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+struct Times {
+    double median, p95, mean;
+};
+template <class Call> Times measure(const Call& call, double length = kSecondsEach) {
+    std::vector<double> times;
+    call();
+    double total = 0;
+    for (const double end = seconds() + length; seconds() < end || times.size() < 5;) {
+        const double begin = seconds();
+        call();
+        times.push_back(seconds() - begin);
+        total += times.back();
+    }
+    std::sort(times.begin(), times.end());
+    return {times[times.size() / 2], times[times.size() * 95 / 100], total / static_cast<double>(times.size())};
+}
+
+// Memory in huge pages, in small ones, or as the system decides.
+enum class Pages { system, huge, small };
+class Memory {
+  public:
+    explicit Memory(int64_t bytes, Pages pages = Pages::huge)
+        : base_(static_cast<char*>(
+              std::aligned_alloc(2 << 20, static_cast<size_t>((bytes + (2 << 20) - 1) >> 21 << 21)))) {
+#ifdef __linux__
+        if (pages != Pages::system)
+            madvise(base_, static_cast<size_t>(bytes), pages == Pages::huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+#endif
+        std::memset(base_, 0, static_cast<size_t>(bytes));
+    }
+    ~Memory() { std::free(base_); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    char* data() const { return base_; }
+
+  private:
+    char* base_;
+};
+
+// Copies of one weight. Speed does not depend on what the numbers are, as long as none is subnormal: all scales are
+// 2^-7, all floats 1.
+struct Weights {
+    std::vector<std::unique_ptr<Memory>> copies;
+    int64_t outputs, inputs, bytes;
+    WeightFormat format;
+    std::size_t next = 0;
+
+    Weights(WeightFormat format, int64_t inputs, int64_t outputs, Pages pages = Pages::huge,
+            int64_t total = kWeightBytes)
+        : outputs(outputs), inputs(inputs), bytes(packed_bytes(format, outputs, inputs)), format(format) {
+        const int64_t row_bytes = stored_row_bytes(format, inputs);
+        std::vector<char> rows(static_cast<size_t>(row_bytes * outputs), 0x3f);
+        const uint16_t scale = 0x2000;
+        if (is_quantised(format))
+            for (int64_t at = 0, block = row_bytes / (inputs / 32); at < row_bytes * outputs; at += block) {
+                std::memcpy(&rows[static_cast<size_t>(at)], &scale, 2);
+                if (format == WeightFormat::q4_1) std::memcpy(&rows[static_cast<size_t>(at + 2)], &scale, 2);
+            }
+        for (int64_t i = 0; i < std::max<int64_t>(1, total / bytes); ++i) {
+            copies.push_back(std::make_unique<Memory>(bytes, pages));
+            pack_rows({copies.back()->data(), outputs, inputs, format}, rows.data(), row_bytes, outputs, {0, 1});
+        }
+    }
+    Weight another() { return {copies[next++ % copies.size()]->data(), outputs, inputs, format}; }
+};
+
+Times product(Weights& weights, int64_t rows, bool exact) {
+    const Storage storage = float_storage(weights.format);
+    const int64_t stride = weights.inputs * element_bytes(storage),
+                  out_stride = weights.outputs * element_bytes(storage);
+    const Buffer x(rows * stride), out(rows * out_stride);
+    fill_normal(x, storage);
+    return measure([&] {
+        linear(weights.another(), storage, {x.data(), rows, weights.inputs, stride},
+               {out.data(), out_stride, weights.outputs, nullptr, storage, kPlain}, exact);
+    });
+}
+
+void products() {
+    std::printf("%-12s %6s %16s %10s %8s %10s\n", "weight", "rows", "shape", "us", "GB/s", "GFLOP/s");
+    for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
+        for (const WeightFormat format :
+             {WeightFormat::bf16, WeightFormat::f32, WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
+            Weights weights(format, inputs, outputs);
+            for (const int rows : {1, 8, 64, 256}) {
+                const double median = product(weights, rows, false).median;
+                std::printf("%-12s %6d %7d -> %5d %10.1f %8.1f %10.1f\n", kFormatNames[static_cast<int>(format)], rows,
+                            inputs, outputs, median * 1e6, static_cast<double>(weights.bytes) / median / 1e9,
+                            2.0 * inputs * outputs * rows / median / 1e9);
+                std::fflush(stdout);
+            }
+        }
+}
+
+// Quantised weights by integers and by bf16 tiles, in turn. To see fewer rows than are dealt to tiles, lower
+// kGemmQuantRows in tile_gemm.h.
+void threshold() {
+    if (!kernels().pack_tile_rows) return std::puts("this level has no tiles"), void();
+    std::printf("%-6s %16s %6s %12s %12s %8s\n", "weight", "shape", "rows", "integers us", "tiles us", "ratio");
+    for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
+        for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
+            Weights weights(format, inputs, outputs);
+            for (const int rows : {8, 12, 16, 20, 24, 32, 48}) {
+                if (rows < kernels().gemm_quant_rows) continue;
+                const double integers = product(weights, rows, true).median,
+                             tiles = product(weights, rows, false).median;
+                std::printf("%-6s %7d -> %5d %6d %12.1f %12.1f %8.2f\n", kFormatNames[static_cast<int>(format)], inputs,
+                            outputs, rows, integers * 1e6, tiles * 1e6, integers / tiles);
+                std::fflush(stdout);
+            }
+        }
+}
+
+// One and eight rows of bf16 over 256 MiB of weights.
+void pages() {
+    std::printf("%-8s %6s %10s %8s\n", "pages", "rows", "us", "GB/s");
+    for (const Pages kind : {Pages::small, Pages::huge, Pages::small, Pages::huge}) {
+        Weights weights(WeightFormat::bf16, 4096, 4096, kind, 256 << 20);
+        for (const int rows : {1, 8}) {
+            const double median = product(weights, rows, true).median;
+            std::printf("%-8s %6d %10.1f %8.1f\n", kind == Pages::huge ? "huge" : "small", rows, median * 1e6,
+                        static_cast<double>(weights.bytes) / median / 1e9);
+        }
+    }
+}
+
+// Sequences over shuffled blocks of 16: 9 query heads of 64 over 3 KV heads, as SmolLM2-135M has.
+void attention() {
+    constexpr int kHeads = 9, kKvHeads = 3, kDim = 64, kBlock = 16;
+    std::printf("%-28s %10s %8s %10s\n", "attention, bf16", "us", "GB/s", "GFLOP/s");
+    for (const auto& [seqs, context, queries] :
+         {std::array{1, 4096, 1}, {16, 1024, 1}, {64, 512, 1}, {1, 512, 512}, {1, 2048, 512}}) {
+        const int64_t blocks = int64_t{seqs} * context / kBlock, block_bytes = int64_t{kKvHeads} * kDim * kBlock * 2;
+        const Memory key((blocks + 1) * block_bytes), value((blocks + 1) * block_bytes);
+        std::vector<int32_t> table, starts(1, 0), contexts(static_cast<size_t>(seqs), context);
+        std::vector<int64_t> rows;
+        for (int32_t block = 1; block <= blocks; ++block) table.push_back(block);
+        std::shuffle(table.begin(), table.end(), random_engine());
+        for (int seq = 0; seq < seqs; ++seq) {
+            starts.push_back(starts.back() + queries);
+            rows.push_back(seq);
+        }
+        const int64_t tokens = starts.back(), row_bytes = kHeads * kDim * 2;
+        const Buffer query(tokens * row_bytes), out(tokens * row_bytes);
+        fill_normal(query, kBf16);
+        AttentionCall call{};
+        call.kv = {key.data(),  value.data(),
+                   block_bytes, block_bytes / kKvHeads,
+                   block_bytes, block_bytes / kKvHeads,
+                   blocks + 1,  kKvHeads,
+                   kDim / 2,    kDim,
+                   kBlock,      kBf16};
+        call.query = query.data();
+        call.out = out.data();
+        call.query_token_stride = call.out_token_stride = row_bytes;
+        call.query_head_stride = call.out_head_stride = kDim * 2;
+        call.block_tables = table.data();
+        call.table_rows = rows.data();
+        call.query_start = starts.data();
+        call.context_lens = contexts.data();
+        call.block_table_stride = call.max_blocks = context / kBlock;
+        call.num_tokens = tokens;
+        call.scale = 0.125f;
+        call.num_seqs = seqs;
+        call.num_heads = kHeads;
+        const double median = measure([&] { attend(call); }).median;
+        const double seen = queries == 1 ? context : context - (queries - 1) / 2.0;
+        const std::string name =
+            std::to_string(seqs) + " x " + std::to_string(queries) + " of " + std::to_string(context);
+        std::printf("%-28s %10.1f %8.1f %10.1f\n", name.c_str(), median * 1e6,
+                    2.0 * static_cast<double>(blocks * block_bytes) / median / 1e9,
+                    4.0 * kHeads * kDim * seen * static_cast<double>(tokens) / median / 1e9);
+    }
+}
+
+void spin_for(double length) {
+    for (const double end = seconds() + length; seconds() < end;) {}
+}
+
+// A step of 150 rounds of small tasks, 96 us of arithmetic each on one thread, beside 0, 1 and 2 busy processes. Work
+// is counted in iterations, not by the clock: a thread that is put aside has not done its part.
+void pool() {
+    constexpr int kRounds = 150, kUnits = 16;
+    const auto unit = [](int64_t iterations) {
+        volatile float x = 1;
+        for (int64_t i = 0; i < iterations; ++i) x = x + 1;
+    };
+    const double million = measure([&] { unit(1000000); }).median;
+    const auto iterations = static_cast<int64_t>(6e-6 / million * 1e6);
+    std::printf("%-10s %8s %6s %10s %10s %10s\n", "neighbours", "threads", "tasks", "mean ms", "median ms", "p95 ms");
+    for (int busy = 0; busy <= 2; ++busy) {
+        std::vector<pid_t> neighbours;
+        for (int i = 0; i < busy; ++i) {
+            neighbours.push_back(fork());
+            if (neighbours.back() == 0)
+                for (;;) spin_for(1);
+        }
+        usleep(100000);
+        for (const int threads : {1, 2})
+            for (const int tasks : {2, 4, 16}) {
+                if (threads == 1 && tasks != 16) continue;
+                set_num_threads(threads);
+                const Times times = measure(
+                    [&] {
+                        for (int round = 0; round < kRounds; ++round)
+                            parallel_for(tasks, [&](int) { unit(iterations * kUnits / tasks); });
+                    },
+                    2.0);
+                std::printf("%-10d %8d %6d %10.2f %10.2f %10.2f\n", busy, threads, tasks, times.mean * 1e3,
+                            times.median * 1e3, times.p95 * 1e3);
+                std::fflush(stdout);
+            }
+        for (const pid_t neighbour : neighbours) {
+            kill(neighbour, SIGKILL);
+            waitpid(neighbour, nullptr, 0);
+        }
+    }
+}
+
+struct Part {
+    const char* name;
+    void (*run)();
+    bool usual;
+};
+constexpr Part kParts[] = {{"products", products, true},
+                           {"attention", attention, true},
+                           {"threshold", threshold, false},
+                           {"pages", pages, false},
+                           {"pool", pool, false}};
+
+std::mt19937_64 g_engine{1};
+
+}  // namespace
+
+std::mt19937_64& random_engine() { return g_engine; }
+
+}  // namespace octavo::test
+
+int main(int argc, char** argv) {
+    using namespace octavo;
+    using namespace octavo::test;
+    std::string only;
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        const bool has_value = i + 1 < argc;
+        if (argument == "--threads" && has_value && std::atoi(argv[i + 1]) > 0) {
+            set_num_threads(std::atoi(argv[++i]));
+        } else if (argument == "--level" && has_value && isa_from_name(argv[i + 1]) != kNumIsas &&
+                   isa_is_supported(isa_from_name(argv[i + 1]))) {
+            force_isa(isa_from_name(argv[++i]));
+        } else if (std::any_of(std::begin(kParts), std::end(kParts),
+                               [&](const Part& part) { return argument == part.name; })) {
+            only = argument;
+        } else {
+            std::fprintf(
+                stderr, "usage: native_bench [products|attention|threshold|pages|pool] [--threads N] [--level NAME]\n");
+            return 2;
+        }
+    }
+    std::printf("%s, %d threads\n", isa_name(current_isa()), num_threads());
+    for (const Part& part : kParts)
+        if (only.empty() ? part.usual : only == part.name) part.run();
+}

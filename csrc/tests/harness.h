@@ -1,0 +1,123 @@
+// A small test harness: no library of its own, so that `make sanitize` needs a compiler and CMake alone.
+//
+// A test is a function registered by TEST(name). It runs once for each instruction-set level that the machine has, or
+// once in all where it says so. Random numbers come from the test's name, the level and --seed: a failure repeats.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "kernels.h"
+
+namespace octavo::test {
+
+enum Runs { kEachLevel, kOnce };
+
+struct Test {
+    const char* name;
+    Runs runs;
+    void (*body)();
+    Test* next;
+};
+struct Registration {
+    Registration(const char* name, Runs runs, void (*body)());
+};
+
+// Prints the claim that failed with what the test says about the case, and ends the process.
+[[noreturn]] void fail(const char* file, int line, const std::string& what);
+// What the running case is, shown when it fails.
+void describe_case(std::string text);
+// How many random cases a test draws: `usual` times --scale, at least one. They are counted.
+int cases(int usual);
+std::mt19937_64& random_engine();
+
+inline int random_int(int low, int high) {
+    return low + static_cast<int>(random_engine()() % static_cast<uint64_t>(high - low + 1));
+}
+inline bool random_bool() { return random_int(0, 1) != 0; }
+inline float random_normal() { return std::normal_distribution<float>()(random_engine()); }
+template <class T, std::size_t N> T random_of(const T (&choices)[N]) {
+    return choices[random_int(0, static_cast<int>(N) - 1)];
+}
+
+// Memory of exactly so many bytes, on the heap, `offset` bytes behind where an allocation begins: AddressSanitizer sees
+// the first byte too many. It holds what is no number until it is written.
+class Buffer {
+  public:
+    explicit Buffer(int64_t bytes, int offset = 0)
+        : size_(bytes),
+          base_(static_cast<char*>(std::malloc(static_cast<std::size_t>(bytes + offset)))),
+          begin_(base_ + offset) {
+        std::memset(begin_, 0xff, static_cast<std::size_t>(bytes));
+    }
+    ~Buffer() { std::free(base_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    char* data() const { return begin_; }
+    template <class T> T* as() const { return reinterpret_cast<T*>(begin_); }
+    int64_t size() const { return size_; }
+
+  private:
+    int64_t size_;
+    char *base_, *begin_;
+};
+
+inline float bf16_to_float(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline uint16_t float_to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline int element_bytes(Storage storage) { return storage == kBf16 ? 2 : 4; }
+inline float load(const char* from, int64_t index, Storage storage) {
+    if (storage == kBf16) {
+        uint16_t half;
+        std::memcpy(&half, from + index * 2, 2);
+        return bf16_to_float(half);
+    }
+    float value;
+    std::memcpy(&value, from + index * 4, 4);
+    return value;
+}
+inline void store(float value, char* to, int64_t index, Storage storage) {
+    const uint16_t half = float_to_bf16(value);
+    if (storage == kBf16)
+        std::memcpy(to + index * 2, &half, 2);
+    else
+        std::memcpy(to + index * 4, &value, 4);
+}
+inline void fill_normal(const Buffer& buffer, Storage storage, float scale = 1.0f) {
+    for (int64_t i = 0; i < buffer.size() / element_bytes(storage); ++i)
+        store(random_normal() * scale, buffer.data(), i, storage);
+}
+// Rounding a result to its storage moves it by no more than this part of it.
+inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }
+
+void check_near(double actual, double expected, double tolerance, const char* file, int line, const std::string& what);
+
+}  // namespace octavo::test
+
+#define OCTAVO_TEST(name, runs)                                                             \
+    static void name();                                                                     \
+    static const ::octavo::test::Registration registration_of_##name{#name, runs, &(name)}; \
+    static void name()
+#define TEST(name) OCTAVO_TEST(name, ::octavo::test::kEachLevel)
+#define TEST_ONCE(name) OCTAVO_TEST(name, ::octavo::test::kOnce)
+
+#define CHECK(claim)                                                    \
+    do {                                                                \
+        if (!(claim)) ::octavo::test::fail(__FILE__, __LINE__, #claim); \
+    } while (false)
+#define CHECK_NEAR(actual, expected, tolerance, what) \
+    ::octavo::test::check_near(actual, expected, tolerance, __FILE__, __LINE__, what)

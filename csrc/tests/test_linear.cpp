@@ -1,0 +1,344 @@
+// Products in every weight format, and packing.
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "harness.h"
+#include "linear.h"
+#include "thread_pool.h"
+
+namespace octavo::test {
+namespace {
+
+constexpr WeightFormat kFormats[] = {WeightFormat::bf16, WeightFormat::f32,  WeightFormat::bf16_coded,
+                                     WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0};
+constexpr const char* kFormatNames[] = {"bf16", "f32", "coded bf16", "Q4_0", "Q4_1", "Q8_0"};
+constexpr int kFinest = 24;  // see csrc/level/quant.h
+
+const char* name_of(WeightFormat format) { return kFormatNames[static_cast<int>(format)]; }
+
+float half_to_float(uint16_t half) {
+    const int exponent = half >> 10 & 31;
+    const float fraction = static_cast<float>(half & 1023) / 1024;
+    const float size = exponent ? std::ldexp(1 + fraction, exponent - 15) : std::ldexp(fraction, -14);
+    return half & 0x8000 ? -size : size;
+}
+
+// A weight's rows as a checkpoint holds them, what they mean, and the rows packed.
+struct TestWeight {
+    int64_t outputs, inputs;
+    WeightFormat format;
+    std::unique_ptr<Buffer> stored, packed;
+    std::vector<double> values;  // [outputs][inputs]
+
+    TestWeight(WeightFormat format, int64_t outputs, int64_t inputs)
+        : outputs(outputs), inputs(inputs), format(format), values(static_cast<size_t>(outputs * inputs)) {
+        const WeightFormat plain = format == WeightFormat::bf16_coded ? WeightFormat::bf16 : format;
+        const int64_t row_bytes = stored_row_bytes(plain, inputs);
+        stored = std::make_unique<Buffer>(row_bytes * outputs);
+        for (int64_t output = 0; output < outputs; ++output)
+            if (is_quantised(format))
+                draw_blocks(stored->data() + output * row_bytes, &values[output * inputs]);
+            else
+                draw_floats(stored->data() + output * row_bytes, &values[output * inputs]);
+        packed = std::make_unique<Buffer>(packed_bytes(plain, outputs, inputs));
+        std::memset(packed->data(), 0, static_cast<size_t>(packed->size()));
+        pack_rows({packed->data(), outputs, inputs, plain}, stored->data(), row_bytes, outputs, {0, 1});
+        if (format == WeightFormat::bf16_coded) encode_packed();
+    }
+    Weight weight() const { return {packed->data(), outputs, inputs, format}; }
+
+  private:
+    void draw_floats(char* to, double* meant) {
+        const Storage storage = float_storage(format);
+        for (int64_t i = 0; i < inputs; ++i) {
+            // Some exponents far from the rest: a coded weight lists them beside.
+            const float value = random_normal() * (random_int(0, 20) ? 1.0f : std::ldexp(1.0f, random_int(-60, 10)));
+            store(random_int(0, 30) ? value : 0.0f, to, i, storage);
+            meant[i] = load(to, i, storage);
+        }
+    }
+    void draw_blocks(char* to, double* meant) {
+        for (int64_t block = 0; block < inputs / 32; ++block) {
+            // Halves between 2^-8 and 2^-4, some negative, some zero; minimums of the same kind.
+            const auto half = [] {
+                if (random_int(0, 15) == 0) return uint16_t{0};
+                return static_cast<uint16_t>(random_int(7, 10) << 10 | random_int(0, 1023) | random_int(0, 1) << 15);
+            };
+            const uint16_t scale = half(), minimum = format == WeightFormat::q4_1 ? half() : uint16_t{0};
+            std::memcpy(to, &scale, 2);
+            to += 2;
+            if (format == WeightFormat::q4_1) {
+                std::memcpy(to, &minimum, 2);
+                to += 2;
+            }
+            const int bytes = format == WeightFormat::q8_0 ? 32 : 16;
+            for (int i = 0; i < bytes; ++i) to[i] = static_cast<char>(random_int(0, 255));
+            for (int i = 0; i < 32; ++i) {
+                const int byte = static_cast<unsigned char>(to[i % bytes]);
+                const int quant = format == WeightFormat::q8_0
+                                      ? static_cast<signed char>(to[i])
+                                      : (i < 16 ? byte & 15 : byte >> 4) - (format == WeightFormat::q4_0 ? 8 : 0);
+                meant[block * 32 + i] = double{half_to_float(scale)} * quant + half_to_float(minimum);
+            }
+            to += bytes;
+        }
+    }
+    void encode_packed() {
+        const Weight plain{packed->data(), outputs, inputs, WeightFormat::bf16};
+        const CodingPlan plan = plan_coding(plain);
+        auto coded = std::make_unique<Buffer>(CodedWeight(plain).bytes(plan.num_escapes));
+        encode(plain, plan, coded->data());
+        packed = std::move(coded);
+        check_coded(weight(), packed->size());
+    }
+};
+
+// What the kernels make of a row of activations: integers times a block's step, in the floats that they compute in.
+std::vector<double> quantised_row(const char* row, int64_t width, Storage storage) {
+    std::vector<double> rounded(static_cast<size_t>(width));
+    float whole = 0.0f;
+    for (int64_t i = 0; i < width; ++i) whole = std::max(whole, std::abs(load(row, i, storage)));
+    if (whole < 0x1p-90f) return rounded;
+    const float inverse = 127.0f / whole;
+    for (int64_t block = 0; block < width; block += 32) {
+        float part = 0.0f;
+        for (int64_t i = block; i < block + 32; ++i) part = std::max(part, std::abs(load(row, i, storage)));
+        int finer = kFinest;
+        if (part > 0.0f && std::isfinite(whole / part)) finer = std::min(std::ilogb(whole / part), kFinest);
+        const float factor = inverse * std::ldexp(1.0f, finer);
+        for (int64_t i = block; i < block + 32; ++i)
+            rounded[static_cast<size_t>(i)] =
+                std::nearbyint(load(row, i, storage) * factor) * (double{whole} / 127.0) * std::ldexp(1.0, -finer);
+    }
+    return rounded;
+}
+
+struct Product {
+    int64_t rows;
+    Storage x_storage, out_storage;
+    bool with_bias, exact;
+    Epilogue epilogue;
+};
+
+double activated(Epilogue epilogue, double gate) {
+    if (epilogue == kSiluGate) return gate / (1 + std::exp(-gate));
+    return 0.5 * gate * (1 + std::tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)));
+}
+
+// One product beside sums in float64, each number within what rounding explains.
+void check_product(const TestWeight& weight, const Product& product) {
+    const int64_t inputs = weight.inputs, outputs = weight.outputs;
+    const bool gate = product.epilogue != kPlain, quantised = is_quantised(weight.format);
+    const int x_element = element_bytes(product.x_storage), out_element = element_bytes(product.out_storage);
+    const int64_t width = gate ? outputs / 2 : outputs;
+    // Rows further apart than they are long; the last one ends with the buffer.
+    const int64_t x_stride = (inputs + random_int(0, 3)) * x_element,
+                  out_stride = (width + random_int(0, 3)) * out_element;
+    const Buffer x(product.rows ? (product.rows - 1) * x_stride + inputs * x_element : 0, random_int(0, 3) * x_element);
+    const Buffer out(product.rows ? (product.rows - 1) * out_stride + width * out_element : 0,
+                     random_int(0, 3) * out_element);
+    const Buffer bias(outputs * out_element, random_int(0, 3) * out_element);
+    fill_normal(x, product.x_storage);
+    fill_normal(bias, product.out_storage);
+    linear(weight.weight(), product.x_storage, {x.data(), product.rows, inputs, x_stride},
+           {out.data(), out_stride, width, product.with_bias ? bias.data() : nullptr, product.out_storage,
+            product.epilogue},
+           product.exact);
+
+    const bool integers = quantised && (product.exact || !kernels().pack_tile_rows || product.x_storage != kBf16 ||
+                                        product.rows < kernels().gemm_quant_rows);
+    // bf16 tiles see quantised weights rounded to bf16.
+    const double part = quantised && !integers ? 0x1p-8 : 0x1p-21 * std::sqrt(static_cast<double>(inputs));
+    for (int64_t row = 0; row < product.rows; ++row) {
+        std::vector<double> xs(static_cast<size_t>(inputs));
+        if (integers)
+            xs = quantised_row(x.data() + row * x_stride, inputs, product.x_storage);
+        else
+            for (int64_t i = 0; i < inputs; ++i)
+                xs[static_cast<size_t>(i)] = load(x.data() + row * x_stride, i, product.x_storage);
+        const auto sum = [&](int64_t output) {
+            struct {
+                double value = 0, error = 1e-30;
+            } s;
+            for (int64_t i = 0; i < inputs; ++i) {
+                const double term =
+                    xs[static_cast<size_t>(i)] * weight.values[static_cast<size_t>(output * inputs + i)];
+                s.value += term;
+                s.error += std::abs(term);
+            }
+            // Q4 quants are stored with an offset, which is taken away again.
+            if (integers)
+                for (int64_t i = 0; i < inputs; ++i) s.error += std::abs(xs[static_cast<size_t>(i)]) * 0.01;
+            s.error *= part;
+            if (product.with_bias) s.value += load(bias.data(), output, product.out_storage);
+            s.error += std::abs(s.value) * rounding(product.out_storage);
+            return s;
+        };
+        for (int64_t column = 0; column < width; ++column) {
+            const float got = load(out.data() + row * out_stride, column, product.out_storage);
+            if (!gate) {
+                const auto expected = sum(column);
+                CHECK_NEAR(got, expected.value, expected.error, "an output");
+                continue;
+            }
+            const auto gated = sum(column / 16 * 32 + column % 16), up = sum(column / 16 * 32 + 16 + column % 16);
+            const double opened = activated(product.epilogue, gated.value);
+            const double error = 1.2 * gated.error + (std::abs(opened) + 1e-6) * (rounding(product.out_storage) + 1e-6);
+            CHECK_NEAR(got, opened * up.value,
+                       error * (std::abs(up.value) + up.error) +
+                           std::abs(opened) * (up.error + std::abs(up.value) * rounding(product.out_storage)),
+                       "a gated output");
+        }
+    }
+}
+
+TEST(products_agree_with_float64) {
+    for (int i = cases(90); i > 0; --i) {
+        const WeightFormat format = random_of(kFormats);
+        const bool quantised = is_quantised(format);
+        Product product{};
+        product.rows = random_int(0, 2) ? random_int(0, 14) : random_int(15, 90);
+        product.x_storage = quantised ? static_cast<Storage>(random_int(0, 1)) : float_storage(format);
+        product.out_storage = static_cast<Storage>(random_int(0, 1));
+        product.with_bias = random_bool();
+        product.exact = random_bool();
+        product.epilogue = static_cast<Epilogue>(random_int(0, 2));
+        const int64_t inputs = quantised ? 32 * random_int(1, 9) : random_int(1, 150);
+        const int64_t outputs = product.epilogue == kPlain ? random_int(1, 110) : 32 * random_int(1, 4);
+        set_num_threads(random_int(1, 6));  // up to four, each packs rows for itself
+        describe_case(std::string(name_of(format)) + ", " + std::to_string(product.rows) + " x " +
+                      std::to_string(inputs) + " -> " + std::to_string(outputs) + ", x " +
+                      std::to_string(product.x_storage) + " out " + std::to_string(product.out_storage) + " bias " +
+                      std::to_string(product.with_bias) + " exact " + std::to_string(product.exact) + " epilogue " +
+                      std::to_string(product.epilogue) + " threads " + std::to_string(num_threads()));
+        check_product(TestWeight(format, outputs, inputs), product);
+    }
+}
+
+TEST(a_row_has_the_bits_that_it_has_alone) {
+    for (int i = cases(12); i > 0; --i) {
+        const WeightFormat format = random_of(kFormats);
+        const Storage storage = is_quantised(format) ? kBf16 : float_storage(format);
+        const int64_t rows = random_int(2, 70),
+                      inputs = is_quantised(format) ? 32 * random_int(1, 6) : random_int(1, 120);
+        const int64_t outputs = random_int(1, 100), x_stride = inputs * element_bytes(storage),
+                      out_stride = outputs * 4;
+        const TestWeight weight(format, outputs, inputs);
+        describe_case(std::string(name_of(format)) + ", " + std::to_string(rows) + " x " + std::to_string(inputs) +
+                      " -> " + std::to_string(outputs));
+        const Buffer x(rows * x_stride), together(rows * out_stride), alone(out_stride);
+        fill_normal(x, storage);
+        set_num_threads(random_int(1, 6));
+        linear(weight.weight(), storage, {x.data(), rows, inputs, x_stride},
+               {together.data(), out_stride, outputs, nullptr, kF32, kPlain});
+        set_num_threads(random_int(1, 6));
+        for (int64_t row = 0; row < rows; ++row) {
+            linear(weight.weight(), storage, {x.data() + row * x_stride, 1, inputs, x_stride},
+                   {alone.data(), out_stride, outputs, nullptr, kF32, kPlain});
+            for (int64_t output = 0; output < outputs; ++output) {
+                const float single = load(alone.data(), output, kF32);
+                CHECK_NEAR(load(together.data() + row * out_stride, output, kF32), single, 0.0,
+                           "output " + std::to_string(output) + " of row " + std::to_string(row));
+            }
+        }
+    }
+}
+
+TEST(a_row_with_no_number_spoils_itself_alone) {
+    constexpr uint32_t kPoisons[] = {0x7f800000, 0xff800000, 0x7fc00000};
+    for (int i = cases(12); i > 0; --i) {
+        const WeightFormat format = random_of(kFormats);
+        const Storage storage = is_quantised(format) ? static_cast<Storage>(random_int(0, 1)) : float_storage(format);
+        const int64_t rows = random_int(2, 40),
+                      inputs = is_quantised(format) ? 32 * random_int(1, 4) : random_int(1, 70);
+        const int64_t outputs = random_int(1, 60), x_stride = inputs * element_bytes(storage), out_stride = outputs * 4;
+        const TestWeight weight(format, outputs, inputs);
+        const Buffer x(rows * x_stride), sound(rows * out_stride), spoilt(rows * out_stride);
+        fill_normal(x, storage);
+        const auto multiply = [&](const Buffer& out) {
+            linear(weight.weight(), storage, {x.data(), rows, inputs, x_stride},
+                   {out.data(), out_stride, outputs, nullptr, kF32, kPlain});
+        };
+        multiply(sound);
+        const uint32_t bits = random_of(kPoisons);
+        float poison;
+        std::memcpy(&poison, &bits, 4);
+        const int row = random_int(0, static_cast<int>(rows) - 1);
+        store(poison, x.data(), row * inputs + random_int(0, static_cast<int>(inputs) - 1), storage);
+        multiply(spoilt);
+        describe_case(std::string(name_of(format)) + ", row " + std::to_string(row) + " of " + std::to_string(rows));
+        for (int64_t other = 0; other < rows; ++other) {
+            const size_t bytes = static_cast<size_t>(out_stride);
+            if (other != row)
+                CHECK(std::memcmp(sound.data() + other * out_stride, spoilt.data() + other * out_stride, bytes) == 0);
+            else if (is_quantised(format))
+                for (int64_t o = 0; o < outputs; ++o)
+                    CHECK(std::isnan(load(spoilt.data() + row * out_stride, o, kF32)));
+        }
+    }
+}
+
+// Rows of several matrices dealt into one, in any order, and each of them read back.
+TEST_ONCE(rows_come_back_as_they_were_put) {
+    for (int i = cases(60); i > 0; --i) {
+        const WeightFormat format = random_of(kFormats);
+        const bool quantised = is_quantised(format);
+        const int64_t outputs = random_int(1, 150), inputs = quantised ? 32 * random_int(1, 5) : random_int(1, 90);
+        const TestWeight weight(format, outputs, inputs);
+        describe_case(std::string(name_of(format)) + " " + std::to_string(outputs) + " x " + std::to_string(inputs));
+        const Storage storage = quantised ? static_cast<Storage>(random_int(0, 1)) : float_storage(format);
+        for (int64_t output = 0; output < outputs; ++output) {
+            const Buffer row(inputs * element_bytes(storage));
+            unpack_row(weight.weight(), output, storage, row.data());
+            for (int64_t input = 0; input < inputs; ++input) {
+                const double expected = weight.values[static_cast<size_t>(output * inputs + input)];
+                CHECK_NEAR(load(row.data(), input, storage), expected,
+                           quantised ? std::abs(expected) * rounding(storage) + 1e-7 : 0.0, "an unpacked weight");
+            }
+        }
+        if (quantised || format == WeightFormat::bf16_coded) continue;
+        // Gates and ups in turn, see Placement.
+        const Buffer packed(packed_bytes(format, 2 * ((outputs + 15) / 16 * 16), inputs));
+        const Weight both{packed.data(), 2 * ((outputs + 15) / 16 * 16), inputs, format};
+        std::memset(packed.data(), 0, static_cast<size_t>(packed.size()));
+        for (int64_t first : {0, 16})
+            pack_rows(both, weight.stored->data(), stored_row_bytes(format, inputs), outputs, {first, 2});
+        for (int64_t output = 0; output < outputs; ++output)
+            for (int64_t first : {0, 16}) {
+                const Buffer row(inputs * element_bytes(storage));
+                unpack_row(both, Placement{first, 2}.output(output), storage, row.data());
+                const char* stored = weight.stored->data() + output * stored_row_bytes(format, inputs);
+                CHECK(std::memcmp(row.data(), stored, static_cast<size_t>(row.size())) == 0);
+            }
+    }
+}
+
+TEST_ONCE(a_damaged_weight_is_refused) {
+    const auto refused = [](auto call) {
+        try {
+            call();
+        } catch (const std::invalid_argument&) {
+            return true;
+        }
+        return false;
+    };
+    for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
+        const TestWeight weight(format, 200, 64);
+        const int64_t row_bytes = stored_row_bytes(format, 64);
+        const uint16_t infinite = 0x7c00;
+        std::memcpy(weight.stored->data() + 133 * row_bytes + row_bytes / 2, &infinite, 2);
+        set_num_threads(2);
+        CHECK(refused([&] { pack_rows(weight.weight(), weight.stored->data(), row_bytes, 200, {0, 1}); }));
+    }
+    const TestWeight plain(WeightFormat::bf16, 70, 33), coded(WeightFormat::bf16_coded, 70, 33);
+    const CodingPlan plan = plan_coding(plain.weight());
+    const Buffer to(CodedWeight(plain.weight()).bytes(plan.num_escapes + 1));
+    CHECK(refused([&] { encode(plain.weight(), {plan.base, plan.num_escapes + 1}, to.data()); }));
+    CHECK(refused([&] { check_coded(coded.weight(), coded.packed->size() - 1); }));
+    CHECK(refused([&] { check_coded(coded.weight(), 3); }));
+}
+
+}  // namespace
+}  // namespace octavo::test

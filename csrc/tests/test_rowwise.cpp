@@ -1,0 +1,240 @@
+// Row-wise kernels, rotation and storing of keys and values, argmax, copies.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "harness.h"
+#include "ops.h"
+#include "thread_pool.h"
+
+namespace octavo::test {
+namespace {
+
+// Rows apart from each other, the last of which ends the buffer.
+struct Rows {
+    Storage storage;
+    int64_t rows, width, stride;
+    Buffer buffer;
+    Rows(Storage storage, int64_t rows, int64_t width)
+        : storage(storage),
+          rows(rows),
+          width(width),
+          stride((width + random_int(0, 5)) * element_bytes(storage)),
+          buffer(rows ? (rows - 1) * stride + width * element_bytes(storage) : 0,
+                 random_int(0, 3) * element_bytes(storage)) {
+        fill_normal(buffer, storage);
+    }
+    Matrix matrix() const { return {buffer.data(), rows, width, stride}; }
+    float at(int64_t row, int64_t column) const { return load(buffer.data() + row * stride, column, storage); }
+    void set(int64_t row, int64_t column, float value) { store(value, buffer.data() + row * stride, column, storage); }
+};
+
+double rounded(double value, Storage storage) {
+    return storage == kBf16 ? bf16_to_float(float_to_bf16(static_cast<float>(value))) : value;
+}
+
+TEST(norms_agree_with_float64) {
+    for (int i = cases(40); i > 0; --i) {
+        const Storage storage = static_cast<Storage>(random_int(0, 1));
+        const int64_t rows = random_int(0, 60), width = random_int(1, 700);
+        const bool add = random_bool(), in_place = random_bool();
+        set_num_threads(random_int(1, 4));
+        describe_case(std::to_string(rows) + " x " + std::to_string(width) + " storage " + std::to_string(storage));
+        const Rows x(storage, rows, width), residual(storage, rows, width), weight(storage, 1, width),
+            other(storage, rows, width);
+        const Rows& out = in_place ? residual : other;
+        std::vector<double> sums(static_cast<size_t>(rows * width));
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t column = 0; column < width; ++column)
+                sums[static_cast<size_t>(row * width + column)] =
+                    rounded(double{x.at(row, column)} + (add ? residual.at(row, column) : 0.0), storage);
+        const Matrix added = residual.matrix();
+        rms_norm(storage, x.matrix(), add ? &added : nullptr, weight.buffer.data(), out.matrix(), 1e-5f);
+        for (int64_t row = 0; row < rows; ++row) {
+            double squares = 0;
+            for (int64_t c = 0; c < width; ++c) squares += std::pow(sums[static_cast<size_t>(row * width + c)], 2);
+            for (int64_t c = 0; c < width; ++c) {
+                const double sum = sums[static_cast<size_t>(row * width + c)];
+                if (add) CHECK_NEAR(x.at(row, c), sum, std::abs(sum) * 0x1p-7, "a residual");
+                const double expected = sum / std::sqrt(squares / static_cast<double>(width) + 1e-5) * weight.at(0, c);
+                CHECK_NEAR(out.at(row, c), expected, std::abs(expected) * (3 * rounding(storage) + 1e-6) + 1e-30,
+                           "a norm");
+            }
+        }
+    }
+}
+
+TEST(gates_agree_with_float64) {
+    for (int i = cases(40); i > 0; --i) {
+        const Storage storage = static_cast<Storage>(random_int(0, 1));
+        const auto activation = static_cast<Activation>(random_int(0, 1));
+        const int64_t rows = random_int(0, 40), width = random_int(1, 300);
+        set_num_threads(random_int(1, 4));
+        Rows in(storage, rows, 2 * width);
+        const Rows out(storage, rows, width);
+        for (int64_t row = 0; row < rows; ++row)
+            if (random_int(0, 3) == 0) in.set(row, 0, random_bool() ? 1e30f : -1e30f);
+        gated(storage, activation, in.matrix(), out.matrix());
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t c = 0; c < width; ++c) {
+                const double x = in.at(row, c), up = in.at(row, width + c);
+                const double opened = activation == kSilu
+                                          ? (x < -700 ? 0 : x / (1 + std::exp(-x)))
+                                          : 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+                CHECK_NEAR(out.at(row, c), opened * up,
+                           std::abs(opened * up) * (3 * rounding(storage) + 1e-5) + std::abs(up) * 1e-6,
+                           "a gated value");
+            }
+    }
+}
+
+TEST(argmax_is_the_first_of_the_largest_or_the_first_nan) {
+    for (int i = cases(60); i > 0; --i) {
+        const Storage storage = static_cast<Storage>(random_int(0, 1));
+        const int64_t rows = random_int(0, 5), width = random_int(0, 3) ? random_int(1, 400) : random_int(30000, 70000);
+        set_num_threads(random_int(1, 4));
+        Rows x(storage, rows, width);
+        const int kind = random_int(0, 4);
+        for (int64_t row = 0; row < rows; ++row) {
+            const auto place = [&] { return random_int(0, static_cast<int>(width) - 1); };
+            if (kind == 0) x.set(row, place(), NAN), x.set(row, place(), NAN);
+            if (kind == 1) x.set(row, place(), 9.0f), x.set(row, place(), 9.0f);
+            if (kind == 2)
+                for (int64_t c = 0; c < width; ++c) x.set(row, c, -INFINITY);
+            if (kind == 3) x.set(row, place(), INFINITY);
+        }
+        std::vector<int64_t> found(static_cast<size_t>(rows), -1);
+        argmax(storage, x.matrix(), found.data());
+        for (int64_t row = 0; row < rows; ++row) {
+            int64_t expected = 0;
+            for (int64_t c = 0; c < width && !std::isnan(x.at(row, expected)); ++c)
+                if (std::isnan(x.at(row, c)) || x.at(row, c) > x.at(row, expected)) expected = c;
+            CHECK(found[static_cast<size_t>(row)] == expected);
+        }
+    }
+}
+
+TEST(rotation_writes_keys_and_values_to_their_slots) {
+    constexpr int kBlocks[] = {16, 32, 48}, kDims[] = {16, 48, 64, 80, 128};
+    for (int i = cases(30); i > 0; --i) {
+        const Storage storage = static_cast<Storage>(random_int(0, 1));
+        const int element = element_bytes(storage), pair = storage == kBf16 ? 2 : 1;
+        const int key_dim = random_of(kDims), value_dim = random_of(kDims), heads = random_int(1, 5),
+                  kv_heads = random_int(1, 3), block_size = random_of(kBlocks);
+        const int rotary = 2 * random_int(0, key_dim / 2);
+        const int64_t tokens = random_int(0, 50), num_blocks = tokens / block_size + 3, positions = 100;
+        const bool norms = random_bool();
+        set_num_threads(random_int(1, 4));
+        describe_case("storage " + std::to_string(storage) + " key " + std::to_string(key_dim) + " value " +
+                      std::to_string(value_dim) + " rotary " + std::to_string(rotary) + " block " +
+                      std::to_string(block_size));
+        const Rows qkv(storage, tokens, int64_t{heads} * key_dim + int64_t{kv_heads} * (key_dim + value_dim)),
+            before(storage, tokens, qkv.width), query_norm(storage, 1, key_dim), key_norm(storage, 1, key_dim);
+        for (int64_t t = 0; t < tokens; ++t)
+            std::memcpy(before.buffer.data() + t * before.stride, qkv.buffer.data() + t * qkv.stride,
+                        static_cast<size_t>(qkv.width * element));
+        const Buffer key(num_blocks * kv_heads * block_size * key_dim * element),
+            value(num_blocks * kv_heads * block_size * value_dim * element);
+        const Rows cos(kF32, 1, positions * rotary / 2), sin(kF32, 1, positions * rotary / 2);
+        std::vector<int64_t> at(static_cast<size_t>(tokens)), slots;
+        for (int64_t& position : at) position = random_int(0, static_cast<int>(positions) - 1);
+        for (int64_t slot = 0; slot < num_blocks * block_size; ++slot) slots.push_back(slot);
+        std::shuffle(slots.begin(), slots.end(), random_engine());
+        slots.resize(static_cast<size_t>(tokens));
+        const LayerKV kv{key.data(),
+                         value.data(),
+                         int64_t{kv_heads} * block_size * key_dim * element,
+                         int64_t{block_size} * key_dim * element,
+                         int64_t{kv_heads} * block_size * value_dim * element,
+                         int64_t{block_size} * value_dim * element,
+                         num_blocks,
+                         kv_heads,
+                         key_dim / pair,
+                         value_dim,
+                         block_size,
+                         storage};
+        RopeTask task{};
+        task.qkv = qkv.buffer.data();
+        task.qkv_stride = qkv.stride;
+        task.kv = &kv;
+        task.cos = cos.buffer.as<float>();
+        task.sin = sin.buffer.as<float>();
+        task.positions = at.data();
+        task.slots = slots.data();
+        task.query_norm = norms ? query_norm.buffer.data() : nullptr;
+        task.key_norm = norms ? key_norm.buffer.data() : nullptr;
+        task.norm_eps = 1e-5f;
+        task.num_heads = heads;
+        task.key_dim = key_dim;
+        task.rotary_dim = rotary;
+        rope_write(storage, task, tokens);
+
+        for (int64_t t = 0; t < tokens; ++t) {
+            const int64_t block = slots[static_cast<size_t>(t)] / block_size,
+                          offset = slots[static_cast<size_t>(t)] % block_size;
+            for (int head = 0; head < heads + kv_heads; ++head) {
+                std::vector<double> x(static_cast<size_t>(key_dim));
+                double squares = 0;
+                for (int d = 0; d < key_dim; ++d) squares += std::pow(before.at(t, head * key_dim + d), 2);
+                for (int d = 0; d < key_dim; ++d) {
+                    const Rows& weight = head < heads ? query_norm : key_norm;
+                    x[static_cast<size_t>(d)] = before.at(t, head * key_dim + d);
+                    if (norms) x[static_cast<size_t>(d)] *= weight.at(0, d) / std::sqrt(squares / key_dim + 1e-5);
+                }
+                for (int d = 0; d < key_dim; ++d) {
+                    const int half = rotary / 2, other = d < half ? d + half : d - half;
+                    double expected = x[static_cast<size_t>(d)], size = std::abs(expected);
+                    if (d < rotary) {
+                        const int64_t angle = at[static_cast<size_t>(t)] * half + d % half;
+                        const double c = cos.at(0, angle), s = sin.at(0, angle) * (d < half ? -1 : 1);
+                        expected = expected * c + x[static_cast<size_t>(other)] * s;
+                        size = std::abs(x[static_cast<size_t>(d)] * c) + std::abs(x[static_cast<size_t>(other)] * s);
+                    }
+                    float got = qkv.at(t, head * key_dim + d);
+                    if (head >= heads) {
+                        const char* at_head =
+                            key.data() + block * kv.key_block_stride + (head - heads) * kv.key_head_stride;
+                        const float stored =
+                            load(at_head, (int64_t{d / pair} * block_size + offset) * pair + d % pair, storage);
+                        CHECK(stored == got);
+                    }
+                    CHECK_NEAR(got, expected, size * (4 * rounding(storage) + 1e-6), "a rotated dimension");
+                }
+            }
+            for (int head = 0; head < kv_heads; ++head)
+                for (int d = 0; d < value_dim; ++d) {
+                    const char* at_head = value.data() + block * kv.value_block_stride + head * kv.value_head_stride;
+                    const int64_t index = (offset / pair * value_dim + d) * pair + offset % pair;
+                    const int64_t column = int64_t{heads + kv_heads} * key_dim + int64_t{head} * value_dim + d;
+                    CHECK(load(at_head, index, storage) == before.at(t, column));
+                }
+        }
+    }
+}
+
+TEST_ONCE(copies_read_every_source_before_they_write_a_destination) {
+    for (int i = cases(100); i > 0; --i) {
+        const int64_t block_bytes = random_int(1, 9) * 1000, blocks = random_int(2, 40);
+        set_num_threads(random_int(1, 4));
+        const Buffer arena(blocks * block_bytes);
+        for (int64_t j = 0; j < arena.size(); ++j) arena.data()[j] = static_cast<char>(random_int(0, 255));
+        const std::vector<char> before(arena.data(), arena.data() + arena.size());
+        std::vector<int64_t> to(static_cast<size_t>(blocks)), pairs, from(static_cast<size_t>(blocks));
+        for (int64_t b = 0; b < blocks; ++b) to[static_cast<size_t>(b)] = from[static_cast<size_t>(b)] = b;
+        std::shuffle(to.begin(), to.end(), random_engine());
+        to.resize(static_cast<size_t>(random_int(0, static_cast<int>(blocks))));
+        for (const int64_t destination : to) {
+            from[static_cast<size_t>(destination)] = random_int(0, static_cast<int>(blocks) - 1);
+            pairs.push_back(from[static_cast<size_t>(destination)]);
+            pairs.push_back(destination);
+        }
+        copy_blocks(arena.data(), block_bytes, pairs.data(), static_cast<int64_t>(to.size()));
+        for (int64_t b = 0; b < blocks; ++b)
+            CHECK(std::memcmp(arena.data() + b * block_bytes,
+                              &before[static_cast<size_t>(from[static_cast<size_t>(b)] * block_bytes)],
+                              static_cast<size_t>(block_bytes)) == 0);
+    }
+}
+
+}  // namespace
+}  // namespace octavo::test

@@ -1,0 +1,122 @@
+// The thread pool: every task once, whatever happens around it.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "harness.h"
+#include "thread_pool.h"
+
+namespace octavo::test {
+namespace {
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
+// Plain memory, which only the pool's own ordering keeps apart.
+struct Round {
+    std::vector<int> counts;
+    int64_t sum = 0;
+    explicit Round(int tasks) : counts(static_cast<size_t>(tasks)) {
+        parallel_for(tasks, [&](int i) { ++counts[static_cast<size_t>(i)]; });
+        for (const int count : counts) sum += count;
+    }
+    bool each_once() const {
+        for (const int count : counts)
+            if (count != 1) return false;
+        return true;
+    }
+};
+
+TEST_ONCE(every_task_runs_once_on_any_number_of_threads) {
+    for (int i = cases(400); i > 0; --i) {
+        set_num_threads(random_int(1, random_int(0, 9) ? 6 : 40));  // resized between rounds
+        if (random_int(0, 3) == 0) wake_threads();
+        if (random_int(0, 20) == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_int(1, 300)));
+        CHECK(Round(random_int(0, random_int(0, 9) ? 50 : 3000)).each_once());
+    }
+}
+
+TEST_ONCE(callers_at_the_same_time_do_not_meet) {
+    for (int i = cases(10); i > 0; --i) {
+        set_num_threads(random_int(2, 4));
+        std::atomic<bool> fine{true};
+        std::vector<std::thread> callers;
+        for (int caller = 0; caller < 4; ++caller)
+            callers.emplace_back([&fine] {
+                for (int round = 0; round < 50; ++round) {
+                    wake_threads();
+                    if (!Round(37).each_once()) fine = false;
+                }
+            });
+        for (int resize = 0; resize < 20; ++resize) {
+            set_num_threads(1 + resize % 5);
+            std::this_thread::yield();
+        }
+        for (std::thread& caller : callers) caller.join();
+        CHECK(fine);
+    }
+}
+
+TEST_ONCE(a_task_within_a_task_does_its_own_alone) {
+    set_num_threads(3);
+    for (int i = cases(50); i > 0; --i) {
+        std::vector<int> inner(20 * 30);
+        parallel_for(20, [&](int outer) {
+            parallel_for(30, [&, outer](int index) { ++inner[static_cast<size_t>(outer * 30 + index)]; });
+        });
+        for (const int count : inner) CHECK(count == 1);
+    }
+}
+
+TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
+    for (int i = cases(200); i > 0; --i) {
+        const int threads = random_int(1, 5), tasks = random_int(2, 60), culprits = random_int(1, 3);
+        set_num_threads(threads);
+        std::vector<int> counts(static_cast<size_t>(tasks));
+        bool caught = false;
+        try {
+            parallel_for(tasks, [&](int index) {
+                ++counts[static_cast<size_t>(index)];
+                if (index < culprits) throw std::runtime_error("task " + std::to_string(index));
+            });
+        } catch (const std::runtime_error& error) {
+            caught = std::string(error.what()).starts_with("task ");
+        }
+        CHECK(caught);
+        // With others' help all of them ran; alone, those before the one that threw.
+        if (threads > 1)
+            for (const int count : counts) CHECK(count == 1);
+        CHECK(Round(tasks).each_once());
+    }
+}
+
+TEST_ONCE(a_forked_child_begins_anew) {
+    if (kThreadSanitizer) return;  // which follows no threads of a fork
+    set_num_threads(3);
+    for (int i = cases(5); i > 0; --i) {
+        CHECK(Round(100).each_once());
+        const pid_t child = fork();
+        if (child == 0) _exit(Round(100).each_once() && Round(7).each_once() ? 0 : 1);
+        int status = -1;
+        CHECK(waitpid(child, &status, 0) == child);
+        CHECK(status == 0);
+    }
+}
+
+TEST_ONCE(sleeping_threads_wake_for_work) {
+    set_num_threads(4);
+    for (int i = cases(20); i > 0; --i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // longer than they spin
+        CHECK(Round(64).each_once());
+    }
+}
+
+}  // namespace
+}  // namespace octavo::test
