@@ -1,11 +1,14 @@
 """Running streams beside one long prompt, with and without `--itl-slo-ms`.
 
-    python benchmarks/itl_slo.py [--slo 50 100] [--out benchmarks/results]
+    python benchmarks/itl_slo.py [--slo off 50 100] [--out benchmarks/results]
 
 Eight streams decode; then a prompt of 8,000 tokens arrives. From then until its first token, the time between two
 tokens of each stream is taken, as the thread that steps the engine sees it: scheduling, the model, sampling and
 detokenising. What it costs the long prompt is the time to its first token, beside the time that it takes alone. The
 model that sizes chunks begins empty in each engine: its first steps count like all others.
+
+With `--out`, what was measured takes the place of the same rows of an earlier run, so that each SLO can be measured by
+a command of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def table(results: list[Result], arguments: argparse.Namespace) -> str:
         "",
         f"`python benchmarks/itl_slo.py`, {arguments.model}, Python {platform.python_version()}, {arguments.machine}. "
         f"{arguments.streams} streams decode when a prompt of {arguments.prompt_tokens:,} tokens arrives, "
-        f"{arguments.runs} times. Milliseconds between two tokens of a stream until that prompt has its first token; "
+        f"{_times(arguments.runs)}. Milliseconds between two tokens of a stream until that prompt has its first token; "
         "of the prompt itself the best run.",
         "",
         "| `--itl-slo-ms` | tokens | median | 99th percentile | longest | in the SLO | prompt's first token | alone |",
@@ -114,22 +117,34 @@ def table(results: list[Result], arguments: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def milliseconds(text: str) -> float | None:
+    return None if text == "off" else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--slo", type=float, nargs="+", default=[50.0, 100.0])
+    parser.add_argument("--slo", type=milliseconds, nargs="+", default=[None, 50.0, 100.0], help="or 'off'")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=8000)
-    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX) under KVM")
     parser.add_argument("--out", type=Path, help="folder for itl_slo.md")
     arguments = parser.parse_args()
-    results = [measure(arguments, slo) for slo in (None, *arguments.slo)]
-    text = table(results, arguments)
+    results = {slo: measure(arguments, slo) for slo in arguments.slo}
+    if arguments.out and (file := arguments.out / "itl_slo.json").exists():
+        results = {row["slo_ms"]: Result(**row) for row in json.loads(file.read_text())} | results
+    rows = sorted(results.values(), key=lambda result: result.slo_ms or 0)
+    text = table(rows, arguments)
     print(text)
     if arguments.out:
+        (arguments.out / "itl_slo.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         (arguments.out / "itl_slo.md").write_text(text)
-    print(json.dumps([asdict(result) for result in results]))
+    print(json.dumps([asdict(row) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -21,24 +21,21 @@ class StepBudget:
     Args:
         num_tokens: what decodes have left.
         time: None where no latency has to be kept.
-        least: tokens that prompts are given in all, however little time is left: no prompt starves.
     """
 
-    def __init__(self, num_tokens: int, time: TimeLimit | None = None, least: int = 0) -> None:
+    def __init__(self, num_tokens: int, time: TimeLimit | None = None) -> None:
         self.num_tokens = num_tokens
         self._time = time
-        self._least = least
 
     def chunk(self, start: int, missing: int) -> int:
         """The longest chunk of a prompt with `start` tokens computed and `missing` to compute; 0: the step is full."""
         most = min(missing, self.num_tokens)
         if self._time is None or most <= 0:
             return most
-        return max(self._time.chunk(start, most), min(most, self._least))
+        return self._time.chunk(start, most)
 
     def take(self, start: int, num_tokens: int) -> None:
         """Charge a chunk to the budget."""
         self.num_tokens -= num_tokens
-        self._least = max(0, self._least - num_tokens)
         if self._time is not None:
             self._time.take(start, num_tokens)

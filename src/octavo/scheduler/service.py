@@ -39,9 +39,6 @@ from octavo.scheduler.yielding import Yielding
 SHARE_OF_FIRST = 4
 """The first prompt in order of service has at least this part of what prompts share: 1 / 4."""
 
-LEAST_PROMPT_TOKENS = 16
-"""What prompts are given in a step, however little time it has: no prompt starves."""
-
 _MOST_REFUSED = 8  # of those that wait, how many may be tried in vain in a step
 
 MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
@@ -129,7 +126,7 @@ class Service:
         left = budget - len(shares.streams)
         if left > 0:
             limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
-            self._serve_prompts(prompts, StepBudget(left, limit, LEAST_PROMPT_TOKENS), shares, short)
+            self._serve_prompts(prompts, StepBudget(left, limit), shares, short)
 
     def _serve_stalled(self, shares: StepShares) -> bool:
         """Blocks for the first in order of service, where it found none in the last step. Whether somebody yielded."""

@@ -125,6 +125,10 @@ class StepTimeModel:
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
 
 
+WHEN_BROKEN = 16
+"""Tokens of prompts in a step that takes longer than the latency target without them."""
+
+
 class LatencyTarget:
     """Sizes chunks of prompts so that streams wait no longer than `seconds` between two tokens.
 
@@ -133,6 +137,9 @@ class LatencyTarget:
     little, in such a proportion that just that share of steps lies above (Robbins and Monro 1951).
 
     Nothing is extrapolated far: a chunk is at most twice as long as the longest that was measured beside streams.
+
+    No prompt starves: a step computes a token of some prompt even where the model sees no time for it. Where streams
+    alone take longer than `seconds` on average nothing is left to keep, and prompts are given `WHEN_BROKEN` tokens.
 
     Args:
         seconds: between two tokens of one stream, as its client sees it.
@@ -160,7 +167,8 @@ class LatencyTarget:
         """For a step with streams of these lengths."""
         lengths = list(stream_lengths)
         load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
-        return ChunkTime(self.model, load, self.seconds / self._ratio, 2 * self._longest)
+        least = 1 if self.model.predict(load) <= self.seconds else WHEN_BROKEN
+        return ChunkTime(self.model, load, self.seconds / self._ratio, 2 * self._longest, least)
 
 
 class ChunkTime:
@@ -170,17 +178,19 @@ class ChunkTime:
         load: of the streams.
         seconds: that the whole step may take, as the model predicts.
         most: tokens of prompts.
+        least: tokens that prompts are given in all, however little time is left.
     """
 
-    def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int) -> None:
+    def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int, least: int = 0) -> None:
         self._model = model
         self._load = load
         self._seconds = seconds
         self._most = most
+        self._least = least
 
     def chunk(self, start: int, most: int) -> int:
         """The longest chunk of at most `most` tokens after `start` computed ones that still fits; maybe 0."""
-        fits, too_long = 0, min(most, self._most) + 1
+        fits, too_long = min(most, self._least), min(most, self._most) + 1
         # Time rises with the tokens: bisect.
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
@@ -194,3 +204,4 @@ class ChunkTime:
         """A chunk is part of the step."""
         self._load = self._load.with_chunk(start, num_tokens)
         self._most -= num_tokens
+        self._least = max(0, self._least - num_tokens)
