@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.request import Sequence, SequenceStatus
+from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -25,8 +26,18 @@ def waiting(prefix: int = 0, tenant: str = "", priority: int = 0) -> Sequence:
     return request.sequences[0]
 
 
+class AllButTheLast:
+    """Every token is said to be cached but the last."""
+
+    def num_tokens(self, seq: Sequence) -> int:
+        return seq.num_tokens - 1
+
+    def forget(self, seq: Sequence) -> None:
+        return
+
+
 def by_prefix(max_overtakes: int = 4, window: int = 32) -> LongestPrefixFirst:
-    return LongestPrefixFirst(lambda seq: seq.num_tokens - 1, max_overtakes=max_overtakes, window=window)
+    return LongestPrefixFirst(AllButTheLast(), max_overtakes=max_overtakes, window=window)
 
 
 def drain(queue: WaitingQueue) -> list[Sequence]:
@@ -143,7 +154,7 @@ def test_nobody_starves_whatever_stream_of_better_prefixes_arrives_behind(
 
 def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_scheduler() -> None:
     kv = make_manager(num_blocks=12, block_size=4, prefix_cache="radix")
-    queue = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens, max_overtakes=3)
+    queue = LongestPrefixFirst(CachedPrefixes(kv), max_overtakes=3)
     scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, waiting=queue)
     popular = list(range(100, 117))
 

@@ -9,6 +9,7 @@ import pytest
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
+from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -30,7 +31,7 @@ class Service:
         self.kv = make_manager(
             num_blocks, BLOCK_SIZE, prefix_cache=cache, eviction=eviction, pin_budget=pin_budget, clock=self.clock
         )
-        waiting = LongestPrefixFirst(lambda seq: self.kv.match(seq).num_tokens) if cache == "radix" else None
+        waiting = LongestPrefixFirst(CachedPrefixes(self.kv)) if cache == "radix" else None
         self.scheduler = Scheduler(SchedulerConfig(64, 2048, max_model_len=40_000), self.kv, waiting=waiting)
         self._fresh = itertools.count(10_000)
 

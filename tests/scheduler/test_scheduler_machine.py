@@ -19,6 +19,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
+from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.decoding import BeamDecoding, Sampling
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.preemption import (
@@ -132,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
         auto = CheaperWay(kv.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
-        waiting = LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens) if prefix_cache == "radix" else None
+        waiting = LongestPrefixFirst(CachedPrefixes(kv)) if prefix_cache == "radix" else None
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom, itl_slo_ms=itl_slo_ms),
             kv,

@@ -7,11 +7,13 @@ changes the cache starts its checks anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
+from octavo.errors import CacheError
 from octavo.kvcache.block import BlockState
 
 Findings = Iterator[str | None]
@@ -42,3 +44,24 @@ def in_slices(items: Iterable[T]) -> Iterator[list[T]]:
 def problems(findings: Findings) -> list[str]:
     """Every problem that a check finds, without pausing."""
     return [finding for finding in findings if finding is not None]
+
+
+def proven(findings: Findings) -> Generator[None, None, None]:
+    """Every check, with its pauses; raises `CacheError` at the end, listing every violation."""
+    found: list[str] = []
+    for finding in findings:
+        if finding is None:
+            yield
+        else:
+            found.append(finding)
+    if found:
+        raise CacheError("audit failed: " + "; ".join(found))
+
+
+def counted(states: Iterable[BlockState]) -> Generator[None, None, dict[BlockState, int]]:
+    """How many blocks are in each state, with pauses."""
+    counts: Counter[BlockState] = Counter()
+    for batch in in_slices(states):
+        counts.update(batch)
+        yield
+    return dict(counts)

@@ -7,37 +7,24 @@ the tables' references.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
 
 from octavo.errors import CacheError
-from octavo.kvcache.audit import Audit, Findings, in_slices
+from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import FullBlocks, TokenChain
 from octavo.kvcache.ledger import CacheLedger, Stock
+from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
-from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.kvcache.swap import RestoreCost, SwapSpace
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, SequenceId
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Cached blocks that hold the beginning of a sequence.
-
-    Attributes:
-        num_tokens: covered by the hit; a multiple of the block size, at most num_tokens - 1 of the sequence.
-        tables: per group the blocks, null where they lie outside the group's window.
-    """
-
-    num_tokens: int
-    tables: tuple[BlockTable, ...]
 
 
 @dataclass(slots=True)
@@ -95,13 +82,15 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
         prefix_cache.reserve(num_blocks)
+        self._windows = [group.sliding_window for group in spec.groups]
+        self._matcher = PrefixMatcher(prefix_cache, spec.block_size, self._windows)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
-        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._longest_prefix, clock)
+        self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
         self.ledger = CacheLedger(num_blocks if caches else 0, prefix_cache.tokens, clock)
         self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
-        self._windows = [group.sliding_window for group in spec.groups]
+        self._num_evicted = 0
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
         self.slides = any(window is not None for window in self._windows)
 
@@ -119,40 +108,26 @@ class KVCacheManager:
         request.full_blocks = self.prefix_cache.full_blocks(request.prompt_token_ids, request.cache_scope)
 
     def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix of a sequence that holds no block; takes nothing.
+        """The longest cached prefix of a sequence that holds no block; takes nothing."""
+        chain, most = self._matchable(seq)
+        tables = self._matcher.longest(chain, most)
+        return PrefixHit(len(tables[0]) * self.spec.block_size, tables)
 
-        A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full
-        attention, those inside the window otherwise.
-        """
-        holding = self._holding(seq)
-        holding.chain.grow(seq.num_tokens, seq.tokens)
-        size = self.spec.block_size
-        tables = self._longest_prefix(holding.chain, min(len(holding.chain), (seq.num_tokens - 1) // size))
-        return PrefixHit(len(tables[0]) * size, tables)
+    def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether `match` most probably finds as many tokens as it once did, at the cost of two look-ups."""
+        chain, most = self._matchable(seq)
+        return self._matcher.ends_at(chain, num_tokens // self.spec.block_size, most)
 
-    def _longest_prefix(self, chain: TokenChain, hit: int) -> tuple[BlockTable, ...]:
-        """Per group the blocks of the longest cached prefix of at most `hit` full blocks, tables of one length."""
-        size = self.spec.block_size
-        tables = [new_table() for _ in self._windows]
-        for group, window in enumerate(self._windows):
-            if window is None:
-                tables[group] = self.prefix_cache.leading(group, chain, hit)
-                hit = len(tables[group])
-        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
-        settled = False
-        while not settled:
-            settled = True
-            for group, window in enumerate(self._windows):
-                if window is None:
-                    continue
-                first = max(0, hit * size - window + 1) // size
-                found = [self.prefix_cache.get(group, chain, i) for i in range(first, hit)]
-                missing = max((i for i, block in enumerate(found, first) if block is None), default=None)
-                if missing is not None:
-                    hit, settled = missing, False
-                    break
-                tables[group] = new_table([NULL_BLOCK] * first + [block for block in found if block is not None])
-        return tuple(table[:hit] for table in tables)
+    @property
+    def version(self) -> int:
+        """Changes with every block that is published or evicted: until then `match` finds the same."""
+        return self.pool.num_published_ever + self._num_evicted
+
+    def _matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
+        """A sequence's chain, and how many of its blocks a hit may cover: not its last token."""
+        chain = self._holding(seq).chain
+        chain.grow(seq.num_tokens, seq.tokens)
+        return chain, min(len(chain), (seq.num_tokens - 1) // self.spec.block_size)
 
     def bytes_by_state(self) -> dict[BlockState, int]:
         """Of the whole pool but the null block. O(1)."""
@@ -367,55 +342,23 @@ class KVCacheManager:
 
         Any change to the cache voids what is left of it: start anew.
         """
-        found: list[str] = []
-        for finding in self._check():
-            if finding is None:
-                yield
-            else:
-                found.append(finding)
-        if found:
-            raise CacheError("audit failed: " + "; ".join(found))
-        pool = self.pool
-        states: Counter[BlockState] = Counter()
-        for batch in in_slices(range(pool.num_blocks)):
-            states.update(pool.state(BlockId(i)) for i in batch)
-            yield
-        return Audit(
-            dict(states),
-            sum(any(h.tables) for h in self._holdings.values()),
-            self.swap.num_sequences,
-            self.swap.host.num_held,
-        )
+        pool, holdings = self.pool, self._holdings.values()
+        yield from proven(self._check())
+        states = yield from counted(pool.state(BlockId(i)) for i in range(pool.num_blocks))
+        num_sequences = sum(any(holding.tables) for holding in holdings)
+        return Audit(states, num_sequences, self.swap.num_sequences, self.swap.host.num_held)
 
     def _check(self) -> Findings:
-        pool = self.pool
-        yield from pool.check()
-        references = [0] * pool.num_blocks
-        for holding in self._holdings.values():
-            for table in holding.tables:
-                for blocks in in_slices(table):
-                    for block in blocks:
-                        references[block] += 1
-                    yield None
-        published = bytearray(pool.num_blocks)
-        for blocks in in_slices(self.prefix_cache):
-            for block in blocks:
-                published[block] = 1
-            yield None
-        references[NULL_BLOCK] = 0
-        for batch in in_slices(range(pool.num_blocks)):
-            for i in batch:
-                if pool.ref_counts[i] != references[i]:
-                    yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
-                if pool.is_published(BlockId(i)) != published[i]:
-                    yield f"block {i}: the pool and the prefix cache disagree whether it is published"
-            yield None
+        yield from self.pool.check()
+        tables = (table for holding in self._holdings.values() for table in holding.tables)
+        yield from check_references(self.pool, tables, self.prefix_cache)
         yield from self.prefix_cache.check()
         yield from self.pins.check()
-        yield from self.ledger.check(pool)
+        yield from self.ledger.check(self.pool)
         yield from self.swap.check()
 
     def _on_evict(self, block_id: BlockId) -> None:
+        self._num_evicted += 1
         self.prefix_cache.drop(block_id)
         self.ledger.evicted(block_id)
         self.swap.on_evict(block_id)

@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, as_array
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, as_array
 from octavo.kvcache.eviction.base import EvictionPolicy
 
 # From so many blocks on, whole arrays of counts are changed at once.
@@ -302,3 +302,26 @@ class BlockPool:
         self._published[block_id] = 0
         self._on_evict(block_id)
         return block_id
+
+
+def check_references(pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]) -> Findings:
+    """The pool's counts are the tables' references, and it knows which blocks the prefix cache has. O(blocks)."""
+    references = [0] * pool.num_blocks
+    for table in tables:
+        for blocks in in_slices(table):
+            for block in blocks:
+                references[block] += 1
+            yield None
+    published = bytearray(pool.num_blocks)
+    for blocks in in_slices(published_blocks):
+        for block in blocks:
+            published[block] = 1
+        yield None
+    references[NULL_BLOCK] = 0
+    for batch in in_slices(range(pool.num_blocks)):
+        for i in batch:
+            if pool.ref_counts[i] != references[i]:
+                yield f"block {i} counts {pool.ref_counts[i]} references, tables hold {references[i]}"
+            if pool.is_published(BlockId(i)) != published[i]:
+                yield f"block {i}: the pool and the prefix cache disagree whether it is published"
+        yield None

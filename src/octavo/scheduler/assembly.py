@@ -19,6 +19,7 @@ from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.preemption import (
     CheaperWay,
     PreemptionMode,
@@ -113,7 +114,7 @@ def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
 def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:
     """The tree finds a prefix without hashing, so it can afford to look before it admits."""
     if config.enable_prefix_caching and config.prefix_cache == "radix":
-        return LongestPrefixFirst(lambda seq: kv.match(seq).num_tokens)
+        return LongestPrefixFirst(CachedPrefixes(kv))
     return ArrivalOrder()
 
 

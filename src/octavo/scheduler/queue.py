@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from typing import Protocol
 
 from octavo.request import Sequence, SequenceStatus
@@ -55,6 +54,16 @@ class ArrivalOrder:
         return len(self._heap)
 
 
+class PrefixLengths(Protocol):
+    """How much of a waiting sequence's beginning is cached now (`CachedPrefixes`)."""
+
+    def num_tokens(self, seq: Sequence) -> int:
+        """In tokens."""
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence waits no more."""
+
+
 class LongestPrefixFirst:
     """Within a tenant, the longest cached prefix first: what is cached is used before it is evicted.
 
@@ -66,13 +75,13 @@ class LongestPrefixFirst:
     line, whatever arrives behind it. One that was preempted is not overtaken at all.
 
     Args:
-        cached_tokens: how much of a sequence's beginning is cached now.
+        prefixes: how much of a sequence's beginning is cached now.
         max_overtakes: how many may go ahead of the first of a line.
-        window: how many of a line are compared; each costs a look-up per admission.
+        window: how many of a line are compared for each admission.
     """
 
-    def __init__(self, cached_tokens: Callable[[Sequence], int], *, max_overtakes: int = 16, window: int = 16) -> None:
-        self._cached_tokens = cached_tokens
+    def __init__(self, prefixes: PrefixLengths, *, max_overtakes: int = 16, window: int = 16) -> None:
+        self._prefixes = prefixes
         self._max_overtakes = max_overtakes
         self._window = window
         self._lines: dict[str, list[Sequence]] = {}  # by tenant, each in order of arrival, none empty
@@ -115,12 +124,13 @@ class LongestPrefixFirst:
         priority = first.request.priority
         rivals = [seq for seq in line[: self._window] if seq.request.priority == priority]
         # max() keeps the earliest among equals.
-        return first if len(rivals) == 1 else max(rivals, key=self._cached_tokens)
+        return first if len(rivals) == 1 else max(rivals, key=self._prefixes.num_tokens)
 
     def _take_out(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
         line = self._lines[tenant]
         self._size -= 1
+        self._prefixes.forget(seq)
         del line[bisect.bisect_left(line, seq.order, key=_order)]
         if not line:
             # Tenants come and go; what is known of one that waits for nothing is void.

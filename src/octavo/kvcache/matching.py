@@ -1,0 +1,74 @@
+"""Finding the longest cached prefix of a sequence, over groups of layers that keep different tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
+from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.prefix.base import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks that hold the beginning of a sequence.
+
+    Attributes:
+        num_tokens: covered by the hit; a multiple of the block size, at most num_tokens - 1 of the sequence.
+        tables: per group the blocks, null where they lie outside the group's window.
+    """
+
+    num_tokens: int
+    tables: tuple[BlockTable, ...]
+
+
+class PrefixMatcher:
+    """Asks the prefix cache what all groups have of a chain.
+
+    A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
+    those inside the window otherwise.
+
+    Args:
+        windows: per group its sliding window, None for full attention.
+    """
+
+    def __init__(self, prefix_cache: PrefixCache[Any], block_size: int, windows: Seq[int | None]) -> None:
+        self._prefix_cache = prefix_cache
+        self._block_size = block_size
+        self._windows = windows
+
+    def longest(self, chain: TokenChain, most: int) -> tuple[BlockTable, ...]:
+        """Per group the blocks of the longest cached prefix of at most `most` full blocks, tables of one length."""
+        size, hit = self._block_size, most
+        tables = [new_table() for _ in self._windows]
+        for group, window in enumerate(self._windows):
+            if window is None:
+                tables[group] = self._prefix_cache.leading(group, chain, hit)
+                hit = len(tables[group])
+        # A block missing at index j fails every hit that ends after j and still sees j, so the end moves to j.
+        settled = False
+        while not settled:
+            settled = True
+            for group, window in enumerate(self._windows):
+                if window is None:
+                    continue
+                first = max(0, hit * size - window + 1) // size
+                found = [self._prefix_cache.get(group, chain, i) for i in range(first, hit)]
+                missing = max((i for i, block in enumerate(found, first) if block is None), default=None)
+                if missing is not None:
+                    hit, settled = missing, False
+                    break
+                tables[group] = new_table([NULL_BLOCK] * first + [block for block in found if block is not None])
+        return tuple(table[:hit] for table in tables)
+
+    def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
+        """Whether a longest prefix that had `length` of at most `most` blocks most probably still has. O(groups).
+
+        It has its last block in every group, and not the next one: a prefix loses its tail before its head.
+        """
+        groups, get = range(len(self._windows)), self._prefix_cache.get
+        if length and any(get(group, chain, length - 1) is None for group in groups):
+            return False
+        return length == most or any(get(group, chain, length) is None for group in groups)
