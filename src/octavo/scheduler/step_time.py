@@ -146,7 +146,7 @@ class LatencyTarget:
         misses: share of steps that may take longer.
     """
 
-    def __init__(self, seconds: float, misses: float = 0.003) -> None:
+    def __init__(self, seconds: float, misses: float = 0.005) -> None:
         self.seconds = seconds
         self.model = StepTimeModel()
         self._misses = misses
