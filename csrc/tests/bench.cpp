@@ -161,8 +161,10 @@ void pages() {
 void attention() {
     constexpr int kHeads = 9, kKvHeads = 3, kDim = 64, kBlock = 16;
     std::printf("%-28s %10s %8s %10s\n", "attention, bf16", "us", "GB/s", "GFLOP/s");
-    for (const auto& [seqs, context, queries] :
-         {std::array{1, 4096, 1}, {16, 1024, 1}, {64, 512, 1}, {1, 512, 512}, {1, 2048, 512}}) {
+    constexpr struct {
+        int seqs, context, queries;
+    } kCases[] = {{1, 4096, 1}, {16, 1024, 1}, {64, 512, 1}, {1, 512, 512}, {1, 2048, 512}};
+    for (const auto& [seqs, context, queries] : kCases) {
         const int64_t blocks = int64_t{seqs} * context / kBlock, block_bytes = int64_t{kKvHeads} * kDim * kBlock * 2;
         const Memory key((blocks + 1) * block_bytes), value((blocks + 1) * block_bytes);
         std::vector<int32_t> table, starts(1, 0), contexts(static_cast<size_t>(seqs), context);
