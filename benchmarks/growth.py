@@ -39,6 +39,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
+from octavo.server.memory import settle_garbage_collection
 from octavo.text.tokenizer import Tokenizer
 
 MILLION = 1_000_000
@@ -125,13 +126,15 @@ class NoRunner:
 
 
 @contextmanager
-def quiet_collector() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
+def as_in_a_server() -> Iterator[None]:
+    """Garbage is collected as `octavo serve` has it, and what exists is set apart."""
+    thresholds = gc.get_threshold()
+    settle_garbage_collection()
     try:
         yield
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def ms(seconds: float) -> float:
@@ -139,23 +142,29 @@ def ms(seconds: float) -> float:
 
 
 def python_of_a_step() -> Figures:
+    """On the engine's thread, and what the event loop does with each step's news meanwhile; and with stop strings."""
     tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
     found = {}
-    for streams in (64, 256, 1000):
+    for streams, stop in ((64, ()), (256, ()), (1000, ()), (1000, ("no such string",))):
         runner = BatchOnly(streams, 512)
         core = make_core(streams * 64, runner, seqs=streams, budget=16_384, tokenizer=tokenizer)
         for i in range(streams):
-            params = SamplingParams(max_tokens=500, ignore_eos=True)
+            params = SamplingParams(max_tokens=500, ignore_eos=True, stop=stop)
             core.add(core.make_request([i % 40_000 + 300] * (20 + i % BLOCK), params), kind=OutputKind.DELTA)
-        with quiet_collector():
+        with as_in_a_server():
             for _ in range(5):
                 core.step()
-            seconds = []
+            seconds, outputs = [], []
             for _ in range(64):
                 started = time.perf_counter()
-                core.step()
+                news = core.advance()
                 seconds.append(time.perf_counter() - started - runner.drawing)
-        found[f"Python of a step besides model and sampler, {streams} streams"] = ms(statistics.median(seconds))
+                started = time.perf_counter()
+                core.outputs.process(news)
+                outputs.append(time.perf_counter() - started)
+        who = f"{streams} streams{' with stop strings' if stop else ''}"
+        found[f"Python of a step besides model and sampler, {who}"] = ms(statistics.median(seconds))
+        found[f"its outputs, off the engine's thread, {who}"] = ms(statistics.median(outputs))
     return found
 
 
@@ -209,7 +218,7 @@ def admission() -> Figures:
         assert scheduler.num_running == 700
         return statistics.median(seconds)
 
-    with quiet_collector():
+    with as_in_a_server():
         return {
             "admission attempt at 700 running": ms(max(0.0, planning(waiting=True) - planning(waiting=False))),
         }
@@ -219,7 +228,7 @@ def waiting_with_pins() -> Figures:
     scheduler = make_scheduler(make_kv(20_000), seqs=8)
     for i in range(100_000):
         scheduler.add(make_request([i & 1023] * 50, pins=(PinRequest(48, 60.0),), max_tokens=10_000))
-    with quiet_collector():
+    with as_in_a_server():
         for _ in range(3):
             step(scheduler)
         seconds = [sum(step(scheduler)) for _ in range(9)]
@@ -248,18 +257,18 @@ def long_request() -> Figures:
     longest = 0.0
 
     class Watched(EngineCore):
-        def add(self, *args: Any, **kwargs: Any) -> None:
+        def queue(self, request: Request) -> None:
             nonlocal longest
             started = time.thread_time()
-            super().add(*args, **kwargs)
+            super().queue(request)
             longest = max(longest, time.thread_time() - started)
 
-        def step(self) -> Any:
+        def advance(self) -> Any:
             nonlocal longest
             started = time.thread_time()
-            outputs = super().step()
+            news = super().advance()
             longest = max(longest, time.thread_time() - started)
-            return outputs
+            return news
 
     scheduler = make_scheduler(make_kv(70_000), seqs=8)
     core = Watched(

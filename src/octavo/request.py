@@ -249,6 +249,7 @@ class Request:
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
         cache_scope: made from these; requests share cached blocks only within one scope.
+        ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         seed: of the first sequence; sequence i uses seed + i.
         pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
@@ -273,10 +274,13 @@ class Request:
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache_scope: str = field(init=False)
+    ending_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
+        eos_token_ids: frozenset[int] = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.ending_ids = eos_token_ids.union(self.params.stop_token_ids)
         self.sequences = [
             Sequence(
                 request=self,

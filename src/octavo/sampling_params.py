@@ -166,6 +166,11 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Whether each token's logprob is needed: it is reported, or is what the best completions are chosen by."""
+        return self.logprobs is not None or self.chooses
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether a penalty depends on which tokens a sequence has."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -93,10 +93,10 @@ ENDING_PLACES: dict[str, Callable[[EngineCore, Strikes], Any]] = {
         Sampling, "take", strikes, lambda self, seqs, *rest: {seqs[0].request.request_id}
     ),
     "in its output": lambda core, strikes: _before(
-        core._processor, "_take_in", strikes, lambda completion, update: {completion.seq.request.request_id}
+        core.outputs, "_take_in", strikes, lambda tracked, update: {tracked.request.request_id}
     ),
     "in the making of its output": lambda core, strikes: _before(
-        core._processor, "_output", strikes, lambda tracked: {tracked.request.request_id}
+        core.outputs, "_output", strikes, lambda tracked: {tracked.request.request_id}
     ),
 }
 """Where a request's tokens are half taken in: it ends."""

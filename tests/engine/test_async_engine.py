@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from octavo.engine import async_engine
-from octavo.engine.async_engine import _DELIVERED_AT_ONCE, AsyncEngine
+from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine
 from octavo.engine.core import EngineCore
-from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.engine.outputs import STEP_FAILED, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, OctavoError, RequestError
-from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId
+from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SequenceUpdate
 from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
 
 pytestmark = pytest.mark.anyio
@@ -93,6 +94,47 @@ async def test_deltas_add_up_to_the_final_output(core: EngineCore) -> None:
         assert [entry for part in parts for entry in part.logprobs] == whole.logprobs
         assert parts[-1].cumulative_logprob == whole.cumulative_logprob
     assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+async def test_a_stop_string_ends_a_stream_in_the_step_that_completes_it(core: EngineCore) -> None:
+    async with started(core) as engine:
+        (whole,) = [o async for o in engine.generate(PROMPT, tokens(40), output_kind=OutputKind.FINAL)]
+        text = whole.outputs[0].text
+        stop = text[12:16]
+        outputs = [output async for output in engine.generate(PROMPT, tokens(40, stop=[stop]))]
+        await until(lambda: is_drained(core))
+        parts = [part for output in outputs for part in output.outputs]
+        assert "".join(part.text for part in parts) == text[: text.index(stop)]
+        assert (parts[-1].finish_reason, parts[-1].stop_reason) == (FinishReason.STOP, stop)
+        token_ids = [token_id for part in parts for token_id in part.token_ids]
+        assert token_ids == whole.outputs[0].token_ids[: len(token_ids)]
+        assert core.stats.generation_tokens == 40 + len(token_ids), "none was drawn after it"
+        assert_drained(core)
+
+
+async def test_a_request_whose_output_cannot_be_made_ends_alone(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take_in = core.outputs._take_in
+
+    def failing(tracked: Any, update: Any) -> None:
+        take_in(tracked, update)
+        if tracked.request.request_id == "culprit" and update.seq.num_output_tokens > 3:
+            raise ValueError("no such character")
+
+    async with started(core) as engine:
+        alone = await collect(engine, PROMPT, tokens(30))
+        monkeypatch.setattr(core.outputs, "_take_in", failing)
+        other = asyncio.ensure_future(collect(engine, PROMPT, tokens(30)))
+        context = RequestContext(request_id="culprit")
+        outputs = [output async for output in engine.generate(PROMPT, tokens(900), context)]
+        assert (outputs[-1].error, outputs[-1].finished) == (STEP_FAILED, True)
+        assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
+        assert await other == alone
+        await until(lambda: is_drained(core))
+        assert core.stats.finished[FinishReason.ERROR] == 1
+        assert_drained(core)
+    assert "culprit" in caplog.text
 
 
 async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineCore) -> None:
@@ -304,27 +346,35 @@ async def test_a_stop_is_never_missed(core: EngineCore) -> None:
                 await engine.shutdown(0)
 
 
+def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, asyncio.Queue[Any]]]:
+    """Streams that wait for outputs of requests which the engine's thread knows nothing of."""
+    expected = {}
+    for _ in range(count):
+        request = engine.core.make_request(PROMPT, tokens(9))
+        engine.core.outputs.add(request, None, OutputKind.DELTA)
+        stream = engine._streams[request.request_id] = asyncio.Queue[RequestOutput | OctavoError]()
+        expected[request.request_id] = (request.sequences[0], stream)
+    return expected
+
+
 async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_event_loop(core: EngineCore) -> None:
     async with started(core) as engine:
-        names = [RequestId(f"r{i}") for i in range(3 * _DELIVERED_AT_ONCE)]
-        streams = {name: asyncio.Queue[RequestOutput | OctavoError]() for name in names}
-        engine._streams.update(streams)
-        for step in range(2):
-            engine._deliver([RequestOutput(name, None, [step], [], finished=step == 1) for name in names])
-        assert sum(stream.qsize() for stream in streams.values()) == _DELIVERED_AT_ONCE
-        await until(lambda: not engine._arrived)
-        for stream in streams.values():
+        expected = expect(engine, 3 * DELIVERED_AT_ONCE)
+        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
+        last = [SequenceUpdate(seq, (8,), finish_reason=FinishReason.LENGTH) for seq, _ in expected.values()]
+        engine._deliver(StepNews(last))
+        assert sum(stream.qsize() for _, stream in expected.values()) == DELIVERED_AT_ONCE
+        await until(lambda: not engine._undelivered)
+        for _, stream in expected.values():
             received = [stream.get_nowait() for _ in range(stream.qsize())]
-            assert [o.prompt_token_ids for o in received if isinstance(o, RequestOutput)] == [[0], [1]]
+            assert [output.outputs[0].token_ids for output in received] == [[7], [8]]
         assert not engine._streams
 
 
 async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(core: EngineCore) -> None:
     async with started(core) as engine:
-        names = [RequestId(f"r{i}") for i in range(2 * _DELIVERED_AT_ONCE)]
-        streams = {name: asyncio.Queue[RequestOutput | OctavoError]() for name in names}
-        engine._streams.update(streams)
-        engine._deliver([RequestOutput(name, None, [1], [], finished=False) for name in names])
+        expected = expect(engine, 2 * DELIVERED_AT_ONCE)
+        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
         engine._fail_streams(EngineDeadError("over"))
-        for stream in streams.values():
+        for _, stream in expected.values():
             assert [type(stream.get_nowait()) for _ in range(stream.qsize())] == [RequestOutput, EngineDeadError]

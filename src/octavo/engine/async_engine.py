@@ -1,9 +1,12 @@
 """The engine behind an event loop: the step loop runs in its own thread and wakes the event loop once per step.
 
-event loop                                engine thread
-generate() ── add / abort ──> inbox ──>   take in, step, step, …
-   ^                                         │ all requests' outputs of one step
-   └── stream <── _deliver <── call_soon_threadsafe
+event loop                                          engine thread
+generate() ── add / abort ──> inbox ──────────────> take in, step, step, …
+   ^                                                   │ all news of one step
+   └── stream <── outputs <── _deliver <── call_soon_threadsafe
+
+The engine's thread does what decides the next step. Text and outputs are made on the event loop while that step is
+computed, stop strings apart: they end their sequence in the very step (`engine/stopping.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
-from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
@@ -40,8 +43,8 @@ AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
 # How long a step may be put off by requests that come in.
 TAKE_IN_SECONDS = 0.003
-# Outputs handed to their streams before other callbacks of the event loop have a turn.
-_DELIVERED_AT_ONCE = 64
+# News of sequences and requests that become outputs before other callbacks of the event loop have a turn.
+DELIVERED_AT_ONCE = 64
 # Characters or token ids of a prompt from which on its request is made in a thread.
 _MADE_AT_ONCE = 1024
 
@@ -64,13 +67,17 @@ class _Tally:
 @dataclass(frozen=True, slots=True)
 class _Addition:
     request: Request
-    prompt: str | None
-    kind: OutputKind
 
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputFailed:
+    request: Request
+    error: Exception
 
 
 class _Question(Generic[_T]):
@@ -88,6 +95,9 @@ class _Question(Generic[_T]):
             failure = error
             return lambda: None if self._answer.done() else self._answer.set_exception(failure)
         return lambda: None if self._answer.done() else self._answer.set_result(found)
+
+
+_Message = _Addition | _Abort | _OutputFailed | _Question[Any]
 
 
 class AsyncEngine:
@@ -113,10 +123,9 @@ class AsyncEngine:
         self._idle_collect_seconds = idle_collect_seconds
         # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
         self._streams: dict[RequestId, _Stream | None] = {}
-        # Outputs on their way to their streams.
-        self._arrived: deque[RequestOutput] = deque()
         # One queue for both, so that what is said of one id arrives in the order it was said.
-        self._inbox: deque[_Addition | _Abort | _Question[Any]] = deque()
+        self._inbox: deque[_Message] = deque()
+        self._undelivered: deque[StepNews] = deque()
         # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
         self._sent = _Tally()
         self._taken = _Tally()
@@ -192,7 +201,8 @@ class AsyncEngine:
         self._streams[request.request_id] = stream
         self._sent.add(request)
         self.stats.waiting.enter(request)
-        self._send(_Addition(request, prompt if isinstance(prompt, str) else None, output_kind))
+        self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
+        self._send(_Addition(request))
         try:
             finished = False
             while not finished:
@@ -274,7 +284,7 @@ class AsyncEngine:
             num_tokens=num_tokens,
         )
 
-    def _send(self, message: _Addition | _Abort | _Question[Any]) -> None:
+    def _send(self, message: _Message) -> None:
         self._inbox.append(message)
         self._wake.set()
 
@@ -297,11 +307,11 @@ class AsyncEngine:
         self._wake.clear()
         if self._stopping:
             return False
-        outputs = self._take_in()
-        if self.core.has_work:
-            outputs += self.core.step()
-        if outputs:
-            self._call_in_loop(self._deliver, outputs)
+        aborted = self._take_in()
+        news = self.core.advance() if self.core.has_work else StepNews()
+        news.ended += aborted
+        if news:
+            self._call_in_loop(self._deliver, news)
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             self._audit()
             if not self._wake.wait(self._idle_collect_seconds):
@@ -325,8 +335,8 @@ class AsyncEngine:
                 logger.error("the block accounting of the idle engine is wrong; it goes on: %s", error)
             self.stats.on_audit(str(error))
 
-    def _take_in(self) -> list[RequestOutput]:
-        """Add and abort requests from the inbox; returns the last outputs of the aborted ones."""
+    def _take_in(self) -> list[Ended]:
+        """Add and abort requests from the inbox; returns those aborted."""
         aborted = []
         deadline = time.monotonic() + TAKE_IN_SECONDS
         while self._inbox:
@@ -336,27 +346,30 @@ class AsyncEngine:
                 break
             message = self._inbox.popleft()
             if isinstance(message, _Addition):
-                self._add(message)
+                self._add(message.request)
                 self._taken.add(message.request)
             elif isinstance(message, _Question):
                 self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
-            elif (output := self.core.abort(message.request_id)) is not None:
-                aborted.append(output)
+            elif isinstance(message, _OutputFailed):
+                self.core.output_failed(message.request, message.error)
+            elif (ended := self.core.end(message.request_id)) is not None:
+                aborted.append(ended)
         return aborted
 
-    def _add(self, addition: _Addition) -> None:
-        request_id = addition.request.request_id
+    def _add(self, request: Request) -> None:
+        request_id = request.request_id
         try:
-            self.core.add(addition.request, prompt=addition.prompt, kind=addition.kind)
+            self.core.queue(request)
         except Exception as error:
             logger.exception("request %s could not be queued", request_id)
-            self.core.abort(request_id)
+            self.core.end(request_id)
             self.stats.waiting.leave(request_id)
             failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
             self._call_in_loop(self._refuse, (request_id, failure))
 
     def _refuse(self, refusal: tuple[RequestId, OctavoError]) -> None:
         request_id, error = refusal
+        self.core.outputs.forget(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.put_nowait(error)
@@ -367,27 +380,34 @@ class AsyncEngine:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, argument)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        is_on_its_way = bool(self._arrived)
-        self._arrived.extend(outputs)
-        if not is_on_its_way:
-            self._hand_out()
+    def _deliver(self, news: StepNews) -> None:
+        """Make outputs of a step's news, and put them into their streams."""
+        self._undelivered.append(news)
+        if len(self._undelivered) == 1:
+            self._deliver_some()
 
-    def _hand_out(self) -> None:
-        """Hand out some of what has arrived; the rest in the loop's next turn."""
-        for _ in range(min(_DELIVERED_AT_ONCE, len(self._arrived))):
-            output = self._arrived.popleft()
+    def _deliver_some(self) -> None:
+        """Some of the oldest news; the rest after other tasks have had their turn."""
+        if not self._undelivered:
+            return  # by `_fail_streams`
+        news, outputs = self._undelivered[0], self.core.outputs
+        some = news.take(DELIVERED_AT_ONCE)
+        if not news:
+            self._undelivered.popleft()
+        for output in outputs.process(some):
             stream = self._streams.get(output.request_id)
             if output.finished:
                 self._streams.pop(output.request_id, None)
             if stream is not None:
                 stream.put_nowait(output)
-        if self._arrived:
-            asyncio.get_running_loop().call_soon(self._hand_out)
+        for request, error in outputs.take_failures():
+            self._send(_OutputFailed(request, error))
+        if self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
 
     def _fail_streams(self, error: OctavoError) -> None:
-        while self._arrived:
-            self._hand_out()
+        while self._undelivered:
+            self._deliver_some()
         for stream in self._streams.values():
             if stream is not None:
                 stream.put_nowait(error)

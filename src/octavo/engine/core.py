@@ -13,10 +13,11 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.inspection import PinInfo, kv_report, list_pins
-from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, OutputKind, RequestOutput
+from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery
+from octavo.engine.stopping import StopStrings
 from octavo.errors import ContextLengthError, LogitsError, RequestError
 from octavo.observe.stats import EngineStats
 from octavo.request import (
@@ -66,7 +67,8 @@ class EngineCore:
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
         self._eos_token_ids = eos_token_ids
-        self._processor = OutputProcessor(tokenizer, self._finish_sequence)
+        self.outputs = OutputProcessor(tokenizer)
+        self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
         scheduler.on_admitted = self._book_admission
         self._ids = itertools.count()
@@ -130,18 +132,40 @@ class EngineCore:
         return request
 
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
-        """Queue a request that `make_request` made."""
+        """Queue a request that `make_request` made, whose outputs `step` and `abort` return."""
+        self.queue(request)
+        self.outputs.add(request, prompt, kind)
+
+    def queue(self, request: Request) -> None:
+        """Queue a request whose outputs somebody else makes, of what `advance` and `end` return."""
         self.scheduler.add(request)
         if not self._recovery.may_run(request.request_id):
             self.scheduler.hold(request)
-        self._processor.add(request, prompt, kind)
+        self._stop_strings.add(request)
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
         """Abort a request and free its blocks at once; returns its last output, or None if it has already ended."""
-        return self._end(request_id, FinishReason.ABORT)
+        if (ended := self.end(request_id)) is not None:
+            return next(iter(self._present(StepNews(ended=[ended]))), None)
+        # A step that was interrupted may have ended it without telling anyone.
+        self.outputs.forget(request_id)
+        return None
+
+    def end(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Ended | None:
+        """End a request and free its blocks at once; None if it has already ended."""
+        request = self.scheduler.end_request(request_id, reason)
+        if request is None:
+            return None
+        self._stop_strings.forget(request_id)
+        self._recorder.on_ended(request, reason)
+        return Ended(request)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns one output for each request with new tokens.
+        """`advance`, and one output for each request with new tokens."""
+        return self._present(self.advance())
+
+    def advance(self) -> StepNews:
+        """Compute one step.
 
         An exception in it ends no request but the one that causes it, with `FinishReason.ERROR`: the step is computed
         again, and cut down where that does not help (`engine/recovery.py`).
@@ -156,42 +180,50 @@ class EngineCore:
             self._recovery.advance()
             plan = self.scheduler.schedule()
             if not plan:
-                return []
+                return StepNews()
             planned = self.scheduler.planned
             result = self.runner.execute(plan)
         except LogitsError as error:
             return self._end_faulty(error)
         except Exception as error:
-            return self._fail_all(self._recovery.step_failed(plan, self.scheduler.planned, error))
+            return StepNews(ended=self._fail(self._recovery.step_failed(plan, self.scheduler.planned, error)))
         try:
             updates = self.scheduler.update(plan, result)
         except Exception as error:
-            return self._fail_all(self._recovery.update_failed(plan, planned, error))
-        outputs = self._report(updates)
+            return StepNews(ended=self._fail(self._recovery.update_failed(plan, planned, error)))
+        news = self._report(updates)
         ended = time.perf_counter()
         self.scheduler.observe(plan, ended - began)
         self._went_on_at = ended if self.scheduler.has_work else None
+        return news
+
+    def output_failed(self, request: Request, error: Exception) -> None:
+        """Making a request's output raised: end it, if it runs yet. Its caller has been told."""
+        self._recovery.log(error, [request.request_id], "making its output failed: it ends")
+        self.end(request.request_id, FinishReason.ERROR)
+        self._recovery.audit()
+
+    def _present(self, news: StepNews) -> list[RequestOutput]:
+        outputs = self.outputs.process(news)
+        for request, error in self.outputs.take_failures():
+            self.output_failed(request, error)
         return outputs
 
-    def _report(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
-        """The outputs of a step, those of requests that fail only now among them."""
-        failures = self.scheduler.take_failures()
+    def _report(self, updates: list[SequenceUpdate]) -> StepNews:
+        """The news of a step, requests that fail only now among them."""
+        failures = self.scheduler.take_failures() + self._stop_strings.find(updates)
         if failures:
             updates = _without(updates, failures)
-        outputs = self._processor.process(updates)
-        if failed_outputs := self._processor.take_failures():
-            updates = _without(updates, failed_outputs)
-            failures += failed_outputs
         for request, error in failures:
             self._recovery.log(error, [request.request_id], "taking in its tokens failed: it ends")
-            outputs.append(self._fail(request))
+        ended = self._fail([request for request, _ in failures])
         if failures:
             self._recovery.audit()
         try:
             self._recorder.on_step(updates)
         except Exception:
             logger.exception("the statistics of a step are lost")
-        return outputs
+        return StepNews(updates, ended)
 
     def _book_admission(self, request: Request) -> None:
         try:
@@ -229,35 +261,26 @@ class EngineCore:
     def close(self) -> None:
         """Abort all that is queued or running, and close the runner."""
         for request_id in self.scheduler.request_ids:
-            self.abort(request_id)
+            self.end(request_id)
+            self.outputs.forget(request_id)
         self.runner.close()
 
-    def _fail_all(self, requests: list[Request]) -> list[RequestOutput]:
-        return [self._fail(request) for request in requests]
+    def _fail(self, requests: list[Request]) -> list[Ended]:
+        """The news of requests that have ended with an error."""
+        for request in requests:
+            self._stop_strings.forget(request.request_id)
+            self._recorder.on_ended(request, FinishReason.ERROR)
+        return [Ended(request, STEP_FAILED) for request in requests]
 
-    def _fail(self, request: Request) -> RequestOutput:
-        """The last output of a request that has ended with an error."""
-        self._recorder.on_ended(request, FinishReason.ERROR)
-        return self._processor.fail(request, STEP_FAILED)
-
-    def _end_faulty(self, error: LogitsError) -> list[RequestOutput]:
+    def _end_faulty(self, error: LogitsError) -> StepNews:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
         logger.error("%s", error)
         self.scheduler.abandon_step()
-        outputs = [self._end(RequestId(name), FinishReason.ERROR) for name in error.request_ids]
-        return [replace(output, error=UNUSABLE_LOGITS) for output in outputs if output is not None]
+        ended = [self.end(RequestId(name), FinishReason.ERROR) for name in error.request_ids]
+        return StepNews(ended=[replace(one, error=UNUSABLE_LOGITS) for one in ended if one is not None])
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
-
-    def _end(self, request_id: RequestId, reason: FinishReason) -> RequestOutput | None:
-        request = self.scheduler.end_request(request_id, reason)
-        if request is None:
-            # A step that was interrupted may have ended it without telling anyone.
-            self._processor.forget(request_id)
-            return None
-        self._recorder.on_ended(request, reason)
-        return self._processor.end(request)
 
     def _longest_output(self, num_prompt_tokens: int) -> int:
         """Output tokens that fit beside a prompt: as many as both the model's length and the KV cache allow."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.request import CacheReport, FinishReason, PinReceipt, RequestId, TokenLogprobs
+from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenLogprobs
+from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
 STEP_FAILED = "step_failed"
@@ -67,3 +68,34 @@ class RequestOutput:
     cache_report: CacheReport | None = None
     pins: list[PinReceipt] = field(default_factory=list)
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that was ended between two steps: given up by its client, or failed with the code `error`."""
+
+    request: Request
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What a step has brought, before outputs are made of it (`engine/processor.py`).
+
+    Attributes:
+        updates: tokens that sequences have gained.
+        ended: requests whose last tokens were in the news before.
+    """
+
+    updates: list[SequenceUpdate] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.updates or self.ended)
+
+    def take(self, most: int) -> StepNews:
+        """Remove and return the first `most` of them, in their order."""
+        updates, self.updates = self.updates[:most], self.updates[most:]
+        left = most - len(updates)
+        ended, self.ended = self.ended[:left], self.ended[left:]
+        return StepNews(updates, ended)

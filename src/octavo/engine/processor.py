@@ -1,17 +1,19 @@
-"""Turn tokens into outputs: detokenised text, stop strings, deltas or whole completions."""
+"""Turn tokens into outputs: detokenised text, deltas or whole completions.
+
+Nothing here touches the scheduler or a sequence that runs: behind a server it is done on the event loop, while the
+engine's thread is at the next step (`engine/async_engine.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.engine.outputs import STEP_FAILED, CompletionOutput, Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.stopping import read
 from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate
 from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
-
-FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 
 @dataclass(slots=True)
@@ -25,107 +27,108 @@ class _Completion:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     delivered_end: bool = False
+
+    def take_in(self, update: SequenceUpdate) -> None:
+        self.token_ids.extend(update.token_ids)
+        if self.wants_logprobs:
+            self.logprobs.extend(update.logprobs)
+        self.cumulative_logprob = update.cumulative_logprob
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        if update.text is not None:
+            self.text.append(update.text)
+        elif self.detokenizer is not None:
+            self.text.append(read(self.detokenizer, update))
 
     def take(self, index: int) -> CompletionOutput:
         """Return the pending output and reset it."""
-        seq = self.seq
         # By position: this is done for each token of each stream.
         output = CompletionOutput(
             index,
             "".join(self.text),
             self.token_ids,
-            seq.cumulative_logprob if self.wants_sum else None,
+            self.cumulative_logprob if self.wants_sum else None,
             self.logprobs if self.wants_logprobs else None,
-            seq.finish_reason,
-            seq.stop_reason,
+            self.finish_reason,
+            self.stop_reason,
         )
         self.text, self.token_ids = [], []
         if self.wants_logprobs:
             self.logprobs = []
-        self.delivered_end = seq.finished
+        self.delivered_end = self.finish_reason is not None
         return output
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """The output state of one request."""
+    """The output state of one request; `num_open` of its completions have not ended."""
 
     request: Request
     prompt: str | None
     kind: OutputKind
     chooses: bool
     completions: list[_Completion]
+    num_open: int
     sent_first: bool = False
 
 
 class OutputProcessor:
-    """Turns each step's tokens into `RequestOutput`s; finds stop strings and ends their sequences."""
+    """Turns each step's news into `RequestOutput`s. Not thread-safe: one thread adds and processes."""
 
-    def __init__(self, tokenizer: Tokenizer | None, finish: FinishSequence) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._finish = finish
         self._tracked: dict[RequestId, _Tracked] = {}
-        self._failed: dict[RequestId, tuple[Request, Exception]] = {}
+        self._failed: list[tuple[Request, Exception]] = []
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
         """Track a request; one whose completions are chosen at its end has no deltas."""
-        chooses, wants_logprobs = request.params.chooses, request.params.logprobs is not None
+        params = request.params
+        chooses, wants_logprobs = params.chooses, params.logprobs is not None
         kind = OutputKind.FINAL if chooses else kind
+        # A beam search ends with the `n` that are returned.
+        sequences = request.sequences[: params.n] if params.use_beam_search else request.sequences
         # What a prompt ends in is looked up once for all its sequences.
         detokenizer = self._make_detokenizer(request)
         completions = [
             _Completion(seq, detokenizer and detokenizer.copy(), wants_logprobs, wants_logprobs or chooses)
-            for seq in request.sequences
+            for seq in sequences
         ]
-        self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions)
+        self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions, len(completions))
 
-    def process(self, updates: Iterable[SequenceUpdate]) -> list[RequestOutput]:
-        """Process one step's tokens; returns one output per request with news."""
+    def process(self, news: StepNews) -> list[RequestOutput]:
+        """One output per request with news; what is said of requests that are not tracked is passed over.
+
+        Where making it raises, a request's output says that it failed, and `take_failures` why.
+        """
+        outputs: list[RequestOutput | None] = []
         touched: dict[RequestId, _Tracked] = {}
-        failed = self._failed
-        for update in updates:
-            request_id = update.seq.request.request_id
-            tracked = touched.get(request_id)
+        for update in news.updates:
+            tracked = self._tracked.get(update.seq.request.request_id)
             if tracked is None:
-                tracked = touched[request_id] = self._tracked[request_id]
+                continue
             try:
-                self._take_in(tracked.completions[update.seq.index], update)
+                self._take_in(tracked, update)
             except Exception as error:
-                failed.setdefault(request_id, (tracked.request, error))
-        outputs = []
+                outputs.append(self._fail(tracked, error))
+            else:
+                touched[tracked.request.request_id] = tracked
         for request_id, tracked in touched.items():
-            if request_id in failed:
-                continue
+            if request_id not in self._tracked:
+                continue  # it failed with a later update
             try:
-                output = self._output(tracked)
+                outputs.append(self._output(tracked))
             except Exception as error:
-                failed[request_id] = (tracked.request, error)
-                continue
-            if output is not None:
-                outputs.append(output)
-        return outputs
+                outputs.append(self._fail(tracked, error))
+        outputs += [self._end(ended) for ended in news.ended]
+        return [output for output in outputs if output is not None]
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
-        """Requests whose output could not be made; they are ended by then."""
-        failures = list(self._failed.values())
-        self._failed.clear()
-        for request, _ in failures:
-            for seq in request.sequences:
-                self._finish(seq, FinishReason.ERROR, None)
+        """Requests whose output could not be made: whoever steps is to end them."""
+        failures, self._failed = self._failed, []
         return failures
-
-    def fail(self, request: Request, error: str) -> RequestOutput:
-        """The last output of a request that has ended with an error: without text, whose making may have failed."""
-        tracked = self._tracked.pop(request.request_id, None)
-        ended = [CompletionOutput(i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)]
-        prompt = None if tracked is None else tracked.prompt
-        return RequestOutput(request.request_id, prompt, request.prompt_token_ids, ended, finished=True, error=error)
-
-    def end(self, request: Request) -> RequestOutput | None:
-        """The last output of an aborted request, or None if it has already ended."""
-        tracked = self._tracked.get(request.request_id)
-        return self._output(tracked) if tracked is not None else None
 
     def forget(self, request_id: RequestId) -> None:
         """Stop tracking a request; does nothing if it has already ended."""
@@ -136,37 +139,20 @@ class OutputProcessor:
             return None
         return IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, request.params)
 
-    def _take_in(self, completion: _Completion, update: SequenceUpdate) -> None:
-        seq = completion.seq
-        completion.token_ids.extend(update.token_ids)
-        if completion.wants_logprobs:
-            completion.logprobs.extend(update.logprobs)
-        detokenizer = completion.detokenizer
-        if detokenizer is None:
-            return
-        # The token that ended the sequence is not part of its text.
-        if token_ids := update.token_ids[:-1] if seq.finish_reason is FinishReason.STOP else update.token_ids:
-            completion.text.append(detokenizer.append(token_ids))
-            if detokenizer.stop_string is not None:
-                if seq.finished:
-                    # It ran into its length limit with the very token that completed the stop string.
-                    seq.finish_reason, seq.stop_reason = FinishReason.STOP, detokenizer.stop_string
-                else:
-                    self._finish(seq, FinishReason.STOP, detokenizer.stop_string)
-                return
-        if seq.finished:
-            completion.text.append(detokenizer.flush())
+    def _take_in(self, tracked: _Tracked, update: SequenceUpdate) -> None:
+        tracked.completions[update.seq.index].take_in(update)
+        if update.finish_reason is not None:
+            tracked.num_open -= 1
 
     def _output(self, tracked: _Tracked) -> RequestOutput | None:
-        request = tracked.request
-        finished = request.finished
+        request, finished = tracked.request, not tracked.num_open
         if finished:
             self._tracked.pop(request.request_id, None)
         elif tracked.kind is OutputKind.FINAL:
             return None
         news = []
         for index, completion in enumerate(_best(tracked) if tracked.chooses else tracked.completions):
-            if finished or completion.token_ids or (completion.seq.finished and not completion.delivered_end):
+            if finished or completion.token_ids or (completion.finish_reason and not completion.delivered_end):
                 news.append(completion.take(index))
         # By position, as in `take`.
         output = RequestOutput(
@@ -187,14 +173,42 @@ class OutputProcessor:
                 output.cache_report = request.cache_report.as_told_to(request.tenant)
         return output
 
+    def _end(self, ended: Ended) -> RequestOutput | None:
+        """The last output of a request that was ended between two steps, or None if it had ended before."""
+        tracked = self._tracked.get(ended.request.request_id)
+        if tracked is None:
+            return None
+        if ended.error == STEP_FAILED:
+            return self._failed_output(tracked)
+        for completion in tracked.completions:
+            completion.finish_reason = completion.finish_reason or completion.seq.finish_reason
+        tracked.num_open = 0
+        output = self._output(tracked)
+        assert output is not None, "it is finished"
+        output.error = ended.error
+        return output
+
+    def _fail(self, tracked: _Tracked, error: Exception) -> RequestOutput:
+        self._failed.append((tracked.request, error))
+        return self._failed_output(tracked)
+
+    def _failed_output(self, tracked: _Tracked) -> RequestOutput:
+        """Without text, whose making may have failed."""
+        request = tracked.request
+        self.forget(request.request_id)
+        ended = [CompletionOutput(i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)]
+        return RequestOutput(
+            request.request_id, tracked.prompt, request.prompt_token_ids, ended, finished=True, error=STEP_FAILED
+        )
+
 
 def _best(tracked: _Tracked) -> list[_Completion]:
     """The `n` to return of a request that has ended: as a beam search left them, else by logprob per token."""
     params = tracked.request.params
     if params.use_beam_search:
-        return tracked.completions[: params.n]
+        return tracked.completions
 
     def score(completion: _Completion) -> float:
-        return completion.seq.cumulative_logprob / max(1, completion.seq.num_output_tokens)
+        return completion.cumulative_logprob / max(1, len(completion.token_ids))
 
     return sorted(tracked.completions, key=score, reverse=True)[: params.n]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypedDict
 
@@ -47,24 +47,25 @@ class StatsRecorder:
         """Record a step, after stop strings have been applied."""
         now = time.monotonic()
         prompt_tokens = generation_tokens = 0
+        last_token = self._last_token
         # Most sequences had their last token in the same step: one observation serves them all.
-        last_tokens: Counter[float] = Counter()
+        last_tokens: defaultdict[float, int] = defaultdict(int)
         finished: dict[RequestId, tuple[Request, FinishReason]] = {}
         for update in updates:
-            seq, request = update.seq, update.seq.request
+            seq = update.seq
             generation_tokens += len(update.token_ids)
-            last = self._last_token.get(seq.seq_id)
+            last = last_token.get(seq.seq_id)
             if last is not None:
                 last_tokens[last] += 1
             elif seq.index == 0:
-                prompt_tokens += len(request.prompt_token_ids)
-                self._stats.on_first_token(now - request.arrival_time)
-            if not seq.finished:
-                self._last_token[seq.seq_id] = now
-            elif request.finished:
-                finished[request.request_id] = (request, seq.finish_reason or FinishReason.STOP)
+                prompt_tokens += len(seq.request.prompt_token_ids)
+                self._stats.on_first_token(now - seq.request.arrival_time)
+            if update.finish_reason is None:
+                last_token[seq.seq_id] = now
+            elif seq.request.finished:
+                finished[seq.request.request_id] = (seq.request, update.finish_reason)
             else:
-                self._last_token.pop(seq.seq_id, None)
+                last_token.pop(seq.seq_id, None)
         for request, reason in finished.values():
             self._on_finished(request, reason, now)
         for last, times in last_tokens.items():

@@ -27,7 +27,7 @@ _RECORD = np.dtype(
         ("top_k", np.float64),  # exact below 2^53
         ("greedy", np.bool_),
         ("beam", np.bool_),
-        ("wants_logprobs", np.bool_),  # they are reported, or are what the best completions are chosen by
+        ("needs_logprobs", np.bool_),
         ("adjusted", np.bool_),  # by biases or penalties; `min_tokens` apart
     ]
 )
@@ -164,6 +164,6 @@ def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
         float(params.top_k),
         params.greedy,
         params.use_beam_search,
-        params.logprobs is not None or params.chooses,
+        params.needs_logprobs,
         params.counts_tokens or bool(params.logit_bias),
     )

@@ -99,7 +99,7 @@ class Sampler:
             adjust(chosen_from, batch)
         token_ids, sound = self._choose(chosen_from, batch)
         _require_sound(sound, batch)
-        wanted = np.flatnonzero(batch.records["wants_logprobs"])
+        wanted = np.flatnonzero(batch.records["needs_logprobs"])
         logprobs: dict[int, TokenLogprobs] = {}
         if len(wanted):
             draws = wanted.tolist()

@@ -67,22 +67,10 @@ class Sampling:
             if sample.logprobs is not None:
                 logprobs = (sample.logprobs,)
                 seq.cumulative_logprob += sample.logprobs.logprob
-            updates.append(SequenceUpdate(seq, (sample.token_id,), logprobs))
+            update = SequenceUpdate(seq, (sample.token_id,), logprobs, seq.cumulative_logprob)
+            updates.append(update)
             self._check_end(seq, sample.token_id, moves)
-
-    def take_token(self, seq: Sequence, token_id: int, moves: SequenceMoves, updates: list[SequenceUpdate]) -> None:
-        """`take` for one sequence that drew a token, and nothing is known of it but which."""
-        seq.append_token(token_id)
-        updates.append(SequenceUpdate(seq, (token_id,), ()))
-        request, num_output = seq.request, len(seq.output_token_ids)
-        params = request.params
-        if (
-            num_output >= (params.max_tokens or 1)
-            or seq.num_prompt_tokens + num_output >= self._max_model_len
-            or token_id in request.eos_token_ids
-            or token_id in params.stop_token_ids
-        ):
-            self._check_end(seq, token_id, moves)
+            update.note_end()
 
     def _check_end(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> None:
         params = seq.request.params
@@ -173,5 +161,7 @@ class BeamDecoding:
             seq.output_token_ids = list(found.token_ids)
             seq.cumulative_logprob = found.cumulative_logprob
             if seq.index < request.params.n:
-                updates.append(SequenceUpdate(seq, found.token_ids, found.logprobs))
+                update = SequenceUpdate(seq, found.token_ids, found.logprobs, found.cumulative_logprob)
+                update.note_end()
+                updates.append(update)
         del request.sequences[request.params.n :]

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from octavo.kvcache.block import BlockCopy, BlockId
 from octavo.kvcache.host_pool import BlockSwap
-from octavo.request import RequestId, Sequence, SequenceId, TokenLogprobs
+from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
 
@@ -244,10 +244,23 @@ class StepResult:
 class SequenceUpdate:
     """Tokens that a sequence has just gained: one of a sample, all of a beam search's result.
 
+    Its sequence goes on meanwhile: what is said of its end is as of this step.
+
     Attributes:
         logprobs: one entry per token where they are known, else none.
+        cumulative_logprob: of the sequence up to these tokens, as far as logprobs are known.
+        finish_reason: where these tokens are its last.
+        text: what they add to its text, where that has been found out already (`engine/stopping.py`).
     """
 
     seq: Sequence
     token_ids: Seq[int]
-    logprobs: Seq[TokenLogprobs]
+    logprobs: Seq[TokenLogprobs] = ()
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
+
+    def note_end(self) -> None:
+        """Take over what its sequence says of its end, if it has ended."""
+        self.finish_reason, self.stop_reason = self.seq.finish_reason, self.seq.stop_reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy
@@ -31,7 +31,8 @@ class PlanBuilder:
 
     Attributes:
         sequences: of the step that is collected or in flight, the live sequence of each row.
-        draws: for each row, the live sequences that draw a token from it.
+        num_streams: how many of the first rows compute one token and draw one, each for its own sequence.
+        draws: for each row after these, the live sequences that draw a token from it.
         num_tokens: collected so far.
         copies: to be done before the step computes.
     """
@@ -49,6 +50,7 @@ class PlanBuilder:
     def _clear(self) -> None:
         self.sequences: list[Sequence] = []
         self.draws: list[tuple[Sequence, ...]] = []
+        self.num_streams = 0
         self.num_tokens = 0
         self.copies: list[BlockCopy] = []
         self._starts: list[int] = []
@@ -74,49 +76,45 @@ class PlanBuilder:
             draws: the sequences that are given a sample of the token after them; `seq` is the first.
             copied: the block of the first of those tokens is a copy that the runner has not been told of.
         """
-        start, size = seq.num_computed, self._block_size
+        start = seq.num_computed
         end = start + num_new
-        told = self._told.get(seq.seq_id)
-        if told is None:
-            self._tell_whole(seq)
-        elif copied or end > told * size:
-            first = min(told, start // size) if copied else told
-            tables = self._kv.tables(seq)
-            self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
-            self._told[seq.seq_id] = len(tables[0])
+        self._tell(seq, start, end, copied=copied)
         if len(draws) > 1:
             self._sibling_seeds[len(self.sequences)] = tuple(sibling.seed for sibling in draws[1:])
         self.sequences.append(seq)
         self.draws.append(draws)
         self._starts.append(start)
         self._lengths.append(num_new)
-        if num_new == 1 and start >= seq.num_prompt_tokens:
-            self._token_ids.append(seq.output_token_ids[start - seq.num_prompt_tokens])
-        else:
-            self._token_ids.extend(seq.tokens(start, end))
+        self._token_ids.extend(seq.tokens(start, end))
         self.num_tokens += num_new
 
-    def add_streams(
-        self, seqs: Iterable[Sequence], copied: Container[SequenceId], add: Callable[[Sequence], None]
-    ) -> None:
-        """One token of each sequence, its last, from which it draws the next. What `add` does, for many at once.
+    def add_streams(self, seqs: Iterable[Sequence], copied: Container[SequenceId]) -> list[Sequence]:
+        """One token of each sequence, its last, from which it draws the next: what `add` does, for many at once.
+
+        They are the first rows of a step, in which row i has draw i.
 
         Args:
             copied: whose token goes to a copy of a block.
-            add: takes those that have drawn nothing yet, or whose tables have changed.
+
+        Returns:
+            Those that have drawn nothing yet, and so may draw for siblings too: they are not added.
         """
-        told_of, size = self._told.get, self._block_size
+        told_of, size, new = self._told.get, self._block_size, []
+        # One loop, without a call for each: this is done for every token of every stream.
+        add_sequence, add_start, add_token = self.sequences.append, self._starts.append, self._token_ids.append
         for seq in seqs:
             output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
-            if not output or start >= told_of(seq_id, 0) * size or seq_id in copied:
-                add(seq)
+            if not output:
+                new.append(seq)
                 continue
-            self.sequences.append(seq)
-            self.draws.append((seq,))
-            self._starts.append(start)
-            self._lengths.append(1)
-            self._token_ids.append(output[-1])
-            self.num_tokens += 1
+            if start >= told_of(seq_id, 0) * size or seq_id in copied:
+                self._tell(seq, start, start + 1, copied=seq_id in copied)
+            add_sequence(seq)
+            add_start(start)
+            add_token(output[-1])
+        self.num_streams = self.num_tokens = len(self.sequences)
+        self._lengths = [1] * self.num_streams
+        return new
 
     def score_prompt(self, first: int, last: int) -> None:
         """Positions `first .. last` of the sequence added last score the prompt tokens after them."""
@@ -136,7 +134,7 @@ class PlanBuilder:
             seq_ids=tuple([seq.seq_id for seq in self.sequences]),
             starts=tuple(self._starts),
             lengths=tuple(self._lengths),
-            draws=tuple(map(len, self.draws)),
+            draws=(1,) * self.num_streams + tuple(map(len, self.draws)),
             token_ids=tuple(self._token_ids),
             sibling_seeds=self._sibling_seeds,
             scores=tuple(self._scores),
@@ -151,20 +149,22 @@ class PlanBuilder:
         self._changes, self._reset = [], False
         return plan
 
-    def settle(self, plan: StepPlan) -> tuple[list[Sequence], list[tuple[Sequence, ...]]]:
-        """`plan` was carried out: returns its `sequences` and `draws`. An empty plan was not in flight, and is fine.
+    def settle(self, plan: StepPlan) -> tuple[list[Sequence], int, list[tuple[Sequence, ...]]]:
+        """`plan` was carried out: returns its `sequences`, `num_streams` and `draws`.
+
+        An empty plan was not in flight, and is fine.
 
         Raises:
             OctavoError: it is not the plan in flight.
         """
         if not plan:
-            return [], []
+            return [], 0, []
         if not self._in_flight or plan.step != self._step:
             raise OctavoError(f"the result is of step {plan.step}, but step {self._step} is the last that was planned")
-        sequences, draws = self.sequences, self.draws
+        settled = self.sequences, self.num_streams, self.draws
         self._in_flight = False
         self._clear()
-        return sequences, draws
+        return settled
 
     def abandon(self) -> None:
         """The step that was collected or is in flight gives no result: nothing is known of the runner's state."""
@@ -185,6 +185,17 @@ class PlanBuilder:
         if told is not None:
             self._told[child.seq_id] = told
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
+
+    def _tell(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
+        """What the runner must know of the next row's sequence to compute its tokens `start .. end`."""
+        size, told = self._block_size, self._told.get(seq.seq_id)
+        if told is None:
+            self._tell_whole(seq)
+        elif copied or end > told * size:
+            first = min(told, start // size) if copied else told
+            tables = self._kv.tables(seq)
+            self._tables.append(TableDelta(len(self.sequences), first, tuple(tuple(table[first:]) for table in tables)))
+            self._told[seq.seq_id] = len(tables[0])
 
     def _tell_whole(self, seq: Sequence) -> None:
         request, tables = seq.request, self._kv.tables(seq)

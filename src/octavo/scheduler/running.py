@@ -33,6 +33,8 @@ class Place:
         bound: what it is bound to take, siblings included, as it counts in `RunningSet.reserve`.
         capacity: tokens that have room in blocks which are its own.
         publish_at: number of computed tokens from which the cache must hear of it.
+        attend_at: number of computed tokens from which a drawn token takes more than being appended; 0: always.
+        ending_ids: tokens that may end it, and take more than that too.
     """
 
     held: int
@@ -45,6 +47,8 @@ class Place:
     capacity: int = 0
     bound: int = 0
     publish_at: int = 0
+    attend_at: int = 0
+    ending_ids: frozenset[int] = frozenset()
 
 
 class RunningSet:

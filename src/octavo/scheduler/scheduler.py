@@ -190,7 +190,8 @@ class Scheduler:
     @property
     def drawing(self) -> list[Sequence]:
         """The sequence of each draw of the plan whose result is awaited."""
-        return [seq for draws in self._builder.draws for seq in draws]
+        builder = self._builder
+        return [*builder.sequences[: builder.num_streams], *(seq for draws in builder.draws for seq in draws)]
 
     @property
     def has_work(self) -> bool:
@@ -280,11 +281,8 @@ class Scheduler:
         swap.complete_transfers()
         shares = self._service.share()
         builder.copies.extend(shares.copies)
-        builder.add_streams(
-            shares.streams,
-            shares.copied,
-            lambda seq: self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied),
-        )
+        for seq in builder.add_streams(shares.streams, shares.copied):
+            self._plan_sequence(seq, 1, copied=seq.seq_id in shares.copied)
         for seq, num_new in shares.chunks.values():
             if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
@@ -300,34 +298,58 @@ class Scheduler:
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        sequences, draws = self._builder.settle(plan)
+        sequences, num_streams, draws = self._builder.settle(plan)
         self.kv.swap.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         updates: list[SequenceUpdate] = []
-        places, size, token_ids = self._running.places, self.kv.spec.block_size, result.token_ids
-        # Nothing but a token for each draw: the way of nearly all rows of nearly all steps.
-        plain = not (result.logprobs or result.candidates or self._searches)
-        first = 0
-        for seq, start, length, drawing in zip(sequences, plan.starts, plan.lengths, draws, strict=True):
-            draw, first = first, first + len(drawing)
-            if seq.status is SequenceStatus.FINISHED:
-                continue  # with a sibling whose own update failed
-            try:
-                seq.num_computed = computed = start + length
-                place = places[seq.seq_id]
-                if computed >= place.publish_at:
-                    self.kv.commit(seq)
-                    place.publish_at = 0 if self.kv.slides else computed - computed % size + size
-                if plain and len(drawing) == 1:
-                    self._sampling.take_token(seq, token_ids[draw], self, updates)
-                elif drawing:
-                    samples = [result.sample(draw + i) for i in range(len(drawing))]
-                    self._decoding(seq).take(drawing, samples, self, updates)
-            except Exception as error:
-                self._fail(seq.request, error)
+        places = self._running.places
+        # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
+        streams = sequences[:num_streams]
+        for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
+            computed, place = seq.num_computed + 1, places.get(seq.seq_id)
+            if place is None or computed >= place.attend_at or token_id in place.ending_ids:
+                self._advance(seq, computed, (seq,), draw, result, updates)
+            else:
+                seq.num_computed = computed
+                seq.output_token_ids.append(token_id)
+                updates.append(SequenceUpdate(seq, (token_id,)))
+        draw = num_streams
+        for row, drawing in enumerate(draws, start=num_streams):
+            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, updates)
+            draw += len(drawing)
         self._pinning.settle()
         return updates
+
+    def _advance(
+        self,
+        seq: Sequence,
+        num_computed: int,
+        drawing: tuple[Sequence, ...],
+        draw: int,
+        result: StepResult,
+        updates: list[SequenceUpdate],
+    ) -> None:
+        """One row of a step's result, in general: `drawing` are given the samples from `draw` on."""
+        if seq.status is SequenceStatus.FINISHED:
+            return  # with a sibling whose own update failed
+        try:
+            seq.num_computed = num_computed
+            place, size = self._running.places[seq.seq_id], self.kv.spec.block_size
+            if num_computed >= place.publish_at:
+                self.kv.commit(seq)
+                place.publish_at = 0 if self.kv.slides else num_computed - num_computed % size + size
+            if drawing:
+                samples = [result.sample(draw + i) for i in range(len(drawing))]
+                self._decoding(seq).take(drawing, samples, self, updates)
+            request = seq.request
+            if request.request_id not in self._searches and not request.params.needs_logprobs:
+                longest = min(seq.num_prompt_tokens + (request.params.max_tokens or 1), self.config.max_model_len)
+                # The last token's key and value are never computed.
+                place.attend_at = min(place.publish_at, longest - 1)
+                place.ending_ids = request.ending_ids
+        except Exception as error:
+            self._fail(seq.request, error)
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
         """Requests that have ended with `FinishReason.ERROR` because an update raised, each once."""
