@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -13,14 +14,14 @@
 namespace octavo {
 namespace {
 
-// An item is a task over all its splits. An item with much context becomes several tasks, whose partial results the
-// one that finishes last merges in the order of the splits:
+// An item is a task over all its splits. An item with much context becomes several tasks, each a node of the tree in
+// which states of splits are merged (StateTree), whatever their number. The one that finishes last merges the nodes:
 //
 //     item   | split 0 | split 1 | split 2 | split 3 | split 4 |
-//     tasks  |        0          |         1         |    2    |  -> merge 0, 1, 2, 3, 4
+//     tasks  |      node 0       |      node 1       | node 2  |  -> ((0, 1), (2, 3)), 4
 struct Item {
     AttendTask task;
-    int first_partial;  // in splits; -1: one task
+    int64_t first_partial;  // in lines; -1: one task
     int num_tasks;
 };
 
@@ -127,24 +128,31 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     }
 }
 
-void cut(Plan& plan) {
+int64_t state_lines(const AttendTask& task) {
+    return int64_t{task.kv_heads} * task.rows_per_head() * ((task.kv->value_dim + kRowState) / 16);
+}
+
+// Cuts items into nodes of a power of two of splits; how many that is.
+int cut(Plan& plan) {
     int64_t splits = 0;
     for (const Item& item : plan.items) splits += item.task.split_end - item.task.split_begin;
-    const int most = static_cast<int>(std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread)));
+    const auto most = static_cast<int>(
+        std::bit_floor(static_cast<uint64_t>(std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread)))));
     int64_t lines = 0;
     for (int index = 0; index < static_cast<int>(plan.items.size()); ++index) {
         Item& item = plan.items[index];
         const AttendTask& task = item.task;
-        const int count = task.split_end - task.split_begin;
-        if (num_threads() == 1 || count <= most) {
+        const int first = task.split_begin / most, last = (task.split_end - 1) / most;
+        if (num_threads() == 1 || first == last) {
             plan.slices.push_back({index, task.split_begin, task.split_end});
             continue;
         }
-        item.num_tasks = (count + most - 1) / most;
-        item.first_partial = static_cast<int>(lines);
-        lines += int64_t{count} * task.kv_heads * task.rows_per_head() * ((task.kv->value_dim + kRowState) / 16);
-        for (int begin = task.split_begin; begin < task.split_end; begin += most)
-            plan.slices.push_back({index, begin, std::min(begin + most, task.split_end)});
+        item.num_tasks = last - first + 1;
+        item.first_partial = lines;
+        lines += item.num_tasks * state_lines(task);
+        for (int node = first; node <= last; ++node)
+            plan.slices.push_back(
+                {index, std::max(node * most, task.split_begin), std::min((node + 1) * most, task.split_end)});
     }
     if (static_cast<int64_t>(plan.partial.size()) < lines) plan.partial.resize(lines);
     if (plan.finished_capacity < plan.items.size()) {
@@ -152,11 +160,12 @@ void cut(Plan& plan) {
         plan.finished = std::make_unique<std::atomic<int>[]>(plan.finished_capacity);
     }
     for (size_t i = 0; i < plan.items.size(); ++i) plan.finished[i].store(0, std::memory_order_relaxed);
+    return most;
 }
 
 AttendScratch& thread_scratch() {
     static thread_local std::unique_ptr<AttendScratch> scratch;
-    if (!scratch) scratch = std::make_unique<AttendScratch>();
+    if (!scratch) scratch = std::make_unique_for_overwrite<AttendScratch>();
     return *scratch;
 }
 
@@ -168,7 +177,7 @@ void attend(const AttentionCall& call) {
     plan.slices.clear();
     const bool much_context = has_much_context(call);
     for (int seq = 0; seq < call.num_seqs; ++seq) add_items(call, plan, seq, much_context);
-    cut(plan);
+    const int node_splits = cut(plan);
 
     const Kernels& level = kernels();
     Plan& shared = plan;
@@ -181,13 +190,15 @@ void attend(const AttentionCall& call) {
         AttendScratch& scratch = thread_scratch();
         if (item.first_partial < 0) return level.attend[call.kv.storage](task, scratch);
 
-        float* partial = shared.partial[item.first_partial].values;
-        const int64_t split_size = int64_t{task.kv_heads} * task.rows_per_head() * (call.kv.value_dim + kRowState);
-        task.partial = partial + (slice.split_begin - item.task.split_begin) * split_size;
+        const int first_node = item.task.split_begin / node_splits;
+        const auto state_of = [&](int node) {
+            return shared.partial[item.first_partial + (node - first_node) * state_lines(task)].values;
+        };
+        task.partial = state_of(slice.split_begin / node_splits);
         level.attend[call.kv.storage](task, scratch);
         if (shared.finished[slice.item].fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_tasks) return;
-        task.partial = partial;
-        level.merge[call.kv.storage](task, item.task.split_end - item.task.split_begin, scratch);
+        task.partial = state_of(first_node);
+        level.merge[call.kv.storage](task, first_node, item.num_tasks, scratch);
     });
 }
 

@@ -25,7 +25,8 @@ struct LayerKV {
 // Attention is cut at these absolute positions, so that the order in which a token's scores are reduced never depends
 // on the batch, the chunk or the threads.
 constexpr int kTile = 64;         // tokens between two updates of the running maximum
-constexpr int kSplit = 512;       // tokens whose partial results are merged, in order, at the end
+constexpr int kSplit = 512;       // tokens whose state is merged with others' in a binary tree, see StateTree
+constexpr int kTreeStates = 24;   // that wait to be merged at most, in 2^31 tokens
 constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads) that share one pass over the KV
 constexpr int kMaxHeadDim = 256;
 constexpr int kRowState = 32;  // floats beside a row's weighted values: their sum in 16 lanes, and their max
@@ -39,7 +40,7 @@ struct AttendTask {
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;
     const int32_t* block_table;
     const float* sinks;     // of these query heads; or null
-    float* partial;         // null: merge and write `out`; else the state of [split][row], value_dim + kRowState each
+    float* partial;         // null: write `out`; else the state of [row], value_dim + kRowState each
     float scale, softcap;   // softcap 0: none
     int kv_head, kv_heads;  // first and count
     int group_size;         // query heads of each KV head
@@ -49,14 +50,13 @@ struct AttendTask {
     int rows_per_head() const { return num_tokens * group_size; }
 };
 
-// Working memory of one thread.
+// Working memory of one thread. Pages that no context is long enough for are never touched.
 struct alignas(64) AttendScratch {
-    uint32_t query[kMaxTaskRows * kMaxHeadDim];                 // [row / R][unit][R]
-    float split_sum[kMaxTaskRows * (kMaxHeadDim + kRowState)];  // this split's state
-    float total[kMaxTaskRows * (kMaxHeadDim + kRowState)];      // all splits so far
+    uint32_t query[kMaxTaskRows * kMaxHeadDim];  // [row / R][unit][R]; in tiles, [row][unit]
     float scores[16 * kTile];
     uint32_t weights[16 * kTile];
-    uint32_t values[8 * kMaxHeadDim];  // of sixteen tokens, not all of them written
+    uint32_t values[kTile / 2 * (kMaxHeadDim + 16)];  // of a tile, see tile_attention.h
+    float states[kTreeStates * kMaxTaskRows * (kMaxHeadDim + kRowState)];
 };
 
 struct RopeTask {
@@ -145,8 +145,9 @@ struct QuantTask {
 struct Kernels {
     const char* name;
     void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
-    // Merge `splits` partial results of one task's rows, in order, and write them.
-    void (*merge[kNumStorages])(const AttendTask&, int splits, AttendScratch&);
+    // Merge `count` partial states of one task's rows and write them. They are nodes first_node, first_node + 1, .. of
+    // one level of the tree.
+    void (*merge[kNumStorages])(const AttendTask&, int first_node, int count, AttendScratch&);
     void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
     // residual may be null; otherwise x += residual first.
     void (*rms_norm[kNumStorages])(char* x, const char* residual, const char* weight, char* out, int width, float eps);

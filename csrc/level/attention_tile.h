@@ -13,21 +13,9 @@
 // Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
 // the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
 
-constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are
 constexpr float kMasked = -1e33f;   // weighs exactly nothing against any maximum, whatever they are scaled by
 constexpr int kVectors = kTile / 16;
 constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
-
-template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
-    if constexpr (S == kBf16)
-        return mac_bf16(acc, a, b);
-    else
-        return mac_f32(acc, a, b);
-}
-template <Storage S> constexpr int kPair = S == kBf16 ? 2 : 1;
-template <Storage S> struct ElementOf { using Type = float; };
-template <> struct ElementOf<kBf16> { using Type = bf16; };
-template <Storage S> using Element = typename ElementOf<S>::Type;
 
 // A weight is multiplied in its storage type, which says how exact it need be.
 template <Storage S> inline F16 exp2_weight(F16 x) {
@@ -41,29 +29,6 @@ inline F16 tanh16(F16 x) {
     const F16 e = exp2(min(x, F16::set1(30.0f)) * F16::set1(2 * kLog2E));
     return F16::set1(1.0f) - F16::set1(2.0f) / (e + F16::set1(1.0f));
 }
-inline float exp2_scalar(float x) {
-    float lanes[16];
-    exp2(F16::set1(x)).store(lanes);
-    return lanes[0];
-}
-
-// The running state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. A sum is that of the
-// weights as the values are multiplied by them, rounded; its lanes are added up once, at the end.
-struct Rows {
-    float* base;
-    int value_dim;
-    int stride() const { return value_dim + kRowState; }
-    float* values(int row) const { return base + row * stride(); }
-    float* sum(int row) const { return values(row) + value_dim; }
-    float& max(int row) const { return values(row)[value_dim + 16]; }
-    void clear(int rows) const {
-        for (int r = 0; r < rows; ++r) {
-            for (int d = 0; d < stride(); d += 16) F16::zero().store(values(r) + d);
-            max(r) = kNoScore;
-        }
-    }
-};
-
 struct Tile {
     const char* key[kVectors];    // of the 16 tokens' first unit
     const char* value[kVectors];  // of the 16 tokens' first pair
@@ -156,6 +121,10 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
 struct TokenRange {
     int low, high;  // of a tile
 };
+inline TokenRange tokens_seen(const AttendTask& task, int begin, int row) {
+    const int position = task.first_position + row / task.group_size - begin;
+    return {max(position - task.window + 1, 0), min(position + 1, kTile)};
+}
 
 // The same for one row and tokens [low, high), which other rows of its pass do not all see. A token outside the range
 // may hold an infinity, another sequence's or the row's own future, and zero times that would be no number: it is not
@@ -177,53 +146,53 @@ template <Storage S>
     }
 }
 
-// One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
-template <Storage S, int R, bool Ask>
-void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query, const Rows& rows,
-               AttendScratch& scratch) {
-    const LayerKV& kv = *task.kv;
-    const int begin = tiles.now.begin;
-    // Token range [low, high) of the tile that some of these rows sees, and vectors that hold it.
+// The tokens [low, high) of a tile that some of its rows see, and the vectors that hold them.
+struct Visible {
+    int low, high, first_vector, end_vector;
+    bool all;    // every row sees every token, as most do of a long context
+    bool whole;  // and scores go into the softmax as they are
+    bool nothing() const { return high <= 0 || low >= kTile || low >= high; }
+};
+inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, int count) {
     const int first = task.first_position + first_row / task.group_size - begin;
-    const int last = task.first_position + (first_row + R - 1) / task.group_size - begin;
-    const int high = last + 1 < kTile ? last + 1 : kTile;
-    const int low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
-    if (high <= 0 || low >= kTile || low >= high) return;
-    const int first_vector = low / 16, end_vector = (high + 15) / 16;
-    // Every row sees every token, as most do of a long context.
-    const bool whole = first >= kTile - 1 && last < task.window && task.softcap == 0.0f;
+    const int last = task.first_position + (first_row + count - 1) / task.group_size - begin;
+    Visible visible;
+    visible.high = last + 1 < kTile ? last + 1 : kTile;
+    visible.low = first - task.window + 1 > 0 ? first - task.window + 1 : 0;
+    visible.first_vector = visible.low / 16;
+    visible.end_vector = (visible.high + 15) / 16;
+    visible.all = first >= kTile - 1 && last < task.window;
+    visible.whole = visible.all && task.softcap == 0.0f;
+    return visible;
+}
 
-    float* scores = scratch.scores;
-    if (kVectorsPerPass == kVectors && first_vector == 0 && end_vector == kVectors)
-        score_pass<S, R, kVectors, Ask>(kv, tiles, 0, query, scores);
-    else
-        for (int v = first_vector; v < end_vector; ++v) score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
-
+// scratch.scores of rows [first_row, first_row + count) -> scratch.weights. Moves the rows' maximum; `rescale` is what
+// their state is to be multiplied by for that.
+template <Storage S, bool Ask>
+[[gnu::always_inline]] inline void weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible,
+                                              int first_row, int count, const Rows& rows, AttendScratch& scratch,
+                                              float* rescale) {
+    const int begin = tiles.now.begin, first_vector = visible.first_vector, end_vector = visible.end_vector;
     // But for a cap, scores are scaled by the way: rounding keeps their order, so the maximum is found before.
     const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
     const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
-    float rescale[R];
-    TokenRange seen[R];  // positions never fall from row to row, so neither do these
-    for (int r = 0; r < R; ++r) {
-        float* row_scores = scores + r * kTile;
+    for (int r = 0; r < count; ++r) {
+        const float* row_scores = scratch.scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
-        if (whole) {
-            seen[r] = {0, kTile};
+        if (visible.whole) {
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::load(row_scores + v * 16);
                 top = max(top, s[v]);
             }
         } else {
-            const int position = task.first_position + (first_row + r) / task.group_size - begin;
-            const int row_low = position - task.window + 1, row_high = position + 1;
-            seen[r] = {max(row_low, 0), min(row_high, kTile)};
+            const TokenRange seen = tokens_seen(task, begin, first_row + r);
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
                 if (v < first_vector || v >= end_vector) continue;
                 s[v] = F16::load(row_scores + v * 16);
                 if (task.softcap != 0.0f) s[v] = tanh16(s[v] * F16::set1(into_cap)) * F16::set1(cap);
-                if (row_low > v * 16 || row_high < v * 16 + 16)
-                    s[v] = keep_lanes(s[v], row_low - v * 16, row_high - v * 16, F16::set1(kMasked));
+                if (seen.low > v * 16 || seen.high < v * 16 + 16)
+                    s[v] = keep_lanes(s[v], seen.low - v * 16, seen.high - v * 16, F16::set1(kMasked));
                 top = max(top, s[v]);
             }
         }
@@ -241,13 +210,33 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
             row_max = new_max;
         }
         const F16 less = F16::set1(-row_max);
-        F16 sum = F16::zero();
         auto* weights = reinterpret_cast<Element<S>*>(scratch.weights + r * kTile);
         for (int v = 0; v < kVectors; v += 2) {
             const F16 w[2] = {exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less))};
             store_both(w[0], w[1], weights + v * 16);
         }
-        const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
+    }
+}
+
+// One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
+template <Storage S, int R, bool Ask>
+void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, const uint32_t* query, const Rows& rows,
+               AttendScratch& scratch) {
+    const LayerKV& kv = *task.kv;
+    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
+    if (visible.nothing()) return;
+    float* scores = scratch.scores;
+    if (kVectorsPerPass == kVectors && visible.first_vector == 0 && visible.end_vector == kVectors)
+        score_pass<S, R, kVectors, Ask>(kv, tiles, 0, query, scores);
+    else
+        for (int v = visible.first_vector; v < visible.end_vector; ++v)
+            score_pass<S, R, 1, Ask>(kv, tiles, v, query, scores);
+
+    float rescale[R];
+    weigh_rows<S, Ask>(task, tiles, visible, first_row, R, rows, scratch, rescale);
+    const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
+    for (int r = 0; r < R; ++r) {
+        F16 sum = F16::zero();
         for (int u = 0; u < kTile / kPair<S>; u += 16)
             sum = mac<S>(sum, U16::load(scratch.weights + r * kTile + u), ones);
         float* row_sum = rows.sum(first_row + r);
@@ -256,6 +245,8 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
 
     // Units that every row sees whole, and before and behind them what each row sees besides.
     constexpr int pair = kPair<S>;
+    TokenRange seen[R];  // positions never fall from row to row, so neither do these
+    for (int r = 0; r < R; ++r) seen[r] = tokens_seen(task, tiles.now.begin, first_row + r);
     int begin_unit = (seen[R - 1].low + pair - 1) / pair, end_unit = seen[0].high / pair;
     if (begin_unit >= end_unit) begin_unit = end_unit = kTile / pair;
     const auto edge = [&](int r, TokenRange tokens) {
@@ -288,15 +279,40 @@ inline void dispatch_rows(int count, const AttendTask& task, const TilePair& til
     }
 }
 
-// [row][unit] in memory -> [group of kMaxRows rows][unit][row in group], where broadcasts are read in order.
-template <Storage S> void pack_query(const AttendTask& task, int head, uint32_t* packed) {
+// All rows of one KV head over one tile of the context, in vectors.
+template <Storage S> class RowPasses {
+  public:
+    static constexpr bool kPacked = true;  // queries, as [group of kMaxRows rows][unit][row in group]
+    void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+                    AttendScratch& scratch) const {
+        const int num_rows = task.rows_per_head();
+        if (num_rows <= kMaxRows) return dispatch_rows<S, true>(num_rows, task, tiles, 0, query, rows, scratch);
+        for (int first = 0; first < num_rows; first += kMaxRows) {
+            const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
+            dispatch_rows<S, false>(count, task, tiles, first, query, rows, scratch);
+            query += task.kv->key_units * count;
+        }
+    }
+};
+
+inline const char* query_row(const AttendTask& task, int head, int row) {
+    return task.query + row / task.group_size * task.query_token_stride +
+           (head * task.group_size + row % task.group_size) * task.query_head_stride;
+}
+
+// [row][unit] in memory -> [row][unit], or [group of kMaxRows rows][unit][row in group], where broadcasts are read in
+// order.
+template <bool Packed> void pack_query(const AttendTask& task, int head, uint32_t* packed) {
     const int units = task.kv->key_units, num_rows = task.rows_per_head();
+    if constexpr (!Packed) {
+        for (int r = 0; r < num_rows; ++r)
+            __builtin_memcpy(packed + r * units, query_row(task, head, r), units * sizeof(uint32_t));
+        return;
+    }
     for (int first = 0; first < num_rows; first += kMaxRows) {
         const int count = num_rows - first < kMaxRows ? num_rows - first : kMaxRows;
         for (int r = 0; r < count; ++r) {
-            const int token = (first + r) / task.group_size, member = (first + r) % task.group_size;
-            const char* row = task.query + token * task.query_token_stride +
-                              (head * task.group_size + member) * task.query_head_stride;
+            const char* row = query_row(task, head, first + r);
             for (int u = 0; u < units; ++u) __builtin_memcpy(&packed[u * count + r], row + u * 4, 4);
         }
         packed += units * count;
@@ -318,44 +334,14 @@ inline Tile locate_tile(const AttendTask& task, int head, int begin, int end_pos
     return tile;
 }
 
-// total <- total merged with one split: softmax is associative up to the rescaling of sums to a common maximum.
-inline void merge_split(const Rows& total, const Rows& split, int num_rows, int value_dim) {
-    for (int r = 0; r < num_rows; ++r) {
-        const float new_max = split.max(r) > total.max(r) ? split.max(r) : total.max(r);
-        const float keep = exp2_scalar(total.max(r) - new_max), add = exp2_scalar(split.max(r) - new_max);
-        total.max(r) = new_max;
-        float *t = total.values(r), *s = split.values(r);
-        for (int d = 0; d < value_dim + 16; d += 16)  // the sum lies behind the values
-            fma(F16::load(s + d), F16::set1(add), F16::load(t + d) * F16::set1(keep)).store(t + d);
-    }
-}
-
-template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
-    const int num_rows = task.kv_heads * task.rows_per_head();
-    for (int r = 0; r < num_rows; ++r) {
-        const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
-        const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
-        float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));
-        if (task.sinks) {
-            const float sink = task.sinks[head] * kLog2E;
-            const float new_max = sink > total.max(r) ? sink : total.max(r);
-            keep = exp2_scalar(total.max(r) - new_max);
-            sum = sum * keep + exp2_scalar(sink - new_max);
-        }
-        const F16 factor = F16::set1(keep / sum);
-        auto* out =
-            reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
-        for (int d = 0; d < task.kv->value_dim; d += 16) (F16::load(total.values(r) + d) * factor).store(out + d);
-    }
-}
-
 // One split of the context, into the state of all the task's rows.
-template <Storage S> void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScratch& scratch) {
+template <class Pass>
+void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScratch& scratch, Pass& pass) {
     const int rows_per_head = task.rows_per_head(), units = task.kv->key_units;
     const int end_position = task.first_position + task.num_tokens;
     const int first_seen = task.first_position - task.window + 1 > 0 ? task.first_position - task.window + 1 : 0;
     const int start = (split * kSplit > first_seen ? split * kSplit : first_seen) / kTile * kTile;
-    const int end = (split + 1) * kSplit < end_position ? (split + 1) * kSplit : end_position;
+    const int end = end_position - split * kSplit < kSplit ? end_position : (split + 1) * kSplit;
     rows.clear(task.kv_heads * rows_per_head);
     TilePair tiles;
     tiles.next = locate_tile(task, 0, start, end_position);
@@ -367,46 +353,42 @@ template <Storage S> void attend_split(const AttendTask& task, int split, const 
             if (!last_head || !last_tile)
                 tiles.next =
                     locate_tile(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
-            const Rows head_rows{rows.values(head * rows_per_head), rows.value_dim};
-            const uint32_t* query = scratch.query + head * rows_per_head * units;
-            if (rows_per_head <= kMaxRows) {
-                dispatch_rows<S, true>(rows_per_head, task, tiles, 0, query, head_rows, scratch);
-                continue;
-            }
-            for (int first = 0; first < rows_per_head; first += kMaxRows) {
-                const int count = rows_per_head - first < kMaxRows ? rows_per_head - first : kMaxRows;
-                dispatch_rows<S, false>(count, task, tiles, first, query, head_rows, scratch);
-                query += units * count;
-            }
+            pass(task, tiles, scratch.query + head * rows_per_head * units,
+                 Rows{rows.values(head * rows_per_head), rows.value_dim}, scratch);
         }
 }
 
-template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
+template <Storage S, class Pass> void attend_by(const AttendTask& task, AttendScratch& scratch, Pass pass) {
     const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
     for (int head = 0; head < task.kv_heads; ++head)
-        pack_query<S>(task, head, scratch.query + head * task.rows_per_head() * task.kv->key_units);
-    const Rows total{scratch.total, value_dim};
+        pack_query<Pass::kPacked>(task, head, scratch.query + head * task.rows_per_head() * task.kv->key_units);
+    StateTree tree(scratch.states, num_rows, value_dim);
     for (int split = task.split_begin; split < task.split_end; ++split) {
-        if (task.partial) {
-            float* partial = task.partial + int64_t{split - task.split_begin} * num_rows * total.stride();
-            attend_split<S>(task, split, Rows{partial, value_dim}, scratch);
-        } else if (split == task.split_begin) {
-            attend_split<S>(task, split, total, scratch);
-        } else {
-            const Rows rows{scratch.split_sum, value_dim};
-            attend_split<S>(task, split, rows, scratch);
-            merge_split(total, rows, num_rows, value_dim);
-        }
+        attend_split(task, split, tree.next(), scratch, pass);
+        tree.add(split);
     }
-    if (!task.partial) write_rows<S>(task, total);
+    const Rows total = tree.total();
+    if (task.partial)
+        __builtin_memcpy(task.partial, total.base, sizeof(float) * num_rows * total.stride());
+    else
+        write_rows<S>(task, total);
 }
 
-template <Storage S> void merge(const AttendTask& task, int splits, AttendScratch& scratch) {
+template <Storage S> void merge(const AttendTask& task, int first_node, int count, AttendScratch& scratch) {
     const int num_rows = task.kv_heads * task.rows_per_head(), value_dim = task.kv->value_dim;
-    const Rows total{scratch.total, value_dim};
-    const int64_t partial_size = int64_t{num_rows} * total.stride();
-    __builtin_memcpy(total.base, task.partial, partial_size * sizeof(float));
-    for (int split = 1; split < splits; ++split)
-        merge_split(total, Rows{task.partial + split * partial_size, value_dim}, num_rows, value_dim);
-    write_rows<S>(task, total);
+    StateTree tree(scratch.states, num_rows, value_dim);
+    const int64_t size = int64_t{num_rows} * (value_dim + kRowState);
+    for (int i = 0; i < count; ++i) {
+        __builtin_memcpy(tree.next().base, task.partial + i * size, size * sizeof(float));
+        tree.add(first_node + i);
+    }
+    write_rows<S>(task, tree.total());
 }
+
+#ifdef OCTAVO_TILES
+#include "level/tile_attention.h"
+#else
+template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
+    attend_by<S>(task, scratch, RowPasses<S>{});
+}
+#endif

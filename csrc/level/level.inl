@@ -13,9 +13,11 @@ namespace OCTAVO_LEVEL {
 // clang-format off
 #include "level/simd/common.h"
 #include OCTAVO_SIMD
+#include "level/simd/types.h"
 #ifdef OCTAVO_TILES
 #include OCTAVO_TILES
 #endif
+#include "level/attention_state.h"
 #include "level/attention_tile.h"
 #include "level/rowwise.h"
 #include "level/rope.h"

@@ -196,6 +196,45 @@ def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtyp
         assert all(torch.equal(actual[seq], expected[seq]) for seq in expected), (threads, steps)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 7000), ("float32", None)])
+def test_a_contexts_parts_are_merged_alike_by_any_number_of_threads(level: str, dtype: str, window: int | None) -> None:
+    kernels.force_isa(level)
+    sequences = PagedSequences([LayerKVSpec(1, 32, 32, window)], 16, 2, 9300, dtype=dtype)
+    fill(sequences, sequences.step({0: 9216, 1: 5000}), 1)
+    batch = sequences.step({0: 2, 1: 1})
+    query = fill(sequences, batch, 2, seed=1)
+    results = []
+    for threads in (1, 2, 3, 64):
+        kernels.set_num_threads(threads)
+        results.append(NativeAttention().attend(sequences.kv[0], query, batch, scale=0.2))
+    assert relative_error(results[0], exact(sequences.kv[0], query, batch, scale=0.2)) < TOLERANCE[dtype]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
+@pytest.mark.parametrize(
+    ("dim", "block_size", "share", "window", "softcap"),
+    [(64, 16, 3, None, None), (80, 16, 7, 100, None), (128, 48, 1, None, 5.0), (256, 128, 17, 70, None)],
+)
+def test_emulated_tiles_attend_with_the_bits_of_the_processors(
+    dim: int, block_size: int, share: int, window: int | None, softcap: float | None
+) -> None:
+    layer = LayerKVSpec(2, dim, dim, window)
+    sequences = PagedSequences([layer], block_size, 2, 700, dtype="bfloat16")
+    sinks = torch.randn(2 * share)
+    for tokens in ({0: 90, 1: 37}, {0: 1, 1: 1}, {0: 580}, {0: 1}):
+        batch = sequences.step(tokens)
+        query = fill(sequences, batch, 2 * share)
+        results = []
+        for level in ("amx", "amx_emulated"):
+            kernels.force_isa(level)
+            results.append(
+                NativeAttention().attend(sequences.kv[0], query, batch, scale=dim**-0.5, softcap=softcap, sinks=sinks)
+            )
+        assert torch.equal(*results)
+
+
 def test_a_block_of_any_size_gives_the_same_bits() -> None:
     results = []
     for block_size in (16, 64, 1024):

@@ -37,21 +37,44 @@ template <int T> inline void tile_store(void* to, int64_t stride) {
 inline float without_subnormals(float x) {
     return (float_bits(x) & 0x7f800000) ? x : bits_to_float(float_bits(x) & 0x80000000);
 }
+// Whether products of these pairs, and what is left where they cancel, are exact in floats and no subnormals: then a
+// multiplication and an addition round like the one operation that they stand for.
+inline bool multiplies_exactly(const uint32_t (&rows)[16][16]) {
+    const auto is_moderate = [](uint32_t bits) {
+        const uint32_t exponent = bits >> 7 & 0xff;
+        return (bits & 0x7fff) == 0 || (exponent > 127 - 40 && exponent < 127 + 40);
+    };
+    bool all = true;
+    for (const auto& row : rows)
+        for (const uint32_t pair : row) all &= is_moderate(pair & 0xffff) & is_moderate(pair >> 16);
+    return all;
+}
 template <int Sums, int A, int B> inline void tile_dot_bf16() {
     const TileConfig& config = t_tiles.config;
     const int columns = config.row_bytes[Sums] / 4, units = config.row_bytes[A] / 4;
-    for (int m = 0; m < config.rows[Sums]; ++m)
-        for (int n = 0; n < columns; ++n) {
-            float even = 0.0f, odd = 0.0f;
-            for (int unit = 0; unit < units; ++unit) {
-                const uint32_t a = t_tiles.values[A][m][unit], b = t_tiles.values[B][unit][n];
-                const auto low = [](uint32_t pair) { return without_subnormals(bits_to_float(pair << 16)); };
-                const auto high = [](uint32_t pair) { return without_subnormals(bits_to_float(pair & 0xffff0000u)); };
-                even = without_subnormals(__builtin_fmaf(low(a), low(b), even));
-                odd = without_subnormals(__builtin_fmaf(high(a), high(b), odd));
+    const auto low = [](uint32_t pair) { return without_subnormals(bits_to_float(pair << 16)); };
+    const auto high = [](uint32_t pair) { return without_subnormals(bits_to_float(pair & 0xffff0000u)); };
+    const bool exact = multiplies_exactly(t_tiles.values[A]) && multiplies_exactly(t_tiles.values[B]);
+    for (int m = 0; m < config.rows[Sums]; ++m) {
+        float even[16] = {}, odd[16] = {};
+        for (int unit = 0; unit < units; ++unit) {
+            const uint32_t a = t_tiles.values[A][m][unit];
+            const uint32_t* b = t_tiles.values[B][unit];
+            if (exact) {
+                for (int n = 0; n < 16; ++n) even[n] += bits_to_float(a << 16) * bits_to_float(b[n] << 16);
+                for (int n = 0; n < 16; ++n)
+                    odd[n] += bits_to_float(a & 0xffff0000u) * bits_to_float(b[n] & 0xffff0000u);
+                continue;
             }
-            const float sum = without_subnormals(even + odd);
+            for (int n = 0; n < 16; ++n) {
+                even[n] = without_subnormals(__builtin_fmaf(low(a), low(b[n]), even[n]));
+                odd[n] = without_subnormals(__builtin_fmaf(high(a), high(b[n]), odd[n]));
+            }
+        }
+        for (int n = 0; n < columns; ++n) {
+            const float sum = without_subnormals(even[n] + odd[n]);
             uint32_t& to = t_tiles.values[Sums][m][n];
             to = float_bits(without_subnormals(without_subnormals(bits_to_float(to)) + sum));
         }
+    }
 }

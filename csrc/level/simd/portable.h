@@ -148,6 +148,23 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return a;
 }
 
+#ifdef OCTAVO_TILES  // stands for AVX-512, bits included
+template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
+    F16 n = x;
+    OCTAVO_LANES n.v[i] = __builtin_rintf(x.v[i]);
+    const F16 f = x - n;
+    F16 p = F16::set1(poly[N - 1]);
+    for (int i = N - 2; i >= 0; --i) p = fma(p, f, F16::set1(poly[i]));
+    OCTAVO_LANES {
+        const float exponent = n.v[i] < -300.0f ? -300.0f : n.v[i] > 300.0f ? 300.0f : n.v[i];
+        p.v[i] = exponent == exponent ? __builtin_ldexpf(p.v[i], static_cast<int>(exponent)) : exponent;
+    }
+    return p;
+}
+inline F16 exp2_nonpositive(F16 x) { return exp2_by(kExp2Poly, x); }
+inline F16 exp2_coarse(F16 x) { return exp2_by(kExp2CoarsePoly, x); }
+inline F16 exp2(F16 x) { return exp2_nonpositive(max(F16::set1(-200.0f), min(F16::set1(200.0f), x))); }
+#else
 inline F16 exp2(F16 x) {
     OCTAVO_LANES {
         const bool normal = !(x.v[i] < -126.0f);  // below, the result is flushed to zero
@@ -164,6 +181,7 @@ inline F16 exp2(F16 x) {
 
 inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
 inline F16 exp2_coarse(F16 x) { return exp2(x); }
+#endif
 
 inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
     OCTAVO_LANES acc.v[i] += bits_to_float(a.v[i] << 16) * bits_to_float(b.v[i] << 16);

@@ -1,0 +1,97 @@
+// The running state of attention: how states of parts of a context become one, and the output. Included inside an
+// instruction set's namespace.
+
+constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are
+
+inline float exp2_scalar(float x) {
+    float lanes[16];
+    exp2(F16::set1(x)).store(lanes);
+    return lanes[0];
+}
+
+// The state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. A sum is that of the
+// weights as the values are multiplied by them, rounded; its lanes are added up once, at the end.
+struct Rows {
+    float* base;
+    int value_dim;
+    int stride() const { return value_dim + kRowState; }
+    float* values(int row) const { return base + row * stride(); }
+    float* sum(int row) const { return values(row) + value_dim; }
+    float& max(int row) const { return values(row)[value_dim + 16]; }
+    void clear(int rows) const {
+        for (int r = 0; r < rows; ++r) {
+            for (int d = 0; d < stride(); d += 16) F16::zero().store(values(r) + d);
+            max(r) = kNoScore;
+        }
+    }
+    // The same rows over two parts of the context: softmax is associative up to the rescaling of sums to a common
+    // maximum. A part of which a row sees nothing leaves the row's bits as they are.
+    void merge(const Rows& later, int rows) const {
+        for (int r = 0; r < rows; ++r) {
+            const float new_max = later.max(r) > max(r) ? later.max(r) : max(r);
+            const float keep = exp2_scalar(max(r) - new_max), add = exp2_scalar(later.max(r) - new_max);
+            max(r) = new_max;
+            float *to = values(r), *from = later.values(r);
+            for (int d = 0; d < value_dim + 16; d += 16)  // the sum lies behind the values
+                fma(F16::load(from + d), F16::set1(add), F16::load(to + d) * F16::set1(keep)).store(to + d);
+        }
+    }
+};
+
+// States of successive parts of a context, merged in a binary tree that depends on the parts' absolute indices alone:
+//
+//     part       0   1   2   3   4   5   6         of parts 0 .. 6, at most 0-3, 4-5 and 6 wait for each other;
+//                 \ /     \ /     \ /   /          a node with one child is that child
+//                0-1     2-3     4-5   6
+//                   \   /           \ /
+//                    0-3            4-6
+//                       \          /
+//                           0-6
+class StateTree {
+  public:
+    StateTree(float* memory, int rows, int value_dim) : memory_(memory), rows_(rows), value_dim_(value_dim) {}
+    // Where the next part's state is to be put, before it is `add`ed.
+    Rows next() const { return at(count_); }
+    void add(int index) {
+        int level = 0;
+        for (; index % 2; index /= 2, ++level) {
+            if (count_ == 0 || nodes_[count_ - 1].level != level || nodes_[count_ - 1].index != index - 1) continue;
+            at(count_ - 1).merge(at(count_), rows_);
+            --count_;
+        }
+        nodes_[count_++] = {level, index};
+    }
+    Rows total() {
+        for (; count_ > 1; --count_) at(count_ - 2).merge(at(count_ - 1), rows_);
+        return at(0);
+    }
+
+  private:
+    struct Node {
+        int level, index;
+    };
+    Rows at(int node) const { return {memory_ + int64_t{node} * rows_ * (value_dim_ + kRowState), value_dim_}; }
+
+    float* memory_;
+    int rows_, value_dim_, count_ = 0;
+    Node nodes_[kTreeStates];
+};
+
+template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
+    const int num_rows = task.kv_heads * task.rows_per_head();
+    for (int r = 0; r < num_rows; ++r) {
+        const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
+        const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
+        float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));
+        if (task.sinks) {
+            const float sink = task.sinks[head] * kLog2E;
+            const float new_max = sink > total.max(r) ? sink : total.max(r);
+            keep = exp2_scalar(total.max(r) - new_max);
+            sum = sum * keep + exp2_scalar(sink - new_max);
+        }
+        const F16 factor = F16::set1(keep / sum);
+        auto* out =
+            reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
+        for (int d = 0; d < task.kv->value_dim; d += 16) (F16::load(total.values(r) + d) * factor).store(out + d);
+    }
+}

@@ -1,0 +1,12 @@
+// What a storage type's elements are and how pairs of them multiply. Included inside an instruction set's namespace.
+
+template <Storage S> inline F16 mac(F16 acc, U16 a, U16 b) {
+    if constexpr (S == kBf16)
+        return mac_bf16(acc, a, b);
+    else
+        return mac_f32(acc, a, b);
+}
+template <Storage S> constexpr int kPair = S == kBf16 ? 2 : 1;
+template <Storage S> struct ElementOf { using Type = float; };
+template <> struct ElementOf<kBf16> { using Type = bf16; };
+template <Storage S> using Element = typename ElementOf<S>::Type;

@@ -1,0 +1,216 @@
+// Attention in bf16 tiles, a prompt's and a decode's alike. Included inside an instruction set's namespace, by
+// attention_tile.h.
+//
+//     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; half a step
+//                                              at the end, where a head has eight units more, in tiles 6 and 7
+//     weights    in vectors, by weigh_rows
+//     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
+//
+// Keys are tiles as they lie in a block, 16 units x 16 tokens. Values of 32 tokens lie in two blocks of 16, and may be
+// nobody's yet: those of a tile are copied first, with zeros for what no row sees and a column of ones behind them:
+//
+//     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the column's product is the sum of the weights
+//                        pair 1    | ..                            |
+//
+// Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
+
+constexpr int kTileRows = 16;
+constexpr int kTileTokens = 32;  // of one step of values
+
+class TilePasses {
+  public:
+    static constexpr bool kPacked = false;  // queries lie as [row][unit]
+
+    TilePasses(int value_dim, AttendScratch& scratch) : stride_(value_dim + 16) {
+        for (int pair = 0; pair < kTile / 2; ++pair) {
+            uint32_t* column = scratch.values + pair * stride_ + value_dim;
+            store(U16::zero(), column);
+            column[0] = 0x3f803f80;
+        }
+    }
+    ~TilePasses() {
+        if (configured_) release_tiles();
+    }
+
+    // All rows of one KV head over one tile of the context.
+    void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+                    AttendScratch& scratch) {
+        const int num_rows = task.rows_per_head();
+        const Visible visible = visible_tokens(task, tiles.now.begin, 0, num_rows);
+        if (visible.nothing()) return;
+        const bool one_pass = num_rows <= kTileRows;
+        const bool finite = one_pass ? copy_values<true>(*task.kv, tiles, visible, scratch.values)
+                                     : copy_values<false>(*task.kv, tiles, visible, scratch.values);
+        if (finite) return pass_rows(task, tiles, query, rows, scratch, 0, num_rows);
+        // Nothing times infinity is no number: each token's rows get zeros for what they do not see.
+        for (int row = 0; row < num_rows; row += task.group_size) {
+            const Visible of_token = visible_tokens(task, tiles.now.begin, row, task.group_size);
+            if (of_token.nothing()) continue;
+            copy_values<false>(*task.kv, tiles, of_token, scratch.values);
+            pass_rows(task, tiles, query, rows, scratch, row, task.group_size);
+        }
+    }
+
+  private:
+    // Rows [begin, begin + count), dealt into tiles as evenly as they go.
+    void pass_rows(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+                   AttendScratch& scratch, int begin, int count) {
+        const RowGroups groups(count, kTileRows);
+        for (int64_t group = 0; group < groups.count; ++group) {
+            const int first = begin + static_cast<int>(groups.begin(group));
+            const int num_rows = begin + static_cast<int>(groups.begin(group + 1)) - first;
+            const Visible visible = visible_tokens(task, tiles.now.begin, first, num_rows);
+            if (visible.nothing()) continue;
+            configure(num_rows);
+            const uint32_t* group_query = query + int64_t{first} * task.kv->key_units;
+            if (task.rows_per_head() <= kTileRows)
+                score<true>(*task.kv, tiles, visible, group_query, scratch.scores);
+            else
+                score<false>(*task.kv, tiles, visible, group_query, scratch.scores);
+            float rescale[kTileRows];
+            weigh_rows<kBf16, false>(task, tiles, visible, first, num_rows, rows, scratch, rescale);
+            for (int r = 0; r < num_rows; ++r) {
+                if (rescale[r] == 1.0f) continue;
+                float* values = rows.values(first + r);
+                for (int d = 0; d < stride_; d += 16)
+                    (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
+            }
+            add_values(visible, first, rows, scratch);
+        }
+    }
+
+    void configure(int rows) {
+        if (rows == configured_) return;
+        configured_ = rows;
+        TileConfig config;
+        for (int tile = 0; tile < 5; ++tile) config.set(tile, rows, 64);
+        config.set(5, 16, 64);
+        config.set(6, rows, 32);
+        config.set(7, 8, 64);
+        load_tile_config(config);
+    }
+
+    // Values of the tile's visible tokens, zeros for the others. False where a row that does not see all of them might
+    // meet one that is not finite.
+    template <bool Ask>
+    bool copy_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* to) const {
+        U16 special = U16::zero();
+        const int64_t row_bytes = int64_t{kv.value_dim} * 4;
+        to += visible.first_vector / 2 * 16 * stride_;
+        for (int v = visible.first_vector / 2 * 2; v < (visible.end_vector + 1) / 2 * 2; ++v) {
+            const char *from = tiles.now.value[v], *next = tiles.next.value[v];
+            const bool whole = visible.low <= v * 16 && v * 16 + 16 <= visible.high;
+            for (int pair = 0; pair < 8; ++pair, from += row_bytes, next += row_bytes, to += stride_) {
+                const int token = v * 16 + pair * 2;
+                const auto half = [&](int t) { return t >= visible.low && t < visible.high ? 0xffffu : 0u; };
+                const uint32_t mask = whole ? 0xffffffffu : half(token) | half(token + 1) << 16;
+                for (int dim = 0; dim < kv.value_dim; dim += 16) {
+                    if constexpr (Ask) __builtin_prefetch(next + dim * 4, 0, 2);
+                    if (mask == 0) {
+                        store(U16::zero(), to + dim);
+                        continue;
+                    }
+                    U16 values = U16::load(from + dim * 4);
+                    if (!visible.all) {
+                        values = values & U16::set1(mask);
+                        // An exponent of ones overflows into the sign.
+                        special = special | ((values & U16::set1(0x7f807f80)) + U16::set1(0x00800080));
+                    }
+                    store(values, to + dim);
+                }
+            }
+        }
+        return reduce_max(shift_right<15>(special) & U16::set1(0x00010001)) == 0;
+    }
+
+    template <int V, int Queries, int Keys> static void add_score(const char* keys, int64_t stride) {
+        tile_load<Keys>(keys, stride);
+        tile_dot_bf16<V, Queries, Keys>();
+    }
+    template <int Queries, int Keys>
+    static void add_scores(const TilePair& tiles, const Visible& visible, int64_t at, int64_t stride) {
+        if (visible.first_vector == 0) add_score<0, Queries, Keys>(tiles.now.key[0] + at, stride);
+        if (visible.first_vector <= 1 && visible.end_vector > 1)
+            add_score<1, Queries, Keys>(tiles.now.key[1] + at, stride);
+        if (visible.first_vector <= 2 && visible.end_vector > 2)
+            add_score<2, Queries, Keys>(tiles.now.key[2] + at, stride);
+        if (visible.end_vector > 3) add_score<3, Queries, Keys>(tiles.now.key[3] + at, stride);
+    }
+    template <bool Ask>
+    static void score(const LayerKV& kv, const TilePair& tiles, const Visible& visible, const uint32_t* query,
+                      float* scores) {
+        const int64_t stride = int64_t{kv.block_size} * 4, query_stride = int64_t{kv.key_units} * 4;
+        tile_zero<0>();
+        tile_zero<1>();
+        tile_zero<2>();
+        tile_zero<3>();
+        int unit = 0;
+        for (; unit + 16 <= kv.key_units; unit += 16) {
+            tile_load<4>(query + unit, query_stride);
+            add_scores<4, 5>(tiles, visible, unit * stride, stride);
+            if constexpr (Ask)
+                for (int u = unit; u < unit + 16; ++u)
+                    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(tiles.next.key[v] + u * stride, 0, 2);
+        }
+        if (unit < kv.key_units) {
+            tile_load<6>(query + unit, query_stride);
+            add_scores<6, 7>(tiles, visible, unit * stride, stride);
+        }
+        tile_store<0>(scores, kTile * 4);
+        tile_store<1>(scores + 16, kTile * 4);
+        tile_store<2>(scores + 32, kTile * 4);
+        tile_store<3>(scores + 48, kTile * 4);
+    }
+
+    template <int T> static void add_value(const uint32_t* values, int64_t stride) {
+        tile_load<5>(values, stride);
+        tile_dot_bf16<T, 4, 5>();
+    }
+    // N x 16 columns of the state: dims, and behind the last of them the sum.
+    template <int N>
+    static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t stride, int begin, int end,
+                            float* sums, int64_t sums_stride) {
+        tile_load<0>(sums, sums_stride);
+        if constexpr (N > 1) tile_load<1>(sums + 16, sums_stride);
+        if constexpr (N > 2) tile_load<2>(sums + 32, sums_stride);
+        if constexpr (N > 3) tile_load<3>(sums + 48, sums_stride);
+        for (int pair = begin; pair < end; pair += kTileTokens / 2) {
+            tile_load<4>(weights + pair, kTile * 4);
+            const uint32_t* of_pair = values + pair * (stride / 4);
+            add_value<0>(of_pair, stride);
+            if constexpr (N > 1) add_value<1>(of_pair + 16, stride);
+            if constexpr (N > 2) add_value<2>(of_pair + 32, stride);
+            if constexpr (N > 3) add_value<3>(of_pair + 48, stride);
+        }
+        tile_store<0>(sums, sums_stride);
+        if constexpr (N > 1) tile_store<1>(sums + 16, sums_stride);
+        if constexpr (N > 2) tile_store<2>(sums + 32, sums_stride);
+        if constexpr (N > 3) tile_store<3>(sums + 48, sums_stride);
+    }
+    void add_values(const Visible& visible, int first_row, const Rows& rows, const AttendScratch& scratch) const {
+        const int64_t stride = int64_t{stride_} * 4, sums_stride = int64_t{rows.stride()} * 4;
+        const int begin = visible.low / kTileTokens * (kTileTokens / 2);
+        const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
+        const auto add = [&]<int N>(int column) {
+            add_columns<N>(scratch.weights, scratch.values + column, stride, begin, end,
+                           rows.values(first_row) + column, sums_stride);
+        };
+        int column = 0;
+        for (; column + 64 <= stride_; column += 64) add.template operator()<4>(column);
+        switch ((stride_ - column) / 16) {
+            case 1: return add.template operator()<1>(column);
+            case 2: return add.template operator()<2>(column);
+            case 3: return add.template operator()<3>(column);
+        }
+    }
+
+    int stride_;  // of scratch.values, in units
+    int configured_ = 0;
+};
+
+template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
+    if constexpr (S == kBf16)
+        attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
+    else
+        attend_by<S>(task, scratch, RowPasses<S>{});
+}
