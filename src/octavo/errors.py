@@ -12,6 +12,7 @@ OctavoError
 ├── OverloadedError        the queue is full for now; the same request may be sent again
 │   └── TenantOverloadedError  only its tenant's part of the queue is full
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
+├── UnreadError            a request was ended because its caller left its outputs unread
 ├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
 ├── ExecutorError          a step failed in the process that computes it, or that process has died
 ├── CacheError             the block accounting was violated: a bug, never user input
@@ -139,6 +140,10 @@ class RequestFailedError(OctavoError):
 
 class CacheError(OctavoError):
     """The block accounting was violated. Always a bug in Octavo, never the result of user input."""
+
+
+class UnreadError(OctavoError):
+    """A request was ended because its caller took its outputs far more slowly than they came."""
 
 
 class EngineDeadError(OctavoError):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from octavo.engine import async_engine
-from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine
+from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine, _Stream
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import STEP_FAILED, OutputKind, RequestOutput, StepNews
-from octavo.errors import ContextLengthError, EngineDeadError, OctavoError, RequestError
+from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate
@@ -346,13 +346,13 @@ async def test_a_stop_is_never_missed(core: EngineCore) -> None:
                 await engine.shutdown(0)
 
 
-def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, asyncio.Queue[Any]]]:
+def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, _Stream]]:
     """Streams that wait for outputs of requests which the engine's thread knows nothing of."""
     expected = {}
     for _ in range(count):
         request = engine.core.make_request(PROMPT, tokens(9))
         engine.core.outputs.add(request, None, OutputKind.DELTA)
-        stream = engine._streams[request.request_id] = asyncio.Queue[RequestOutput | OctavoError]()
+        stream = engine._streams[request.request_id] = _Stream()
         expected[request.request_id] = (request.sequences[0], stream)
     return expected
 
@@ -378,3 +378,17 @@ async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(cor
         engine._fail_streams(EngineDeadError("over"))
         for _, stream in expected.values():
             assert [type(stream.get_nowait()) for _ in range(stream.qsize())] == [RequestOutput, EngineDeadError]
+
+
+async def test_a_request_whose_outputs_nobody_takes_is_ended(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
+    async with started(core) as engine:
+        unread = engine.generate(PROMPT, tokens(900, n=2, logprobs=3))
+        await anext(unread)
+        await until(lambda: is_drained(core))
+        assert core.stats.finished[FinishReason.ABORT] == 1
+        with pytest.raises(UnreadError, match="were not read: the request was ended"):
+            async for _ in unread:
+                pass
+        assert len(await collect(engine, PROMPT, tokens(200))) == 200  # who reads is not cut, however much it is
+        assert_drained(core)

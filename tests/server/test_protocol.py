@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
+from octavo.server.errors import ApiError
+from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, parse_body
 
 # Of SamplingParams' fields: what the bodies spell or mean otherwise, and so hand over one by one.
 TRANSLATED = {"logit_bias", "max_tokens", "logprobs"}
@@ -32,3 +35,18 @@ def test_every_text_of_a_body_is_bounded(body: type[GenerationBody]) -> None:
     """A new field that takes a text of any length must say which limit it falls under."""
     texts = {name for name, field in body.model_fields.items() if field.annotation in (str, str | None)}
     assert texts == {*body.names, "cache_salt"}
+
+
+@pytest.mark.parametrize(("inside", "name"), [(None, "f0"), ("stream_options", "stream_options.f0")])
+def test_thousands_of_unknown_fields_are_counted_before_the_body_is_validated(
+    inside: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validated(*args: Any) -> None:
+        raise AssertionError("an error would be made for each field")
+
+    monkeypatch.setattr(CompletionBody, "model_validate", validated)
+    unknown = {f"f{i}": 1 for i in range(5000)}
+    raw = json.dumps({"prompt": "x", **({inside: unknown} if inside else unknown)}).encode()
+    with pytest.raises(ApiError, match=rf"supplied: {name}, .* and 4992 more") as refusal:
+        parse_body(CompletionBody, raw)
+    assert refusal.value.param == name

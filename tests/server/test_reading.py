@@ -16,6 +16,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
 from octavo.server.reading import MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
+from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
 
@@ -29,8 +30,18 @@ class SlowTokenizer(ByteTokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(text, add_special_tokens)
 
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """By a template that the chat brings with it, which only a test may."""
+        return render_chat(messages[0]["content"], messages, **variables)
 
-def reading(seconds: float = 30.0, max_model_len: int = 500_000) -> BodyReading:
+
+def reading(seconds: float = 30.0, max_model_len: int = 500_000, memory: int = 2**30) -> BodyReading:
     reader = BodyReader(
         tokenizer=SlowTokenizer(),
         vocab_size=VOCAB_SIZE,
@@ -38,7 +49,11 @@ def reading(seconds: float = 30.0, max_model_len: int = 500_000) -> BodyReading:
         limits=DEFAULT_LIMITS,
         names=("fake",),
     )
-    return BodyReading(reader, seconds)
+    return BodyReading(reader, seconds, memory)
+
+
+def chat(template: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": template}]}
 
 
 def read(bodies: BodyReading, body: dict[str, Any], method: str = "completion") -> Any:
@@ -79,6 +94,45 @@ def test_a_body_that_ends_its_reader_is_a_500_and_the_next_one_is_read() -> None
         read(bodies, {"prompt": "crash" + "x" * MEDIUM_BODY})
     assert (failure.value.status, failure.value.code) == (500, "internal_error")
     assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
+
+
+def test_a_chat_however_short_is_rendered_in_another_process() -> None:
+    bodies = reading()
+    found = read(bodies, chat("{{ 6 * 7 }}"), "chat")
+    assert found.prompt.token_ids == SlowTokenizer().encode("42", False)
+    with pytest.raises(ApiError) as failure:
+        read(bodies, chat("crash"), "chat")
+    assert failure.value.status == 500
+    assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize"))["count"] == 2
+
+
+def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
+    bodies = reading(seconds=3.0)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ApiError, match="took longer than 3 s") as refusal:
+        read(bodies, chat(loops), "chat")
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    assert read(bodies, chat("x"), "chat").prompt.token_ids == SlowTokenizer().encode("x", False)
+
+
+@pytest.mark.parametrize("template", ["{{ '%999999999d' % 1 }}", "{{ 'x'.ljust(999999999) }}", "{{ 'x' * 10 ** 9 }}"])
+def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read(template: str) -> None:
+    bodies = reading(memory=256 * 2**20)
+    with pytest.raises(ApiError, match=rf"took more than {256 * 2**20} bytes of memory.*--max-body-memory") as refusal:
+        read(bodies, chat(template), "chat")
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    assert read(bodies, chat("x"), "chat").prompt.token_ids == SlowTokenizer().encode("x", False)
+
+
+def test_a_template_that_goes_on_writing_is_refused_with_the_limit() -> None:
+    writes = "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}"
+    with pytest.raises(RequestError, match=f"makes more than {MAX_RENDERED} characters of them"):
+        read(reading(), chat(writes), "chat")
+
+
+def test_a_large_body_that_fills_the_memory_is_refused() -> None:
+    with pytest.raises(ApiError, match="bytes of memory"):
+        read(reading(memory=16 * 2**20), {"prompt": [[1]] * 500_000})
 
 
 def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:

@@ -163,3 +163,9 @@ def test_a_template_cannot_leave_the_sandbox() -> None:
     for attack in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
         with pytest.raises(RequestError):
             render_chat(attack, [{"role": "user", "content": "Hi"}])
+
+
+def test_a_template_that_calls_itself_without_end_is_refused() -> None:
+    recursive = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    with pytest.raises(RequestError, match="chat template refused"):
+        render_chat(recursive, [{"role": "user", "content": "Hi"}])

@@ -26,7 +26,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
-from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
+from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError, UnreadError
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
@@ -48,8 +48,41 @@ DELIVERED_AT_ONCE = 64
 # Characters or token ids of a prompt from which on its request is made in a thread.
 _MADE_AT_ONCE = 1024
 
-_Stream = asyncio.Queue[RequestOutput | OctavoError]
+# Tokens and alternatives of them (each about 100 bytes) that wait for one request's caller before the request is ended.
+MAX_UNREAD = 262_144
+
 _T = TypeVar("_T")
+
+
+class _Stream(asyncio.Queue["RequestOutput | OctavoError"]):
+    """One request's outputs on their way to its caller.
+
+    Attributes:
+        unread: how much waits in it, in tokens and alternatives.
+    """
+
+    unread = 0
+
+    def hand_over(self, output: RequestOutput) -> None:
+        self.unread += _num_objects(output)
+        self.put_nowait(output)
+
+    async def next(self) -> RequestOutput:
+        """Raises the error that was put in place of an output."""
+        output = await self.get()
+        if isinstance(output, OctavoError):
+            raise output
+        self.unread -= _num_objects(output)
+        return output
+
+
+def _num_objects(output: RequestOutput) -> int:
+    count = 0
+    for completion in output.outputs:
+        count += 1 + len(completion.token_ids)
+        if completion.logprobs:
+            count += sum(len(entry.top) for entry in completion.logprobs)
+    return count
 
 
 class _Tally:
@@ -184,6 +217,7 @@ class AsyncEngine:
         Raises:
             RequestError: from the first step of the iterator; nothing has been queued then.
             OverloadedError: in the same way, where the queue, or the tenant's part of it, has no room.
+            UnreadError: more than `MAX_UNREAD` was waiting to be taken, so the request was ended.
             EngineDeadError: the step loop died, or the engine is shut down.
         """
         self._require_alive()
@@ -197,7 +231,7 @@ class AsyncEngine:
         self._check_room(len(request.prompt_token_ids), context)
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        stream: _Stream = asyncio.Queue()
+        stream = _Stream()
         self._streams[request.request_id] = stream
         self._sent.add(request)
         self.stats.waiting.enter(request)
@@ -206,9 +240,7 @@ class AsyncEngine:
         try:
             finished = False
             while not finished:
-                output = await stream.get()
-                if isinstance(output, OctavoError):
-                    raise output
+                output = await stream.next()
                 finished = output.finished
                 yield output
         finally:
@@ -398,8 +430,14 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if output.finished:
                 self._streams.pop(output.request_id, None)
-            if stream is not None:
-                stream.put_nowait(output)
+            if stream is None:
+                continue
+            stream.hand_over(output)
+            if stream.unread > MAX_UNREAD and not output.finished:
+                # The engine computes for nobody, and its outputs would fill the memory.
+                self._streams[output.request_id] = None
+                stream.put_nowait(UnreadError(f"{stream.unread} tokens were not read: the request was ended"))
+                self.abort(output.request_id)
         for request, error in outputs.take_failures():
             self._send(_OutputFailed(request, error))
         if self._undelivered:

@@ -21,10 +21,11 @@ from octavo.server.auth import AdminAccess, RequireApiKey, client_of
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
-from octavo.server.connection import EventStream, InFlight, WholeAnswer, read_body
+from octavo.server.connection import EventStream, InFlight, WholeAnswer
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
+from octavo.server.intake import BodyIntake
 from octavo.server.logprobs import TokenTexts
 from octavo.server.logs import RequestLog
 from octavo.server.openapi import DOCS_PAGE, describe
@@ -69,6 +70,8 @@ def create_app(
     )
     # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
+    # For whoever serves it: the first chat need not wait until a process has started.
+    app.state.warm_up = api.warm_up
     return app
 
 
@@ -104,10 +107,15 @@ class Api:
             limits=engine.limits,
             names=self._names,
         )
-        self._reading = BodyReading(reader, config.max_body_seconds)
+        self._intake = BodyIntake(config.body_limit, config.total_body_limit)
+        self._reading = BodyReading(reader, config.max_body_seconds, config.body_memory)
         self._admin = AdminAccess(access.admins)
         self.quotas = Quotas()
         self._metrics: dict[bool, Any] = {}
+
+    def warm_up(self) -> None:
+        """Start what would otherwise start with the first chat. Waits for nothing."""
+        self._reading.warm_up()
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler) of every route."""
@@ -237,7 +245,8 @@ class Api:
 
     async def _read(self, request: Request, method: str) -> Any:
         """What `BodyReader.<method>` makes of the request's body."""
-        return await self._reading.read(method, await read_body(request, self._config.body_limit))
+        async with self._intake.body(request) as raw:
+            return await self._reading.read(method, raw)
 
 
 def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:

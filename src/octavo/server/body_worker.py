@@ -1,4 +1,4 @@
-"""A process that reads large bodies for a server: what takes a second there takes nothing from the event loop here.
+"""A process that reads bodies for a server: what takes a second there takes nothing from the event loop here.
 
 Parsing JSON, validating arrays, rendering templates and tokenising hold the interpreter's lock, so a thread would not
 do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
@@ -6,13 +6,16 @@ do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
     server  ── pickled BodyReader ──>  once            ── nothing ──>  ready
             ── method, then body  ──>                  ── pickled result, or the error to raise ──>  server
 
-The process ends when its input does, so none outlives its server.
+The process ends when its input does, so none outlives its server. What a body may cost it is limited: its time, by
+killing it, and its memory, by the operating system.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +23,7 @@ import weakref
 from typing import Any, BinaryIO
 
 from octavo.errors import OctavoError
-from octavo.server.errors import BodyTooSlowError, to_api_error
+from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_error
 
 _MAIN = "from octavo.server.body_worker import main; main()"
 
@@ -29,14 +32,21 @@ _START_SECONDS = 120.0
 
 
 class BodyWorker:
-    """One such process, seen from the server. Its methods block; one thread uses it at a time."""
+    """One such process, seen from the server. Its methods block; one thread uses it at a time.
 
-    def __init__(self, reader: bytes) -> None:
+    Args:
+        reader: a pickled `BodyReader`.
+        memory: bytes that it may have for its work, besides those that it starts with.
+    """
+
+    def __init__(self, reader: bytes, memory: int) -> None:
+        self._memory = memory
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _MAIN],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # A backtrace of Rust's that gets no memory for itself never ends.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "RUST_BACKTRACE": "0"},
             start_new_session=True,  # a Ctrl-C is for the server, which lets requests finish
         )
         assert self._process.stdin is not None  # they are pipes
@@ -44,13 +54,19 @@ class BodyWorker:
         self._in, self._out = self._process.stdin, self._process.stdout
         self._end = weakref.finalize(self, _end, self._process)
         self._is_ready = False
-        _send(self._in, reader)
+        try:
+            _send(self._in, memory.to_bytes(8, "little"))
+            _send(self._in, reader)
+        except OSError:
+            self.close()
+            raise
 
     def read(self, method: str, raw: bytes, seconds: float) -> Any:
         """What `BodyReader.<method>(raw)` returns; raises what it raises.
 
         Raises:
             BodyTooSlowError: it took longer than that, the start of the process aside; the process is gone then.
+            BodyTooCostlyError: it took more memory than it may; the process is gone then.
             EOFError, OSError: the process is gone for some other reason.
         """
         if not self._is_ready:
@@ -59,6 +75,10 @@ class BodyWorker:
         succeeded, value = pickle.loads(self._ask(seconds, method.encode(), raw))
         if succeeded:
             return value
+        if isinstance(value, MemoryError):
+            # What it holds now is not worth keeping.
+            self.close()
+            raise BodyTooCostlyError(self._memory)
         raise value
 
     def _ask(self, seconds: float, *frames: bytes) -> bytes:
@@ -79,6 +99,9 @@ class BodyWorker:
             self.close()
             if too_slow.is_set():
                 raise BodyTooSlowError(seconds) from None
+            # Rust's way out where it gets no memory; Python raises MemoryError.
+            if self._process.returncode == -signal.SIGABRT:
+                raise BodyTooCostlyError(self._memory) from None
             raise
         finally:
             timer.cancel()
@@ -127,7 +150,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
+        memory = int.from_bytes(_receive(requests), "little")
         reader = pickle.loads(_receive(requests))
+        _limit_memory(memory)
         _send(answers, b"")
         while True:
             method = _receive(requests).decode()
@@ -136,11 +161,28 @@ def main() -> None:
         return
 
 
+def _limit_memory(more: int) -> None:
+    """Let this process have that many bytes more than it has now."""
+    page = resource.getpagesize()
+    with open("/proc/self/statm", encoding="ascii") as pages:
+        now = int(pages.read().split()[5]) * page
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = now + more
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
+
+
 def _answer(reader: Any, method: str, raw: bytes) -> bytes:
     try:
         return pickle.dumps((True, getattr(reader, method)(raw)), protocol=pickle.HIGHEST_PROTOCOL)
+    except MemoryError:
+        return pickle.dumps((False, MemoryError()), protocol=pickle.HIGHEST_PROTOCOL)
     except OctavoError as error:
         return pickle.dumps((False, error), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            # Rust's binding met a null pointer where Python had no memory: nothing here can be relied on.
+            os.abort()
+        if not isinstance(error, Exception):
+            raise
         # Logged here, with its traceback; the server tells its client what it may know.
         return pickle.dumps((False, to_api_error(error)), protocol=pickle.HIGHEST_PROTOCOL)

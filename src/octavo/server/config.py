@@ -69,6 +69,11 @@ class ServerConfig:
         "origin whose web pages may use the server (CORS), as https://chat.example; may be given several times; *: any",
     )
     max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
+    max_total_body_size: int | str = option(
+        "256MiB",
+        "bytes of all bodies being received or read, beyond the first 64 KiB of each; where more come, the tenant that "
+        "holds the most gets a 503 for the body that it began first",
+    )
     ssl_certfile: str | None = option(None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile")
     ssl_keyfile: str | None = option(None, "private key (PEM) of --ssl-certfile")
     root_path: str = option("", "path under which a proxy serves this server, which it takes off, as /llm")
@@ -90,6 +95,9 @@ class ServerConfig:
     max_body_seconds: float = option(
         10.0, "seconds that reading one large body may take: its JSON, the chat template and the tokenizer"
     )
+    max_body_memory: int | str = option(
+        "1GiB", "memory that reading one large body, or one chat, may take in the process that does it"
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
     )
@@ -106,10 +114,16 @@ class ServerConfig:
             check_key(self.admin_key, "admin_key")
         if self.keys_file is not None and self.api_key:
             raise ConfigError("give either keys_file or api_key: the file holds all keys")
-        if isinstance(self.max_body_size, str):
-            object.__setattr__(self, "max_body_size", parse_bytes(self.max_body_size))
-        if self.body_limit < 1:
-            raise ConfigError(f"max_body_size must be positive, got {self.max_body_size}")
+        for name in ("max_body_size", "max_total_body_size", "max_body_memory"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, parse_bytes(value))
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.total_body_limit < self.body_limit:
+            raise ConfigError(
+                f"max_total_body_size ({self.total_body_limit}) must be at least max_body_size ({self.body_limit}): no "
+                "body of that size could be received"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
@@ -138,6 +152,16 @@ class ServerConfig:
     def body_limit(self) -> int:
         """`max_body_size` as a number of bytes."""
         return int(self.max_body_size)
+
+    @property
+    def total_body_limit(self) -> int:
+        """`max_total_body_size` as a number of bytes."""
+        return int(self.max_total_body_size)
+
+    @property
+    def body_memory(self) -> int:
+        """`max_body_memory` as a number of bytes."""
+        return int(self.max_body_memory)
 
     @property
     def accepted_admin_key(self) -> str | None:

@@ -9,17 +9,14 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.errors import ApiError, BodyTooLargeError, RequestTimedOutError, ShuttingDownError, to_api_error
+from octavo.server.errors import ApiError, RequestTimedOutError, ShuttingDownError, to_api_error
 
 # Nginx's number for a client that left. Nobody reads it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
 
-# Bytes of a body that are put together on the event loop.
-_JOINED_AT_ONCE = 1024 * 1024
 # Bytes of an answer that are handed to the socket in one go.
 _SENT_AT_ONCE = 64 * 1024
 
@@ -93,27 +90,6 @@ class InFlight:
 async def _departure(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; raises `BodyTooLargeError` before more than `limit` bytes are held, whatever its headers say."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise BodyTooLargeError(limit)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise BodyTooLargeError(limit)
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise ClientLeftError from None
-    if size < _JOINED_AT_ONCE:
-        return b"".join(chunks)
-    # Of so many bytes it lets go of the interpreter's lock.
-    return await asyncio.to_thread(b"".join, chunks)
 
 
 class WholeAnswer(Response):

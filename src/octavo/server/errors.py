@@ -21,6 +21,7 @@ from octavo.errors import (
     RequestError,
     RequestFailedError,
     TenantOverloadedError,
+    UnreadError,
     shortened,
 )
 
@@ -94,6 +95,18 @@ class BodyTooSlowError(ApiError):
         )
 
 
+class BodyTooCostlyError(ApiError):
+    """Reading the request's body took more memory than the server allows."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            HTTPStatus.BAD_REQUEST,
+            f"Reading this request's body took more than {most} bytes of memory, the most this server allows "
+            "(--max-body-memory).",
+            code="request_too_expensive",
+        )
+
+
 class ModelMissingError(ApiError):
     """The request names a model that this server does not serve."""
 
@@ -157,6 +170,8 @@ def to_api_error(error: Exception) -> ApiError:
         else:
             status, kind, code = HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "queue_full"
         return ApiError(status, str(error), type=kind, code=code, headers=headers)
+    if isinstance(error, UnreadError):
+        return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), code="answer_not_read")
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
         return GenerationFailedError()

@@ -106,16 +106,17 @@ async def _merged(
     count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Start streams and merge them in order of arrival; the first error ends all of them."""
-    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue()
+    # Bounded: what a slow client has not read waits in the engine's streams, which are.
+    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(_AT_ONCE)
 
     async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async for output in stream:
                 _refuse_faulty(output)
-                arrivals.put_nowait((index, output))
-            arrivals.put_nowait(None)
+                await arrivals.put((index, output))
+            await arrivals.put(None)
         except Exception as error:
-            arrivals.put_nowait(error)
+            await arrivals.put(error)
         finally:
             await _close(stream)
 

@@ -6,10 +6,13 @@ Ranges are checked where they are declared once: in `SamplingParams`.
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from octavo.errors import RequestError, shortened, shown
 from octavo.limits import RequestLimits
@@ -310,6 +313,8 @@ def _require_text_format(response_format: dict[str, Any] | None) -> None:
         )
 
 
+# What pydantic calls a JSON object and a JSON array.
+_DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
 # An error names no more unknown fields than that.
 _NAMED_UNKNOWN = 8
 
@@ -319,30 +324,52 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_body(body_type: type[Body], raw: bytes) -> Body:
     """The body in its type; raises `ApiError` (400) that names the field and what is wrong with it."""
     try:
-        return body_type.model_validate_json(raw)
+        given = from_json(raw)
+    except ValueError as error:
+        raise _bad_request(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise _bad_request("The request body must be a JSON object.")
+    # Before pydantic looks: it would make an error of each unknown field, and a body may hold a million.
+    _refuse_unknown(body_type, given)
+    try:
+        return body_type.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from None
+
+
+def _refuse_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str = "") -> None:
+    """Raises `ApiError` that names the first few fields a body, or an object in it, must not have."""
+    known = body_type.model_fields
+    if unknown := [name for name in given if name not in known]:
+        named = [shortened(prefix + name) for name in unknown[:_NAMED_UNKNOWN]]
+        plural = "s" if len(unknown) > 1 else ""
+        more = f" and {len(unknown) - _NAMED_UNKNOWN} more" if len(unknown) > _NAMED_UNKNOWN else ""
+        raise _bad_request(f"Unrecognized request argument{plural} supplied: {', '.join(named)}{more}", named[0])
+    for name, inner_type in _inner_types(body_type):
+        if isinstance(inner := given.get(name), dict):
+            _refuse_unknown(inner_type, inner, f"{name}.")
+
+
+@cache
+def _inner_types(body_type: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """The fields that are objects with fields of their own."""
+    return [
+        (name, part)
+        for name, field in body_type.model_fields.items()
+        for part in get_args(field.annotation)
+        if isinstance(part, type) and issubclass(part, BaseModel)
+    ]
 
 
 def _explain(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     where = tuple(shortened(str(part)) for part in first["loc"])
-    if first["type"] == "json_invalid":
-        return _bad_request(f"The request body is not valid JSON: {first['ctx']['error']}.")
-    if not where:
-        return _bad_request("The request body must be a JSON object.")
-    unknown = [shortened(".".join(map(str, p["loc"]))) for p in problems if p["type"] == "extra_forbidden"]
-    if unknown:
-        plural = "s" if len(unknown) > 1 else ""
-        more = f" and {len(unknown) - _NAMED_UNKNOWN} more" if len(unknown) > _NAMED_UNKNOWN else ""
-        named = ", ".join(unknown[:_NAMED_UNKNOWN])
-        return _bad_request(f"Unrecognized request argument{plural} supplied: {named}{more}", unknown[0])
     if first["type"] == "missing":
         return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
     # A union reports one problem for each of its members; together they say what would have been right.
     wishes = [
-        p["msg"].removeprefix("Input should be ")
+        _LIST.sub("a valid array", _DICTIONARY.sub("an object", p["msg"].removeprefix("Input should be ")))
         for p in problems
         if p["loc"] and shortened(str(p["loc"][0])) == where[0]
     ]

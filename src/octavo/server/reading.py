@@ -1,7 +1,8 @@
 """From the bytes of a body to what is asked of the engine: checked, rendered and tokenised. Pure, so it runs anywhere.
 
 A body of a kilobyte is read where it is; a larger one in a thread, where only its parsing holds the interpreter's lock,
-for a millisecond; a large one in a process of its own (`body_worker`).
+for a millisecond; a large one in a process of its own (`body_worker`). So is every chat: its template comes with the
+model, and may loop or fill the memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger = logging.getLogger("octavo.server")
 # Bytes of a body that are read on the event loop, and in a thread: a millisecond or two of either, at most.
 SMALL_BODY = 1024
 MEDIUM_BODY = 64 * 1024
-# Large bodies that are read at once.
+# Large bodies that are read at once; and chats, which have processes of their own.
 NUM_WORKERS = 2
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -241,16 +242,16 @@ class BodyReading:
     """Runs a `BodyReader` where it keeps nobody waiting.
 
     Args:
-        seconds: how long reading one large body may take.
+        seconds: how long reading one large body, or one chat, may take.
+        memory: bytes that it may take.
     """
 
-    def __init__(self, reader: BodyReader, seconds: float) -> None:
+    def __init__(self, reader: BodyReader, seconds: float, memory: int) -> None:
         self._reader = reader
-        self._seconds = seconds
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "octavo-body")
-        self._idle: list[BodyWorker] = []
-        self._pickled: bytes | None = None
-        self._lock = threading.Lock()
+        # Chats do not wait for large bodies.
+        self._large = _Workers("octavo-large-body", reader, seconds, memory)
+        self._chats = _Workers("octavo-chat", reader, seconds, memory)
 
     @property
     def reader(self) -> BodyReader:
@@ -258,35 +259,57 @@ class BodyReading:
 
     async def read(self, method: str, raw: bytes) -> Any:
         """What `BodyReader.<method>(raw)` returns; raises what it raises."""
+        if len(raw) >= MEDIUM_BODY:
+            return await self._large.read(method, raw)
+        if method == "chat" or (method == "tokenize" and b'"messages"' in raw):
+            return await self._chats.read(method, raw)
         if len(raw) < SMALL_BODY:
             return getattr(self._reader, method)(raw)
-        loop = asyncio.get_running_loop()
-        if len(raw) < MEDIUM_BODY:
-            return await loop.run_in_executor(self._threads, getattr(self._reader, method), raw)
-        return await loop.run_in_executor(self._threads, self._read_elsewhere, method, raw)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._reader, method), raw)
 
-    def _read_elsewhere(self, method: str, raw: bytes) -> Any:
-        with self._lock:
-            worker = self._idle.pop() if self._idle else None
-            if worker is None and self._pickled is None:
-                self._pickled = pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
-        worker = worker or BodyWorker(self._pickled or b"")
+    def warm_up(self) -> None:
+        """Start a process for the first chat. Waits for nothing."""
+        self._chats.start_one()
+
+
+class _Workers:
+    """Up to `NUM_WORKERS` processes that read bodies, started when they are needed."""
+
+    def __init__(self, name: str, reader: BodyReader, seconds: float, memory: int) -> None:
+        self._reader = reader
+        self._seconds = seconds
+        self._memory = memory
+        self._threads = ThreadPoolExecutor(NUM_WORKERS, name)
+        self._idle: list[BodyWorker] = []
+        self._lock = threading.Lock()
+
+    async def read(self, method: str, raw: bytes) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, raw)
+
+    def start_one(self) -> None:
+        self._threads.submit(lambda: self._release(self._take()))
+
+    def _read(self, method: str, raw: bytes) -> Any:
+        worker = self._take()
         try:
-            result = worker.read(method, raw, self._seconds)
+            return worker.read(method, raw, self._seconds)
         except (EOFError, OSError) as error:
             worker.close()
-            logger.error("the process that read a large body has ended: %s", error)
+            logger.error("the process that read a body has ended: %s", error)
             raise ApiError(
                 500,
-                "The server could not read this large body; its log may say why.",
+                "The server could not read this body; its log may say why.",
                 type="server_error",
                 code="internal_error",
             ) from error
-        except Exception:
+        finally:
             self._release(worker)
-            raise
-        self._release(worker)
-        return result
+
+    def _take(self) -> BodyWorker:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return BodyWorker(pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL), self._memory)
 
     def _release(self, worker: BodyWorker) -> None:
         if worker.is_alive:

@@ -73,7 +73,8 @@ async def serve_on(
     """
     in_flight = InFlight(config.request_timeout)
     access = Access(config) if access is None else access
-    server = Server(create_app(engine, config, in_flight, access), config, in_flight, engine.model_name)
+    app = create_app(engine, config, in_flight, access)
+    server = Server(app, config, in_flight, engine.model_name)
     server.has_engine = lambda: engine.is_alive
     # Without a file to reread, a hangup ends the process, as ever.
     server.on_hangup = None if config.keys_file is None else access.reread
@@ -81,6 +82,7 @@ async def serve_on(
         await engine.start()
         try:
             listen(listener)
+            app.state.warm_up()
             await server.serve(sockets=[listener])
             if not engine.is_alive:
                 raise EngineDeadError("the engine died, and the server with it; the log says why")

@@ -8,7 +8,7 @@ nothing, `break` and `continue`, and `{% generation %}` blocks, which mark what 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,8 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from octavo.errors import RequestError
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# What a template may raise on messages it did not foresee, besides its own errors.
-_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+# What a template may raise on messages it did not foresee, besides its own errors. RuntimeError: it recurses too deep.
+_RENDERING_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+)
+# Characters that a template may make of a chat: the most that a body can hold, several times over.
+MAX_RENDERED = 64 * 1024 * 1024
 
 
 def render_chat(
@@ -52,15 +56,28 @@ def render_chat(
         raise RequestError("messages must hold at least one message", param="messages")
     conversation = [_normalize(message, index) for index, message in enumerate(messages)]
     try:
-        return _compile(template).render(
+        pieces = _compile(template).generate(
             messages=conversation,
             tools=None if tools is None else [dict(tool) for tool in tools],
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
+        return _joined(pieces)
     except _RENDERING_ERRORS as error:
         raise RequestError(f"the model's chat template refused these messages: {error}", param="messages") from error
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """The pieces of a rendered template; raises ValueError once they are too long, however many may follow."""
+    taken: list[str] = []
+    length = 0
+    for piece in pieces:
+        length += len(piece)
+        if length > MAX_RENDERED:
+            raise ValueError(f"it makes more than {MAX_RENDERED} characters of them")
+        taken.append(piece)
+    return "".join(taken)
 
 
 def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -1,0 +1,313 @@
+"""Attacks with one valid key on a real server, and what another tenant sees of each.
+
+    python benchmarks/attacks.py [--only PART] [--out FILE]
+
+Writes benchmarks/results/attacks.md. `octavo serve` runs in a process of its own; another tenant's stream decodes all
+the time, and /health is asked every 20 ms (`watched_server.py`). For each attack: how it was answered, the longest wait
+of that stream between two tokens and of /health, and the memory of the server with its processes before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from watched_server import Answer, Watched, as_json, head, machine, post, watched_server
+
+RESULTS = Path(__file__).parent / "results" / "attacks.md"
+COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+SECONDS = 3.0
+SERVER = ["--max-num-seqs", "64", "--kv-cache-memory", "1GiB", "--itl-slo-ms", "50"]
+# So that an attack on a timeout need not be watched for half a minute.
+TIMEOUTS = ["--header-timeout", "3", "--body-timeout", "3", "--write-timeout", "3"]
+
+Attack = Callable[[int], Awaitable[list[Answer]]]
+
+
+def bodies(*given: tuple[str, Any], at_once: int = 1) -> Attack:
+    """Send bodies, so many at a time."""
+
+    async def run(port: int) -> list[Answer]:
+        free = asyncio.Semaphore(at_once)
+
+        async def send(path: str, body: Any) -> Answer:
+            async with free:
+                return await post(port, path, as_json(body), SECONDS)
+
+        return list(await asyncio.gather(*(send(path, body) for path, body in given)))
+
+    return run
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"prompt": [5] * 5, "max_tokens": 16, "ignore_eos": True, **fields}
+
+
+async def stalled_bodies(port: int) -> list[Answer]:
+    """A hundred bodies of 15 MB, each of which stops before its end."""
+    content = b" " * 15_000_000
+
+    async def stall() -> Answer:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(head(COMPLETIONS, len(content) + 100))
+            for start in range(0, len(content), 1_000_000):
+                writer.write(content[start : start + 1_000_000])
+                await writer.drain()
+            answer = await asyncio.wait_for(reader.read(4096), SECONDS)
+        except TimeoutError:
+            return Answer(-1)
+        except ConnectionError:
+            return Answer(0)
+        finally:
+            writer.transport.abort()
+        return Answer(int(answer[9:12] or 0))
+
+    return list(await asyncio.gather(*(stall() for _ in range(100))))
+
+
+async def slow_headers(port: int) -> list[Answer]:
+    """Two hundred headers that trickle."""
+
+    async def trickle() -> Answer:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\n")
+            answer = asyncio.ensure_future(reader.read(4096))
+            for number in range(20):
+                if answer.done():
+                    break
+                writer.write(b"X-Slow-%d: 1\r\n" % number)
+                await asyncio.sleep(0.25)
+            return Answer(int((await asyncio.wait_for(answer, 1))[9:12] or 0))
+        except TimeoutError:
+            return Answer(-1)
+        except ConnectionError:
+            return Answer(0)
+        finally:
+            writer.transport.abort()
+
+    return list(await asyncio.gather(*(trickle() for _ in range(200))))
+
+
+async def unread_streams(port: int) -> list[Answer]:
+    """Eight streams of logprobs that nobody reads."""
+    body = as_json(completion(n=8, logprobs=5, stream=True, max_tokens=2000)[1])
+    held = []
+    for _ in range(8):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(head(COMPLETIONS, len(body)) + body)
+        held.append(connection)
+    await asyncio.sleep(8)
+    for connection in held:
+        connection.close()
+    return [Answer(-1)] * len(held)
+
+
+async def leaving_clients(port: int) -> list[Answer]:
+    """Sixteen bodies of 64 prompts each, whose clients leave at once."""
+    body = as_json(completion(prompt=[[i, 7] for i in range(64)], n=16, max_tokens=200)[1])
+    connections = []
+    for _ in range(16):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head(COMPLETIONS, len(body)) + body)
+        connections.append(connection)
+    await asyncio.sleep(2)
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+    await asyncio.sleep(1)
+    return [Answer(-1)] * len(connections)
+
+
+async def too_many_connections(port: int) -> list[Answer]:
+    """Connections beyond the limit, held open."""
+    with ExitStack() as held:
+        answers = []
+        for _ in range(1100):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.setblocking(False)
+            answers.append(connection)
+            await asyncio.sleep(0)
+        await asyncio.sleep(1)
+        found = []
+        for connection in answers:
+            try:
+                found.append(Answer(int(connection.recv(4096)[9:12] or 0)))
+            except BlockingIOError:
+                found.append(Answer(-1))
+            except ConnectionError:
+                found.append(Answer(0))
+        return found
+
+
+def attacks() -> Iterator[tuple[str, Attack]]:
+    """(what it is, how to do it), in the order of the report."""
+    vocabulary = range(49152)
+    text = "the blocks of the cache are read and written by the model " * 200_000
+    yield "nothing", bodies()
+    yield "a small body", bodies(completion())
+    yield (
+        "beams: `best_of` 4, `logprobs` 1, 48,000 `stop_token_ids`",
+        bodies(completion(use_beam_search=True, best_of=4, logprobs=1, stop_token_ids=list(vocabulary[:48000]))),
+    )
+    yield "300,000 empty messages", bodies((CHAT, {"messages": [{}] * 300_000}))
+    yield "/tokenize, `return_token_strs`, 11 MB", bodies((TOKENIZE, {"prompt": text, "return_token_strs": True}))
+    yield "/tokenize, 15 MB of one letter", bodies((TOKENIZE, {"prompt": "a" * 15_000_000}))
+    yield "/tokenize, 500 kB of one letter × 8", bodies(*[(TOKENIZE, {"prompt": "a" * 500_000})] * 8, at_once=8)
+    yield "/detokenize, 3 million ids", bodies((DETOKENIZE, {"tokens": [7] * 3_000_000}))
+    yield "2,048 prompts, n = 64", bodies(completion(prompt=["a"] * 2048, n=64))
+    yield "1,024 prompts", bodies(completion(prompt=["a"] * 1024, max_tokens=1))
+    yield "100 prompts of 8,000 ids, n = 64", bodies(completion(prompt=[[i] * 8000 for i in range(100)], n=64))
+    yield "16 prompts of 8,000 ids, n = 64", bodies(completion(prompt=[[i] * 8000 for i in range(16)], n=64))
+    yield "`priority` -10⁹, 300 bodies", bodies(*[completion(priority=-(10**9))] * 300, at_once=32)
+    yield "`priority` 0, 300 bodies", bodies(*[completion(priority=0)] * 300, at_once=300)
+    yield (
+        "`prompt_logprobs` 20 over 4,000 tokens, n = 8",
+        bodies(completion(prompt=list(range(4000)), prompt_logprobs=20, n=8)),
+    )
+    yield "49,152 `logit_bias`, n = 64", bodies(completion(logit_bias={str(i): 1 for i in vocabulary}, n=64))
+    yield "1,024 `logit_bias`, n = 64", bodies(completion(logit_bias={str(i): 1 for i in vocabulary[:1024]}, n=64))
+    yield "a stop string of 4 MB", bodies(completion(stop="s" * 4_000_000))
+    yield "a `cache_salt` of 8 MB, 60 bodies", bodies(*[completion(cache_salt="s" * 8_000_000)] * 60, at_once=4)
+    yield "a `model` of 10 MB", bodies(completion(model="m" * 10_000_000))
+    yield "a `role` of 10 MB", bodies((CHAT, {"messages": [{"role": "r" * 10_000_000, "content": "x"}]}))
+    yield (
+        "`stop_token_ids`: the vocabulary, with `min_tokens`",
+        bodies(completion(stop_token_ids=list(vocabulary), min_tokens=16)),
+    )
+    yield "`metadata` of 15 MB", bodies(completion(metadata={"m": "x" * 15_000_000}))
+    yield "a million unknown fields", bodies((COMPLETIONS, {f"f{i}": 1 for i in range(1_000_000)}))
+    yield "5,000 unknown fields, 60 kB", bodies((COMPLETIONS, {f"f{i}": 1 for i in range(5000)}))
+    yield "16 MB of [", bodies((COMPLETIONS, b"[" * 16_000_000))
+    yield "5 million empty objects", bodies((COMPLETIONS, b'{"prompt": [' + b"{}," * 5_000_000 + b"{}]}"))
+    yield "2.5 million ids", bodies((COMPLETIONS, {"prompt": [1234] * 2_500_000}))
+    yield "64 beams, `logprobs` 20", bodies(completion(use_beam_search=True, temperature=0, best_of=64, logprobs=20))
+    yield "a million content parts", bodies((CHAT, {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}))
+    yield "bodies of 20 MB × 20", bodies(*[(COMPLETIONS, b" " * 20_000_000)] * 20, at_once=20)
+    yield "100 stalled bodies of 15 MB", stalled_bodies
+    yield "200 headers that trickle", slow_headers
+    yield "8 streams of 8 × `logprobs` 5 that nobody reads", unread_streams
+    yield "16 clients leave 64 prompts × n = 16 each", leaving_clients
+    yield "1,100 connections", too_many_connections
+
+
+def template_attacks() -> Iterator[tuple[str, Attack]]:
+    """The same, on a model whose chat template does what the client says."""
+
+    def chat(**variables: Any) -> tuple[str, Any]:
+        messages = [{"role": "user", "content": "x"}]
+        return CHAT, {"messages": messages, "chat_template_kwargs": variables, "max_tokens": 1}
+
+    yield "a template that does nothing", bodies(chat())
+    yield "a template that loops 10⁹ times, × 4", bodies(*[chat(loops=99_999)] * 4, at_once=4)
+    yield "a template that formats 10⁹ characters", bodies(chat(width=999_999_999))
+    yield "a template that writes 10¹⁰ characters", bodies(chat(writes=99_999))
+
+
+TEMPLATE = (
+    "{% for i in range(loops | default(0)) %}{% for j in range(loops) %}{% endfor %}{% endfor %}"
+    "{{ '%*d' % (width | default(1), 1) }}"
+    "{% for i in range(writes | default(0)) %}{{ 'x' * 99999 }}{% endfor %}"
+)
+
+
+def write_model(folder: Path, template: str) -> None:
+    """A tiny random model of 256 tokens, one a byte, with a chat template."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def attack_all(server: Watched, found: Iterator[tuple[str, Attack]], only: str) -> list[str]:
+    rows = []
+    for name, attack in found:
+        if only not in name:
+            continue
+        server.settle()
+        before = server.rss()
+        server.stalls()
+        answers = asyncio.run(attack(server.port))
+        server_seen = server.stalls()
+        server.settle(at_most=10)
+        after = server.rss()
+        told = ", ".join(
+            f"{status} × {count}" if count > 1 else status for status, count in Counter(map(str, answers)).items()
+        )
+        slowest = max((answer.seconds for answer in answers), default=0.0)
+        stalls = f"{server_seen.stream * 1e3:.0f} | {server_seen.health * 1e3:.0f}"
+        errors = f" ({server_seen.errors} errors)" if server_seen.errors else ""
+        rows.append(f"| {name} | {told or '—'}{errors} | {slowest:.2f} | {stalls} | {before:.0f} | {after:.0f} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="attacks whose name holds this")
+    parser.add_argument("--part", choices=["all", "first", "second"], default="all", help="half of the attacks")
+    parser.add_argument("--rows", type=Path, help="append the rows to this JSON file, to be put together by --join")
+    parser.add_argument("--join", type=Path, help="write the report from this file instead")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows: list[str] = json.loads(args.join.read_text()) if args.join else []
+    if not args.join:
+        every = list(attacks())
+        half = len(every) // 2
+        some = {"all": every, "first": every[:half], "second": every[half:]}[args.part]
+        with watched_server([*SERVER, *TIMEOUTS]) as server:
+            rows += attack_all(server, iter(some), args.only)
+        if args.part != "first" and any(args.only in name for name, _ in template_attacks()):
+            with tempfile.TemporaryDirectory() as folder:
+                write_model(Path(folder), TEMPLATE)
+                model = ["--model", folder, "--dtype", "float32", "--num-blocks", "2048"]
+                with watched_server([*model, "--max-body-seconds", "2", *TIMEOUTS]) as server:
+                    rows += attack_all(server, template_attacks(), args.only)
+    if args.rows:
+        known = json.loads(args.rows.read_text()) if args.rows.exists() else []
+        args.rows.write_text(json.dumps(known + rows))
+        return
+    args.out.write_text(HEAD.format(machine=machine()) + "\n".join(rows) + "\n")
+
+
+HEAD = """# Attacks with one valid key
+
+`python benchmarks/attacks.py` on {machine}: SmolLM2-135M behind `octavo serve --max-num-seqs 64 --kv-cache-memory 1GiB
+--itl-slo-ms 50`, attacker, watcher and server on the same two cores. Another tenant's stream decodes all the time.
+
+- answer: status codes; "given up": the client left after 3 s, while its request was served; "closed": by the server.
+- stream, /health: the longest time that the other tenant waited for its next token, and for an answer of /health.
+- MiB: resident memory of the server with its processes, before, and after the stream ran undisturbed again.
+
+| attack | answer | slowest answer, s | stream, ms | /health, ms | MiB before | MiB after |
+|---|---|---:|---:|---:|---:|---:|
+"""
+
+if __name__ == "__main__":
+    main()

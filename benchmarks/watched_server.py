@@ -1,0 +1,251 @@
+"""A real server that is attacked: in a process of its own, with another tenant's stream and /health watched meanwhile.
+
+Shared by `attacks.py` and `fuzz_bodies.py`. The watcher is a process of its own too, so that what it measures does not
+hang on the attacker's interpreter:
+
+    attacker ──HTTP──> octavo serve <──HTTP── watcher: one stream after the other, and /health every 20 ms
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.server_process import running_server
+
+VICTIM_KEY, ATTACKER_KEY = "a-key-of-the-victim", "a-key-of-the-attacker"
+# What the watched stream asks for, again and again.
+STREAM = {"prompt": [7, 8, 9], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+_HEALTH_EVERY = 0.02
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """The longest waits since the last look, in seconds; tokens and probes that came.
+
+    Attributes:
+        stream: between two chunks of the stream, or for its first one.
+        health: for an answer of /health.
+    """
+
+    stream: float
+    health: float
+    tokens: int
+    probes: int
+    errors: int
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A server under attack, and who watches it."""
+
+    port: int
+    pid: int
+    _watcher: subprocess.Popen[str]
+
+    def stalls(self) -> Stalls:
+        """What was seen since this was last asked."""
+        assert self._watcher.stdin is not None
+        assert self._watcher.stdout is not None
+        self._watcher.stdin.write("\n")
+        self._watcher.stdin.flush()
+        return Stalls(**json.loads(self._watcher.stdout.readline()))
+
+    def settle(self, seconds: float = 0.5, at_most: float = 30.0) -> None:
+        """Wait until the stream has gone on for so long without a stall of 100 ms."""
+        until = time.monotonic() + at_most
+        self.stalls()
+        while time.monotonic() < until:
+            time.sleep(seconds)
+            seen = self.stalls()
+            if seen.tokens > 3 and seen.stream < 0.1:
+                return
+
+    def rss(self) -> float:
+        """Resident memory of the server and of the processes that it started, in MiB."""
+        return sum(_rss(pid) for pid in [self.pid, *_descendants(self.pid)]) / 2**20
+
+
+@contextmanager
+def watched_server(arguments: Sequence[str]) -> Iterator[Watched]:
+    """`octavo serve ARGUMENTS` with the two keys, watched from its first token on."""
+    keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--no-access-log"]
+    with running_server([*keys, *arguments]) as server:
+        port = int(server.base_url.rpartition(":")[2])
+        argv = [sys.executable, __file__, str(port)]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+            try:
+                watched = Watched(port, _server_on(port), watcher)
+                watched.settle()
+                yield watched
+            finally:
+                watcher.kill()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a request ended.
+
+    Attributes:
+        status: of the answer; 0 where the connection was closed without one, -1 where the client gave up waiting.
+        size: bytes of the answer's body.
+    """
+
+    status: int
+    body: bytes = b""
+    seconds: float = 0.0
+    size: int = 0
+
+    def __str__(self) -> str:
+        return {0: "closed", -1: "given up"}.get(self.status, str(self.status))
+
+
+def head(path: str, size: int, key: str = ATTACKER_KEY, *, keep: bool = False) -> bytes:
+    """The header of a POST."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Authorization: Bearer {key}",
+        f"Content-Length: {size}",
+        f"Connection: {'keep-alive' if keep else 'close'}",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: int = 4096) -> Answer:
+    """Send a body on a connection of its own, read the answer, and leave after that time.
+
+    Args:
+        keeps: bytes of the answer to keep.
+    """
+    began = time.perf_counter()
+    received, size = b"", 0
+    writer = None
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(head(path, len(body)) + body)
+                await writer.drain()
+            except ConnectionError:
+                pass  # it may have been answered before it was sent whole
+            while chunk := await reader.read(65536):
+                size += len(chunk)
+                received += chunk[: max(0, keeps - len(received))]
+    except TimeoutError:
+        if not received:
+            return Answer(-1, b"", time.perf_counter() - began)
+    except ConnectionError:
+        pass
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    status = int(received[9:12]) if received.startswith(b"HTTP/1.1 ") else 0
+    return Answer(status, received.partition(b"\r\n\r\n")[2], time.perf_counter() - began, size)
+
+
+def _server_on(port: int) -> int:
+    for pid in _descendants(os.getpid()):
+        if f"\0--port\0{port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise RuntimeError(f"no process of this one serves port {port}")
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in task.read_text().split()]
+        except OSError:
+            continue  # it has ended
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _rss(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return 0  # it has ended
+
+
+class _Watcher:
+    """The watcher's process: prints what it saw, and begins anew, for each line that it reads."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._reset()
+        self._waiting_since: float | None = None
+
+    def _reset(self) -> None:
+        self.seen = {"stream": 0.0, "health": 0.0, "tokens": 0, "probes": 0, "errors": 0}
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sys.stdin.fileno(), self._tell)
+        await asyncio.gather(self._watch_stream(), self._watch_health())
+
+    def _tell(self) -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            os._exit(0)
+        if self._waiting_since is not None:
+            # What is still waited for counts as far as it has come.
+            self._note("stream", time.perf_counter() - self._waiting_since)
+        print(json.dumps(self.seen), flush=True)
+        self._reset()
+
+    def _note(self, what: str, seconds: float) -> None:
+        self.seen[what] = max(self.seen[what], seconds)
+
+    async def _watch_stream(self) -> None:
+        body = json.dumps(STREAM).encode()
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(head("/v1/completions", len(body), VICTIM_KEY) + body)
+            self._waiting_since = time.perf_counter()
+            received = b""
+            while chunk := await reader.read(65536):
+                now = time.perf_counter()
+                self._note("stream", now - self._waiting_since)
+                self._waiting_since = now
+                self.seen["tokens"] += chunk.count(b"data: ")
+                received = (received + chunk)[-64:]
+            if b"[DONE]" not in received:
+                self.seen["errors"] += 1
+            writer.close()
+
+    async def _watch_health(self) -> None:
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        while True:
+            began = time.perf_counter()
+            writer.write(request)
+            answer = await reader.readuntil(b"}")
+            self._note("health", time.perf_counter() - began)
+            self.seen["probes"] += 1
+            self.seen["errors"] += not answer.startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(_HEALTH_EVERY)
+
+
+def machine() -> str:
+    """The machine that the project's benchmarks run on."""
+    return "2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM"
+
+
+def as_json(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+if __name__ == "__main__":
+    asyncio.run(_Watcher(int(sys.argv[1])).run())
