@@ -73,6 +73,7 @@ class RequestContext:
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
         max_waiting_requests, max_waiting_tokens: of its tenant, while they wait for their first step; None: its share
             of the whole queue.
+        traceparent: the trace that it is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
     """
 
@@ -83,6 +84,7 @@ class RequestContext:
     cache_group: str | None = None
     max_waiting_requests: int | None = None
     max_waiting_tokens: int | None = None
+    traceparent: str | None = None
     pins: tuple[PinRequest, ...] = ()
 
 
@@ -244,6 +246,7 @@ class Request:
 
     Attributes:
         prompt_token_ids: shared by all sequences, and never changed.
+        traceparent: the trace that it is part of (W3C Trace Context).
         full_blocks: the prompt packed and hashed, as `KVCacheManager.hash_prompt` leaves it for itself; None before.
         priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
@@ -268,6 +271,7 @@ class Request:
     cache_group: str | None = None
     seed: int = 0
     pins: tuple[PinRequest, ...] = ()
+    traceparent: str | None = None
     full_blocks: object = None
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None

@@ -50,9 +50,22 @@ def run(args: argparse.Namespace) -> int:
         from octavo import AsyncEngine
         from octavo.engine.builder import build_engine
 
-        return AsyncEngine(build_engine(config), config.model)
+        engine = AsyncEngine(
+            build_engine(config), config.model, watchdog_seconds=server_config.watchdog_timeout or None
+        )
+        engine.stats.tracer = tracer
+        return engine
 
-    serve(make_engine, server_config)
+    tracer = None
+    if server_config.otlp_traces_endpoint is not None:
+        from octavo.observe.tracing import otlp_tracer
+
+        tracer = otlp_tracer(server_config.otlp_traces_endpoint, config.model)
+    try:
+        serve(make_engine, server_config)
+    finally:
+        if tracer is not None:
+            tracer.close()
     return 0
 
 

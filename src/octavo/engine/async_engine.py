@@ -26,6 +26,7 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.watchdog import Watchdog
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError, UnreadError
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
@@ -139,6 +140,7 @@ class AsyncEngine:
     Args:
         idle_audit_seconds: how long nothing must run before the block accounting is proven once. A mismatch is logged,
             counted, and told by `/health`; it does not stop the engine.
+        watchdog_seconds: how long a step may take before it is reported; None: as long as it likes.
         idle_collect_seconds: how long nothing must run after that before all of Python's garbage is collected once.
     """
 
@@ -149,6 +151,7 @@ class AsyncEngine:
         *,
         idle_audit_seconds: float = IDLE_AUDIT_SECONDS,
         idle_collect_seconds: float = IDLE_COLLECT_SECONDS,
+        watchdog_seconds: float | None = None,
     ) -> None:
         self.core = core
         self.model_name = model_name
@@ -168,6 +171,7 @@ class AsyncEngine:
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._watchdog = Watchdog(self._thread, core.stats, watchdog_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -203,6 +207,7 @@ class AsyncEngine:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watchdog.start()
 
     async def generate(
         self,
@@ -332,6 +337,8 @@ class AsyncEngine:
             dead = EngineDeadError(f"the engine has stopped: {error}")
             dead.__cause__ = cause
             self._call_in_loop(self._fail_streams, dead)
+        finally:
+            self._watchdog.stop()
 
     def _step(self) -> bool:
         """Accept new requests, compute one step or wait; returns whether to continue."""
@@ -339,8 +346,10 @@ class AsyncEngine:
         self._wake.clear()
         if self._stopping:
             return False
+        self._watchdog.began = time.monotonic()
         aborted = self._take_in()
         news = self.core.advance() if self.core.has_work else StepNews()
+        self._watchdog.began = None
         news.ended += aborted
         if news:
             self._call_in_loop(self._deliver, news)

@@ -126,6 +126,7 @@ class EngineCore:
             cache_group=context.cache_group,
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            traceparent=context.traceparent,
         )
         # Here, because the thread that steps shall not do it.
         self.scheduler.kv.hash_prompt(request)

@@ -33,9 +33,12 @@ class StatsRecorder:
 
     def on_admitted(self, request: Request) -> None:
         """Record a request's first admission, before it is computed."""
+        now = time.monotonic()
         self._stats.waiting.leave(request.request_id)
+        if self._stats.tracer is not None:
+            self._stats.tracer.on_admitted(request, now)
         self._stats.on_admitted(
-            queue_time=time.monotonic() - request.arrival_time,
+            queue_time=now - request.arrival_time,
             queried_tokens=len(request.prompt_token_ids),
             hit_tokens=request.num_cached_tokens or 0,
         )
@@ -60,6 +63,8 @@ class StatsRecorder:
             elif seq.index == 0:
                 prompt_tokens += len(seq.request.prompt_token_ids)
                 self._stats.on_first_token(now - seq.request.arrival_time)
+                if self._stats.tracer is not None:
+                    self._stats.tracer.on_first_token(seq.request, now)
             if update.finish_reason is None:
                 last_token[seq.seq_id] = now
             elif seq.request.finished:
@@ -85,6 +90,8 @@ class StatsRecorder:
 
     def _on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         self._stats.waiting.leave(request.request_id)
+        if self._stats.tracer is not None:
+            self._stats.tracer.on_finished(request, reason, now)
         for seq in request.sequences:
             self._last_token.pop(seq.seq_id, None)
         self._stats.on_finished(

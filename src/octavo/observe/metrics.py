@@ -32,6 +32,7 @@ _COUNTERS = (
 # What a tenant may not know of another is counted as cold, as in its own responses.
 _OWN_COUNTERS = (
     ("failed_steps", "num_failed_steps", "Steps in which something raised, each try counted."),
+    ("hung_steps", "num_hung_steps", "Steps that took longer than the watchdog allows."),
     ("audits", "num_audits", "Times that the block accounting was proven while the engine was idle."),
     ("failed_audits", "num_failed_audits", "Audits that found the block accounting wrong: a bug, never user input."),
 )
@@ -67,6 +68,11 @@ class EngineCollector(Collector):
                 counter = CounterMetricFamily(f"{prefix}:{name}", help, labels=names)
                 counter.add_metric(values, getattr(self._stats, attribute))
                 yield counter
+        hung = GaugeMetricFamily(
+            "octavo:hung_step_seconds", "How long the present step has hung; 0 if it does not.", labels=names
+        )
+        hung.add_metric(values, self._stats.hung_step_seconds or 0.0)
+        yield hung
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from octavo.kvcache.block import BlockState
 from octavo.observe.tenant_queues import TenantQueues
+from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason
 
 # Upper bounds in seconds, vLLM's, so that its dashboards fit.
@@ -73,12 +74,17 @@ class EngineStats:
     Counters, since the start: all other numbers.
 
     Attributes:
+        tracer: makes the requests' traces; None: nobody asked for any.
+        hung_step_seconds: how long the present step has hung, as far as the watchdog has seen; None: it does not.
         waiting: whose requests wait for their first step.
         audit_problem: what the latest audit found wrong with the block accounting; None where it found nothing.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
         self.waiting = TenantQueues()
+        self.tracer: RequestTracer | None = None
+        self.num_hung_steps = 0
+        self.hung_step_seconds: float | None = None
         self.num_running = 0
         self.num_waiting = 0
         self.num_swapped = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -35,6 +36,9 @@ from octavo.server.reading import BodyReader, BodyReading, ChatRequest, Completi
 
 # Of a damaged cache's audit, which may name every block.
 _MAX_HEALTH_DETAIL = 1000
+
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -140,7 +144,7 @@ class Api:
 
     async def create_completion(self, request: Request) -> Response:
         read: CompletionRequest = await self._read(request, "completion")
-        answer = self._completions.answer(read, client_of(request.scope))
+        answer = self._completions.answer(read, client_of(request.scope), self._traceparent(request))
         charge_of(request.scope).begin(answer.usage)
         if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
@@ -148,11 +152,16 @@ class Api:
 
     async def create_chat_completion(self, request: Request) -> Response:
         read: ChatRequest = await self._read(request, "chat")
-        answer = self._chat.answer(read, client_of(request.scope))
+        answer = self._chat.answer(read, client_of(request.scope), self._traceparent(request))
         charge_of(request.scope).begin(answer.usage)
         if read.body.streams:
             return EventStream(answer.events(), self._in_flight)
         return WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
+
+    def _traceparent(self, request: Request) -> str | None:
+        """The trace that a request says it is part of, where traces are made."""
+        given = request.headers.get("traceparent", "") if self._config.otlp_traces_endpoint is not None else ""
+        return given if _TRACEPARENT.fullmatch(given) else None
 
     async def list_models(self, request: Request) -> Response:
         models = [self._model_card(name) for name in self._names]
@@ -184,6 +193,9 @@ class Api:
         if (problem := self._engine.stats.audit_problem) is not None:
             # It serves on, so that this is no 503: whoever watches decides when to restart it.
             return _json(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
+        if (seconds := self._engine.stats.hung_step_seconds) is not None:
+            detail = f"A step of the engine has been running for {seconds:.0f} s; the log says where."
+            return _json(json_bytes({"status": "degraded", "detail": detail}))
         return _json(b'{"status":"ok"}')
 
     async def ready(self, request: Request) -> Response:
@@ -191,6 +203,8 @@ class Api:
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
         if self._in_flight.draining:
             raise ApiError(503, "The server is shutting down.", type="server_error", code="shutting_down")
+        if self._engine.stats.hung_step_seconds is not None:
+            raise ApiError(503, "A step of the engine hangs.", type="server_error", code="step_hangs")
         return _json(b'{"status":"ready"}')
 
     async def show_version(self, request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,10 @@ class ChatCompletions:
         self._engine = engine
         self._texts = texts
 
-    def answer(self, read: ChatRequest, client: Client) -> ChatAnswer:
+    def answer(self, read: ChatRequest, client: Client, traceparent: str | None = None) -> ChatAnswer:
         """What will answer a body that was read."""
         context = client.context(new_id("chatcmpl"), read.body.priority, read.cache_salt, read.prompt.pins)
+        context = replace(context, traceparent=traceparent)
         job = Job(read.model, [read.prompt], read.params, context)
         return ChatAnswer(self._engine, self._texts, read.body, job, read.echoed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,12 @@ class Completions:
         self._engine = engine
         self._texts = texts
 
-    def answer(self, read: CompletionRequest, client: Client) -> CompletionAnswer:
+    def answer(self, read: CompletionRequest, client: Client, traceparent: str | None = None) -> CompletionAnswer:
         """What will answer a body that was read."""
         body = read.body
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
+        context = replace(context, traceparent=traceparent)
         job = Job(read.model, read.prompts, read.params, context)
         return CompletionAnswer(self._engine, self._texts, body, job)
 

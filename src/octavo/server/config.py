@@ -98,6 +98,16 @@ class ServerConfig:
     max_body_memory: int | str = option(
         "1GiB", "memory that reading one large body, or one chat, may take in the process that does it"
     )
+    watchdog_timeout: float = option(
+        60.0,
+        "seconds after which a step of the engine that has not ended is reported (log, /metrics, /health, /ready); "
+        "nothing is ended; 0: never",
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send OpenTelemetry traces of all requests to this collector, as http://127.0.0.1:4318/v1/traces; needs "
+        "octavo[otel]",
+    )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
     )
@@ -145,6 +155,11 @@ class ServerConfig:
             raise ConfigError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.max_body_seconds > 0:
             raise ConfigError(f"max_body_seconds must be positive, got {self.max_body_seconds}")
+        if not 0 <= self.watchdog_timeout < inf:
+            raise ConfigError(f"watchdog_timeout must be a number of seconds, 0 or more, got {self.watchdog_timeout}")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_traces_endpoint must be an http or https URL, got {shown(endpoint)}")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}")
 

@@ -1,0 +1,153 @@
+"""OpenTelemetry traces of requests: one span each, and under it the time in the queue, in prefill and in decode.
+
+    llm_request   arrival ─────────────────────────────────────── last token
+      queue       arrival ──> first scheduled
+      prefill                 first scheduled ──> first token
+      decode                                      first token ──> last token
+
+The engine's thread only notes times; spans are made in a thread of their own and exported by the SDK in another.
+Needs the packages of `octavo[otel]`, which are imported when a tracer is made and nowhere else.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.request import FinishReason, Request, RequestId
+
+# How long the last spans may take to be exported when a server ends.
+FLUSH_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _Times:
+    admitted: float
+    first_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a request's spans are made of; `finished` is the time of its end."""
+
+    request: Request
+    times: _Times | None
+    reason: FinishReason
+    finished: float
+
+
+class RequestTracer:
+    """Makes the spans of one engine's requests.
+
+    Args:
+        exporter: an OpenTelemetry `SpanExporter`.
+
+    Raises:
+        ConfigError: OpenTelemetry's SDK is not installed.
+    """
+
+    def __init__(self, exporter: Any, model_name: str) -> None:
+        with _needs_packages():
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment go before this name.
+        self._provider = TracerProvider(resource=Resource({SERVICE_NAME: "octavo"}).merge(Resource.create()))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("octavo")
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+        self._times: dict[RequestId, _Times] = {}
+        self._ended: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._thread = threading.Thread(target=self._run, name="octavo-tracing", daemon=True)
+        self._thread.start()
+
+    def on_admitted(self, request: Request, now: float) -> None:
+        """A request is scheduled for the first time."""
+        self._times[request.request_id] = _Times(now)
+
+    def on_first_token(self, request: Request, now: float) -> None:
+        if (times := self._times.get(request.request_id)) is not None:
+            times.first_token = now
+
+    def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
+        """A request has ended, whether it was ever scheduled or not."""
+        self._ended.put(_Ended(request, self._times.pop(request.request_id, None), reason, now))
+
+    def close(self) -> None:
+        """Export what is left, for `FLUSH_SECONDS` at most."""
+        self._ended.put(None)
+        self._thread.join(FLUSH_SECONDS)
+        self._provider.force_flush(int(FLUSH_SECONDS * 1000))
+
+    def _run(self) -> None:
+        while (ended := self._ended.get()) is not None:
+            self._make_spans(ended)
+
+    def _make_spans(self, ended: _Ended) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        request, times = ended.request, ended.times
+        carrier = {} if request.traceparent is None else {"traceparent": request.traceparent}
+        span = self._tracer.start_span(
+            "llm_request",
+            self._propagator.extract(carrier),
+            SpanKind.SERVER,
+            attributes=self._attributes(ended),
+            start_time=self._ns(request.arrival_time),
+        )
+        if ended.reason is FinishReason.ERROR:
+            span.set_status(Status(StatusCode.ERROR))
+        context = set_span_in_context(span)
+        marks = [("queue", request.arrival_time)]
+        if times is not None:
+            marks.append(("prefill", times.admitted))
+            if times.first_token is not None:
+                marks.append(("decode", times.first_token))
+        ends = [start for _, start in marks[1:]] + [ended.finished]
+        for (name, start), end in zip(marks, ends, strict=True):
+            part = self._tracer.start_span(name, context, start_time=self._ns(start))
+            part.end(self._ns(end))
+        span.end(self._ns(ended.finished))
+
+    def _attributes(self, ended: _Ended) -> dict[str, Any]:
+        """OpenTelemetry's names for generative AI where there are such. No text, and no token."""
+        request = ended.request
+        attributes: dict[str, Any] = {
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.response.finish_reasons": [ended.reason.value],
+            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "gen_ai.usage.output_tokens": sum(seq.num_output_tokens for seq in request.sequences),
+            "octavo.cached_tokens": request.num_cached_tokens or 0,
+            "octavo.preemptions": sum(seq.num_preemptions for seq in request.sequences),
+        }
+        if request.tenant:
+            attributes["octavo.tenant"] = request.tenant
+        return attributes
+
+    def _ns(self, monotonic: float) -> int:
+        return self._epoch_ns + int(monotonic * 1e9)
+
+
+def otlp_tracer(endpoint: str, model_name: str) -> RequestTracer:
+    """A tracer that sends its spans to a collector, by OTLP over HTTP; raises `ConfigError` without the packages."""
+    with _needs_packages():
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    return RequestTracer(OTLPSpanExporter(endpoint=endpoint), model_name)
+
+
+@contextmanager
+def _needs_packages() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"traces need OpenTelemetry ({error}): pip install 'octavo[otel]'") from error
