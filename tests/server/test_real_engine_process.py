@@ -222,7 +222,8 @@ def weights_cut_short(folder: Path) -> Path:
 
 
 def assert_one_line(errors: str, model: Path, says: str) -> None:
-    (line,) = errors.splitlines()
+    *before, line = errors.splitlines()
+    assert all(" INFO octavo.serve: options from " in record for record in before)
     assert line.startswith("octavo: error: ")
     assert says in line
     assert str(model) in line
