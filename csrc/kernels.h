@@ -166,7 +166,7 @@ struct Kernels {
     void (*gemm_quant[kNumQuantFormats])(const GemmTask&, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                                          int64_t panel_end);
     int tile_units;
-    int64_t gemm_quant_rows;  // from how many on it is faster than quant_linear
+    int64_t gemm_quant_rows[kNumQuantFormats];  // from how many rows on that is faster than quant_linear
 };
 
 extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKernelsAvx2Vnni, kKernelsAvx512,

@@ -195,8 +195,10 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
 
 void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact) {
     const Kernels& level = kernels();
-    const bool in_tiles = !exact && level.pack_tile_rows && x_storage == kBf16 && x.rows >= level.gemm_quant_rows;
-    if (is_quantised(weight.format) && !in_tiles)
+    const bool quantised = is_quantised(weight.format);
+    const bool in_tiles = quantised && !exact && level.pack_tile_rows && x_storage == kBf16 &&
+                          x.rows >= level.gemm_quant_rows[quant_format(weight.format)];
+    if (quantised && !in_tiles)
         quant_linear(weight, x_storage, x, out);
     else
         gemm(weight, x, out);

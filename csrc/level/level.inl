@@ -56,7 +56,8 @@ const Kernels OCTAVO_TABLE = {
     .gemm_quant = {OCTAVO_LEVEL::tile_gemm_quant<kQ4_0>, OCTAVO_LEVEL::tile_gemm_quant<kQ4_1>,
                    OCTAVO_LEVEL::tile_gemm_quant<kQ8_0>},
     .tile_units = OCTAVO_LEVEL::kTileUnits,
-    .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
+    .gemm_quant_rows = {OCTAVO_LEVEL::kGemmQuantRows<kQ4_0>, OCTAVO_LEVEL::kGemmQuantRows<kQ4_1>,
+                        OCTAVO_LEVEL::kGemmQuantRows<kQ8_0>},
 #else
     .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
     .gemm_coded = OCTAVO_LEVEL::gemm_coded,
@@ -65,7 +66,7 @@ const Kernels OCTAVO_TABLE = {
     .pack_tile_rows = nullptr,
     .gemm_quant = {},
     .tile_units = 1,
-    .gemm_quant_rows = 0,
+    .gemm_quant_rows = {},
 #endif
 };
 

@@ -97,17 +97,30 @@ struct Weights {
     Weight another() { return {copies[next++ % copies.size()]->data(), outputs, inputs, format}; }
 };
 
-Times product(Weights& weights, int64_t rows, bool exact) {
-    const Storage storage = float_storage(weights.format);
-    const int64_t stride = weights.inputs * element_bytes(storage),
-                  out_stride = weights.outputs * element_bytes(storage);
-    const Buffer x(rows * stride), out(rows * out_stride);
-    fill_normal(x, storage);
-    return measure([&] {
-        linear(weights.another(), storage, {x.data(), rows, weights.inputs, stride},
-               {out.data(), out_stride, weights.outputs, nullptr, storage, kPlain}, exact);
-    });
-}
+// Multiplies `rows` rows of ones, one way or the other.
+class Product {
+  public:
+    Product(Weights& weights, int64_t rows)
+        : weights_(weights),
+          storage_(float_storage(weights.format)),
+          rows_(rows),
+          stride_(weights.inputs * element_bytes(storage_)),
+          out_stride_(weights.outputs * element_bytes(storage_)),
+          x_(rows * stride_),
+          out_(rows * out_stride_) {
+        for (int64_t i = 0; i < rows * weights.inputs; ++i) store(1.0f, x_.data(), i, storage_);
+    }
+    void operator()(bool exact) const {
+        linear(weights_.another(), storage_, {x_.data(), rows_, weights_.inputs, stride_},
+               {out_.data(), out_stride_, weights_.outputs, nullptr, storage_, kPlain}, exact);
+    }
+
+  private:
+    Weights& weights_;
+    Storage storage_;
+    int64_t rows_, stride_, out_stride_;
+    Buffer x_, out_;
+};
 
 void products() {
     std::printf("%-12s %6s %16s %10s %8s %10s\n", "weight", "rows", "shape", "us", "GB/s", "GFLOP/s");
@@ -116,7 +129,8 @@ void products() {
              {WeightFormat::bf16, WeightFormat::f32, WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
             Weights weights(format, inputs, outputs);
             for (const int rows : {1, 8, 64, 256}) {
-                const double median = product(weights, rows, false).median;
+                const Product product(weights, rows);
+                const double median = measure([&] { product(false); }).median;
                 std::printf("%-12s %6d %7d -> %5d %10.1f %8.1f %10.1f\n", kFormatNames[static_cast<int>(format)], rows,
                             inputs, outputs, median * 1e6, static_cast<double>(weights.bytes) / median / 1e9,
                             2.0 * inputs * outputs * rows / median / 1e9);
@@ -133,10 +147,18 @@ void threshold() {
     for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
         for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
             Weights weights(format, inputs, outputs);
-            for (const int rows : {8, 12, 16, 20, 24, 32, 48}) {
-                if (rows < kernels().gemm_quant_rows) continue;
-                const double integers = product(weights, rows, true).median,
-                             tiles = product(weights, rows, false).median;
+            for (const int rows : {16, 20, 24, 28, 32, 40, 48, 64}) {
+                if (rows < kernels().gemm_quant_rows[quant_format(format)]) continue;
+                const Product product(weights, rows);
+                std::vector<double> times[2];
+                for (const double end = seconds() + 3 * kSecondsEach; seconds() < end;)
+                    for (const bool exact : {true, false}) {
+                        const double begin = seconds();
+                        product(exact);
+                        times[exact].push_back(seconds() - begin);
+                    }
+                for (std::vector<double>& each : times) std::sort(each.begin(), each.end());
+                const double integers = times[1][times[1].size() / 2], tiles = times[0][times[0].size() / 2];
                 std::printf("%-6s %7d -> %5d %6d %12.1f %12.1f %8.2f\n", kFormatNames[static_cast<int>(format)], inputs,
                             outputs, rows, integers * 1e6, tiles * 1e6, integers / tiles);
                 std::fflush(stdout);
@@ -150,7 +172,8 @@ void pages() {
     for (const Pages kind : {Pages::small, Pages::huge, Pages::small, Pages::huge}) {
         Weights weights(WeightFormat::bf16, 4096, 4096, kind, 256 << 20);
         for (const int rows : {1, 8}) {
-            const double median = product(weights, rows, true).median;
+            const Product product(weights, rows);
+            const double median = measure([&] { product(true); }).median;
             std::printf("%-8s %6d %10.1f %8.1f\n", kind == Pages::huge ? "huge" : "small", rows, median * 1e6,
                         static_cast<double>(weights.bytes) / median / 1e9);
         }

@@ -148,7 +148,7 @@ void check_product(const TestWeight& weight, const Product& product) {
            product.exact);
 
     const bool integers = quantised && (product.exact || !kernels().pack_tile_rows || product.x_storage != kBf16 ||
-                                        product.rows < kernels().gemm_quant_rows);
+                                        product.rows < kernels().gemm_quant_rows[quant_format(weight.format)]);
     // bf16 tiles see quantised weights rounded to bf16.
     const double part = quantised && !integers ? 0x1p-8 : 0x1p-21 * std::sqrt(static_cast<double>(inputs));
     for (int64_t row = 0; row < product.rows; ++row) {
