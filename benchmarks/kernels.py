@@ -1,19 +1,22 @@
-"""Speeds of the C++ kernels: matrix products and row-wise operations, beside torch's.
+"""Speeds of the C++ kernels beside oneDNN's and the machine's limit: matrix products and row-wise operations.
 
-    python benchmarks/kernels.py [--threads N] [--only products] [--json]
+    python benchmarks/kernels.py [--num-threads N] [--only products] [--seconds X] [--json]
 
-For attention see `octavo bench attention`, for the machine's limits `octavo bench limits`.
+For attention see `octavo bench attention`, for the limits alone `octavo bench limits`.
 
-Every figure is the median of repeated calls. GB/s counts each byte of weights or KV once; GFLOP/s counts a multiply-add
-as two. Products go round more weights than the caches hold.
+Figures are medians of calls in turns. GB/s counts each byte of weights or activations once; GFLOP/s counts a
+multiply-add as two. Products cycle through more weights than second-level caches hold. `limit` is how close a row comes
+to the machine's limit: the least time that torch takes to read as many bytes, or to multiply as much in a matrix of
+2048 x 2048, whichever is longer; limits are the best of calls made just before each shape. Quantised weights are
+measured against int8 products, the most that the machine has, though tiles of AMX multiply them as bf16.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -21,7 +24,7 @@ import gguf
 import torch
 
 from octavo import kernels
-from octavo.bench.limits import DRAM_BYTES
+from octavo.bench.limits import CACHE_BYTES, read_bandwidth
 from octavo.bench.timing import Call, interleaved, threads
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
@@ -30,6 +33,54 @@ QUANTISED: tuple[kernels.WeightFormat, ...] = ("Q4_0", "Q4_1", "Q8_0")
 # SmolLM2-135M's qkv, output, gate-up, down and logits, and one of a wider model's.
 MODEL_SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (4096, 4096))
 ROWS = (1, 4, 8, 16, 64, 256, 2048)
+MOST_LOGITS = 64  # rows that become logits in one step
+WEIGHT_BYTES = 128 << 20
+PRODUCT_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call of a kernel has to do at least."""
+
+    nbytes: int
+    flops: int = 0
+    kind: str = "bfloat16"  # of the multiplications
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine does at most, in units a second."""
+
+    read: float  # bytes of `WEIGHT_BYTES`
+    read_cache: float  # bytes of `CACHE_BYTES`
+    products: Mapping[str, float]  # operations, by kind
+
+    @classmethod
+    def measure(cls, count: int, seconds: float) -> Limits:
+        read, cached = (
+            read_bandwidth("read", nbytes, count, seconds=seconds).best * 1e9 for nbytes in (WEIGHT_BYTES, CACHE_BYTES)
+        )
+        floats = torch.randn(2, PRODUCT_SIZE, PRODUCT_SIZE)
+        halves, bytes_ = floats.bfloat16(), floats.mul(30).to(torch.int8)
+        calls = {
+            "bfloat16": [partial(torch.matmul, *halves)],
+            "float32": [partial(torch.matmul, *floats)],
+            "int8": [partial(torch._int_mm, *bytes_)],
+        }
+        timings = interleaved(calls, seconds=seconds)
+        return cls(read, cached, {kind: 2 * PRODUCT_SIZE**3 / timings[kind].best for kind in calls})
+
+    def seconds(self, work: Work) -> float:
+        if not work.flops:
+            return work.nbytes / self.read_cache
+        return max(work.nbytes / self.read, work.flops / self.products[work.kind])
+
+    def __str__(self) -> str:
+        products = ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in self.products.items())
+        return (
+            f"limits: read {self.read / 1e9:.1f} GB/s, from cache {self.read_cache / 1e9:.1f} GB/s; "
+            f"products in G(FL)OP/s: {products}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +89,127 @@ class Figure:
 
     kernel: str
     microseconds: float
-    gb_per_s: float | None = None
-    gflop_per_s: float | None = None
+    gb_per_s: float
+    gflop_per_s: float
+    of_limit: float
 
     def __str__(self) -> str:
-        rate = "" if self.gb_per_s is None else f"{self.gb_per_s:8.1f} GB/s"
-        work = "" if self.gflop_per_s is None else f"{self.gflop_per_s:8.1f} GFLOP/s"
-        return f"{self.kernel:<72}{self.microseconds:11.1f} us {rate:>13} {work:>16}"
+        work = f"{self.gflop_per_s:8.1f} GFLOP/s" if self.gflop_per_s else ""
+        return (
+            f"{self.kernel:<44}{self.microseconds:11.1f} us {self.gb_per_s:8.1f} GB/s {work:>16} "
+            f"{self.of_limit:6.0%} of limit"
+        )
 
 
-def measure(name: str, calls: Sequence[Call], *, nbytes: int = 0, flops: int = 0) -> Figure:
-    """Median time of one call, going round `calls` for about half a second."""
-    median = interleaved({name: calls})[name].median
-    return Figure(
-        name, median * 1e6, nbytes / median / 1e9 if nbytes else None, flops / median / 1e9 if flops else None
-    )
+def measure(calls: Mapping[str, tuple[Sequence[Call], Work]], limits: Limits, seconds: float) -> Iterator[Figure]:
+    timings = interleaved({name: each for name, (each, _) in calls.items()}, seconds=seconds, min_rounds=3)
+    for name, (_, work) in calls.items():
+        median = timings[name].median
+        yield Figure(
+            name,
+            median * 1e6,
+            work.nbytes / median / 1e9,
+            work.flops / median / 1e9,
+            limits.seconds(work) / median,
+        )
 
 
-def products(inputs: int, outputs: int, rows: int) -> Iterator[Figure]:
-    copies = max(1, DRAM_BYTES // (inputs * outputs * 2))
-    plain = [torch.randn(outputs, inputs).bfloat16() for _ in range(copies)]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain]
-    x, out = torch.randn(rows, inputs).bfloat16(), torch.empty(rows, outputs).bfloat16()
-    size, flops = inputs * outputs, 2 * inputs * outputs * rows
-    shape = f"{rows} x {inputs} -> {outputs}"
-
-    def onednn(weight: torch.Tensor) -> object:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-    calls = [partial(torch.nn.functional.linear, x, weight) for weight in plain]
-    yield measure(f"F.linear bf16 {shape}", calls, nbytes=2 * size, flops=flops)
-    yield measure(f"oneDNN packed bf16 {shape}", [partial(onednn, w) for w in packed], nbytes=2 * size, flops=flops)
-    ours = [kernels.PackedWeight.pack(weight) for weight in plain]
-    calls = [partial(weight.linear, x, out=out) for weight in ours]
-    yield measure(f"packed bf16 {shape}", calls, nbytes=2 * size, flops=flops)
-    for name in QUANTISED:
-        raw = torch.from_numpy(gguf.quantize(plain[0].float().numpy(), gguf.GGMLQuantizationType[name]))
-        weights = [kernels.PackedWeight.pack_quantised(name, raw, inputs) for _ in range(copies * 2)]
-        calls = [partial(weight.linear, x, out=out) for weight in weights]
-        yield measure(f"{name} {shape}", calls, nbytes=weights[0].nbytes, flops=flops)
+def copies(weight: kernels.PackedWeight) -> list[kernels.PackedWeight]:
+    """As many of the weight as are cycled through."""
+    all_of_them = [weight]
+    for _ in range(WEIGHT_BYTES // weight.nbytes):
+        another = kernels.PackedWeight.empty(weight.format, weight.outputs, weight.inputs)
+        another.packed.copy_(weight.packed)
+        all_of_them.append(another)
+    return all_of_them
 
 
-def rowwise(rows: int) -> Iterator[Figure]:
-    x, residual = torch.randn(2, rows, 576).bfloat16()
-    weight, out = torch.ones(576).bfloat16(), torch.empty_like(x)
-    norm = partial(kernels.add_rms_norm, x, residual, weight, 1e-5, out)
-    yield measure(f"add_rms_norm {rows} x 576", [norm], nbytes=4 * x.nbytes)
-    gate_up, half = torch.randn(rows, 3072).bfloat16(), torch.empty(rows, 1536).bfloat16()
-    yield measure(f"silu_mul {rows} x 3072", [partial(kernels.silu_mul, gate_up, half)], nbytes=gate_up.nbytes * 3 // 2)
-    qkv = torch.randn(rows, 15 * 64).bfloat16()
-    kv = KVArena(KVCacheSpec.build([LayerKVSpec(3, 64, 64)], 16, "bfloat16"), rows // 16 + 2).layers[0]
-    cos, sin = torch.rand(2, 4096, 32)
-    places = torch.arange(rows)
-    write = partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)
-    yield measure(f"rope_write {rows} x 9/3 heads of 64", [write])
-    logits = torch.randn(min(rows, 64), 49152)
-    yield measure(f"torch.argmax {len(logits)} x 49152", [partial(logits.argmax, -1)], nbytes=logits.nbytes)
-    yield measure(f"argmax {len(logits)} x 49152", [partial(kernels.argmax, logits)], nbytes=logits.nbytes)
+def measure_limits(count: int, seconds: float) -> Limits:
+    limits = Limits.measure(count, max(0.2, seconds))
+    print(limits)
+    return limits
+
+
+def products(count: int, seconds: float) -> Iterator[Figure]:
+    for inputs, outputs in MODEL_SHAPES:
+        limits = measure_limits(count, seconds)
+        plain = torch.randn(outputs, inputs).bfloat16()
+        reordered = torch.ops.mkldnn._reorder_linear_weight
+        theirs = [reordered(plain) for _ in range(1 + WEIGHT_BYTES // (2 * plain.numel()))]
+        ours = {"bf16": copies(kernels.PackedWeight.pack(plain))}
+        for name in QUANTISED:
+            raw = torch.from_numpy(gguf.quantize(plain.float().numpy(), gguf.GGMLQuantizationType[name]))
+            ours[name] = copies(kernels.PackedWeight.pack_quantised(name, raw, inputs))
+        for rows in ROWS:
+            if outputs > 10 * inputs and rows > MOST_LOGITS:
+                continue
+            x, out = torch.randn(rows, inputs).bfloat16(), torch.empty(rows, outputs).bfloat16()
+            flops, shape = 2 * inputs * outputs * rows, f"{rows} x {inputs} -> {outputs}"
+            onednn = torch.ops.mkldnn._linear_pointwise
+            calls: dict[str, tuple[Sequence[Call], Work]] = {
+                f"oneDNN bf16 {shape}": (
+                    [partial(onednn, x, weight, None, "none", [], "") for weight in theirs],
+                    Work(2 * plain.numel(), flops),
+                )
+            }
+            for name, weights in ours.items():
+                calls[f"{name} {shape}"] = (
+                    [partial(weight.linear, x, out=out, exact=False) for weight in weights],
+                    Work(weights[0].nbytes, flops, "bfloat16" if name == "bf16" else "int8"),
+                )
+            yield from measure(calls, limits, seconds)
+
+
+def rowwise(count: int, seconds: float) -> Iterator[Figure]:
+    limits = measure_limits(count, seconds)
+    for rows in (1, 64, 2048):
+        x, residual = torch.randn(2, rows, 576).bfloat16()
+        weight, out = torch.ones(576).bfloat16(), torch.empty_like(x)
+        gate_up, half = torch.randn(rows, 3072).bfloat16(), torch.empty(rows, 1536).bfloat16()
+        qkv = torch.randn(rows, 15 * 64).bfloat16()
+        kv = KVArena(KVCacheSpec.build([LayerKVSpec(3, 64, 64)], 16, "bfloat16"), rows // 16 + 2).layers[0]
+        cos, sin = torch.rand(2, 4096, 32)
+        places = torch.arange(rows)
+        logits = torch.randn(min(rows, MOST_LOGITS), 49152)
+        calls: dict[str, tuple[Sequence[Call], Work]] = {
+            f"add_rms_norm {rows} x 576": (
+                [partial(kernels.add_rms_norm, x, residual, weight, 1e-5, out)],
+                Work(4 * x.nbytes),
+            ),
+            f"silu_mul {rows} x 3072": ([partial(kernels.silu_mul, gate_up, half)], Work(gate_up.nbytes * 3 // 2)),
+            f"rope_write {rows} x 9/3 heads of 64": (
+                [partial(kernels.rope_write, qkv, kv.key, kv.value, cos, sin, places, places)],
+                Work(2 * qkv.nbytes),
+            ),
+            f"torch.argmax {len(logits)} x 49152": ([partial(logits.argmax, -1)], Work(logits.nbytes)),
+            f"argmax {len(logits)} x 49152": ([partial(kernels.argmax, logits)], Work(logits.nbytes)),
+        }
+        yield from measure(calls, limits, seconds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=kernels.num_threads())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-threads", type=int, default=kernels.num_threads())
+    parser.add_argument("--seconds", type=float, default=0.1, help="per row of the report (0.1), or three calls")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--only", choices=["products", "rowwise"])
     options = parser.parse_args()
-    parts: dict[str, Iterator[Figure]] = {
-        "products": (
-            figure
-            for rows, (inputs, outputs) in itertools.product(ROWS, MODEL_SHAPES)
-            for figure in products(inputs, outputs, rows)
-        ),
-        "rowwise": (figure for rows in (1, 64, 2048) for figure in rowwise(rows)),
-    }
-    print(f"{kernels.isa()}, {options.threads} threads")
+    begin = time.perf_counter()
     figures = []
-    with threads(options.threads):
-        for name, part in parts.items():
-            if options.only in (None, name):
-                for figure in part:
+    with threads(options.num_threads):
+        print(f"{kernels.isa()}, {options.num_threads} threads")
+        for part in (products, rowwise):
+            if options.only in (None, part.__name__):
+                for figure in part(options.num_threads, options.seconds):
                     figures.append(figure)
                     print(figure, flush=True)
+    print(f"{time.perf_counter() - begin:.0f} s")
     if options.json:
-        report = {"isa": kernels.isa(), "threads": options.threads, "figures": [asdict(f) for f in figures]}
+        report = {
+            "isa": kernels.isa(),
+            "threads": options.num_threads,
+            "figures": [asdict(figure) for figure in figures],
+        }
         print(json.dumps(report))
 
 
