@@ -71,6 +71,7 @@ class RequestContext:
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         tenant: whom the request is accounted to; empty where no API key is asked for.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
+        weight: of its tenant: how much service it is due, beside others.
         max_waiting_requests, max_waiting_tokens: of its tenant, while they wait for their first step; None: its share
             of the whole queue.
         traceparent: the trace that it is part of (W3C Trace Context), for its spans.
@@ -82,6 +83,7 @@ class RequestContext:
     cache_salt: str = ""
     tenant: str = ""
     cache_group: str | None = None
+    weight: float = 1.0
     max_waiting_requests: int | None = None
     max_waiting_tokens: int | None = None
     traceparent: str | None = None
@@ -251,6 +253,7 @@ class Request:
         priority: lower is served first, as in vLLM; ties by arrival.
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
+        weight: of its tenant: how much service it is due, beside others.
         cache_scope: made from these; requests share cached blocks only within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         seed: of the first sequence; sequence i uses seed + i.
@@ -269,6 +272,7 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     cache_group: str | None = None
+    weight: float = 1.0
     seed: int = 0
     pins: tuple[PinRequest, ...] = ()
     traceparent: str | None = None

@@ -18,6 +18,7 @@ from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefi
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.limits import RequestLimits
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.preemption import (
     CheaperWay,
     Cheapest,
@@ -29,6 +30,7 @@ from octavo.scheduler.preemption import (
 )
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.tenant_queue import TenantQueue
 from tests.kvcache.caches import FULL, Clock
 
 SPEC = KVCacheSpec.build([FULL], 4, "float32")
@@ -54,6 +56,13 @@ REACHED: dict[tuple[str, Any], Any] = {
     ),
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
+    ("scheduling_policy", "vtc"): lambda s: (
+        type(s.turns) is VirtualTokenCounter
+        and isinstance(s.queue, TenantQueue)
+        and isinstance(s.victims, MostServed)
+        and isinstance(s.victims.within, LowestPriority)
+    ),
+    ("scheduling_policy", "dlpm"): lambda s: isinstance(s.turns, DeficitRound) and s.queue.turns is s.turns,
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_victim", "latest"): lambda s: isinstance(s.victims, LatestArrival),
     ("preemption_victim", "lowest_priority"): lambda s: isinstance(s.victims, LowestPriority),

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.cached_prefixes import CachedPrefixes
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.tenant_queue import TenantQueue
 from tests.kvcache.caches import make_manager, make_request
 
 _arrivals = itertools.count(1)
@@ -44,7 +46,11 @@ def drain(queue: WaitingQueue) -> list[Sequence]:
     return [queue.pop() for _ in range(len(queue))]
 
 
-@pytest.fixture(params=[ArrivalOrder, by_prefix])
+def in_turns() -> TenantQueue:
+    return TenantQueue(VirtualTokenCounter(), ArrivalOrder)
+
+
+@pytest.fixture(params=[ArrivalOrder, by_prefix, in_turns])
 def queue(request: pytest.FixtureRequest) -> WaitingQueue:
     make: Callable[[], WaitingQueue] = request.param
     return make()
@@ -64,6 +70,15 @@ def test_the_more_important_leaves_first(queue: WaitingQueue) -> None:
     for seq in late:
         queue.push(seq)
     assert drain(queue) == late[::-1]
+
+
+def test_the_first_few_begin_with_the_head_and_name_nobody_twice(queue: WaitingQueue) -> None:
+    for tenant in "aabca":
+        queue.push(waiting(tenant=tenant))
+    for count in range(1, 7):
+        first = queue.first(count)
+        assert first[0] is queue.peek()
+        assert len(set(map(id, first))) == len(first) == min(count, 5)
 
 
 def test_peek_names_what_pop_takes(queue: WaitingQueue) -> None:

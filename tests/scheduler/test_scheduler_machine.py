@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from hypothesis import settings
@@ -19,8 +19,10 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
+from octavo.scheduler.assembly import make_queue, make_turns
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.decoding import BeamDecoding, Sampling
+from octavo.scheduler.fairness import MostServed
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.preemption import (
     VICTIM_POLICIES,
@@ -30,7 +32,6 @@ from octavo.scheduler.preemption import (
     Swap,
     make_victim_policy,
 )
-from octavo.scheduler.queue import LongestPrefixFirst
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
 from tests.scheduler import beams
@@ -57,6 +58,7 @@ POLICIES: dict[str, Any] = {
     "prefix_cache": st.sampled_from(["hashed", "radix", None]),
     "eviction": st.sampled_from(sorted(EVICTION_POLICIES)),
     "mode": st.sampled_from(["swap", "auto", "recompute"]),
+    "policy": st.sampled_from(["fcfs", "fcfs", "vtc", "dlpm"]),
 }
 TENANTS = ("", "ada")
 
@@ -114,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_tenant_share: float,
         num_host_blocks: int,
         mode: str,
+        policy: Literal["fcfs", "vtc", "dlpm"],
         victim: str,
         headroom: int,
         itl_slo_ms: float | None,
@@ -133,13 +136,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
         auto = CheaperWay(kv.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
-        waiting = LongestPrefixFirst(CachedPrefixes(kv)) if prefix_cache == "radix" else None
+        by_prefix = prefix_cache == "radix"
+        turns = make_turns(policy, kv)
+        victims = make_victim_policy(victim, kv.restore_cost)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom, itl_slo_ms=itl_slo_ms),
             kv,
-            victims=make_victim_policy(victim, kv.restore_cost),
-            waiting=waiting,
+            victims=victims if turns is None else MostServed(turns, victims),
+            waiting=make_queue(turns, CachedPrefixes(kv) if by_prefix else None),
             preemption=modes[mode],  # type: ignore[arg-type]
+            turns=turns,
         )
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}

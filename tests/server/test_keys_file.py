@@ -94,7 +94,7 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["sha256:12"]', r"tenants.a.keys\[0\] must have 64 hexadecimal digits"),
         ('[tenants.a]\nkeys = ["s"]\n[tenants.b]\nkeys = ["t", "s"]', r"tenants.b.keys\[1\] is a key of tenant a too"),
         ('[tenants."a b"]\nkeys = ["s"]', "a tenant's name must be 1 to 64 letters"),
-        ('[tenants.a]\nkeys = ["s"]\nwait = 3', "tenants.a has an unknown field 'wait'; known: keys, admin"),
+        ('[tenants.a]\nkeys = ["s"]\ncolour = 3', "tenants.a has an unknown field 'colour'; known: keys, admin"),
         ('[tenants.a]\nkeys = ["s"]\nmax_concurency = 3', "field 'max_concurency'; did you mean max_concurrency"),
         ('[tenants.a]\nkeys = ["s"]\nmax_waiting_tokens = true', "max_waiting_tokens must be an integer, got True"),
         ('[tenants.a]\nkeys = ["s"]\nadmin = 1', "tenants.a.admin must be true or false"),
@@ -104,6 +104,7 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 0', "tenants.a.max_concurrency must be positive, got 0"),
         ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 1.5', "tenants.a.max_concurrency must be an integer, got 1.5"),
         ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a.tokens_per_minute must be a number"),
+        ('[tenants.a]\nkeys = ["s"]\nweight = 0', "tenants.a.weight must be positive, got 0"),
         ('[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf', "tenants.a.requests_per_minute must be positive"),
         ("[tenants.a\nkeys = 'secret'", "is not valid TOML"),
     ],
@@ -155,3 +156,10 @@ def test_a_key_given_alone_is_a_tenant_of_its_own() -> None:
     found = access.clients.find("first-key")
     assert found == Client(tenant=tenant_of("first-key"))
     assert "first-key" not in repr(vars(access.clients))
+
+
+def test_a_tenants_weight_goes_with_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[tenants.a]\nkeys = ["s"]\nweight = 2.5\n[tenants.b]\nkeys = ["t"]')
+    contexts = [client.context("id", None, None) for client in read_keys_file(str(path)).values()]
+    assert [context.weight for context in contexts] == [2.5, 1.0]

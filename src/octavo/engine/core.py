@@ -124,6 +124,7 @@ class EngineCore:
             tenant=context.tenant,
             cache_salt=_hash_salt(context.cache_salt),
             cache_group=context.cache_group,
+            weight=context.weight,
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             traceparent=context.traceparent,

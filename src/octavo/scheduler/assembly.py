@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -20,6 +21,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.cached_prefixes import CachedPrefixes
+from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.preemption import (
     CheaperWay,
     PreemptionMode,
@@ -30,6 +32,7 @@ from octavo.scheduler.preemption import (
 )
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK, Scheduler, SchedulerConfig
+from octavo.scheduler.tenant_queue import TenantQueue
 
 
 def assemble_cache(
@@ -90,6 +93,8 @@ def assemble_scheduler(
     Raises:
         ConfigError: the speed is missing.
     """
+    turns = make_turns(config.scheduling_policy, kv)
+    victims = make_victim_policy(config.preemption_victim, kv.restore_cost)
     return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
@@ -100,9 +105,10 @@ def assemble_scheduler(
             itl_slo_ms=config.itl_slo_ms,
         ),
         kv,
-        victims=make_victim_policy(config.preemption_victim, kv.restore_cost),
-        waiting=_waiting_queue(config, kv),
+        victims=victims if turns is None else MostServed(turns, victims),
+        waiting=make_queue(turns, _prefixes(config, kv)),
         preemption=_preemption_mode(config, kv, restore_speed),
+        turns=turns,
     )
 
 
@@ -111,11 +117,26 @@ def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
     return bool(num_host_blocks) and config.preemption_mode == "auto"
 
 
-def _waiting_queue(config: EngineConfig, kv: KVCacheManager) -> WaitingQueue:
+def make_turns(policy: Literal["fcfs", "vtc", "dlpm"], kv: KVCacheManager) -> VirtualTokenCounter | None:
+    """Who says whose turn it is between tenants; None where the order is that of arrival."""
+    if policy == "vtc":
+        return VirtualTokenCounter()
+    return DeficitRound(CachedPrefixes(kv)) if policy == "dlpm" else None
+
+
+def make_queue(turns: VirtualTokenCounter | None, prefixes: CachedPrefixes | None) -> WaitingQueue:
+    """A queue for all, or a line per tenant; by cached prefixes where they are given."""
+
+    def line() -> WaitingQueue:
+        return ArrivalOrder() if prefixes is None else LongestPrefixFirst(prefixes)
+
+    return line() if turns is None else TenantQueue(turns, line)
+
+
+def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None:
     """The tree finds a prefix without hashing, so it can afford to look before it admits."""
-    if config.enable_prefix_caching and config.prefix_cache == "radix":
-        return LongestPrefixFirst(CachedPrefixes(kv))
-    return ArrivalOrder()
+    looks = config.prefix_cache == "radix" or config.scheduling_policy == "dlpm"
+    return CachedPrefixes(kv) if looks and config.enable_prefix_caching else None
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: RestoreSpeed | None) -> PreemptionMode:

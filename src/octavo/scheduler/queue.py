@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from itertools import islice
 from typing import Protocol
 
 from octavo.request import Sequence, SequenceStatus
@@ -10,7 +11,14 @@ from octavo.scheduler.keyed_heap import KeyedHeap
 
 
 class WaitingQueue(Protocol):
-    """Holds sequences without blocks, in some order of admission that lets none wait for ever."""
+    """Holds sequences without blocks, in some order of admission that lets none wait for ever.
+
+    Attributes:
+        short_may_pass: whether those with the least to compute may be admitted out of turn; else only the next ones in
+            order of admission, where the first does not fit.
+    """
+
+    short_may_pass: bool
 
     def push(self, seq: Sequence) -> None:
         """A new sequence, or one that was preempted."""
@@ -24,11 +32,16 @@ class WaitingQueue(Protocol):
     def discard(self, seq: Sequence) -> None:
         """A waiting sequence ends, or is admitted out of turn."""
 
+    def first(self, count: int) -> list[Sequence]:
+        """The first `count` in order of admission."""
+
     def __len__(self) -> int: ...
 
 
 class ArrivalOrder:
     """By priority, then arrival; a preempted sequence comes back to its old place. O(log n) an operation."""
+
+    short_may_pass = True
 
     def __init__(self) -> None:
         self._heap = KeyedHeap(_order)
@@ -49,6 +62,9 @@ class ArrivalOrder:
 
     def discard(self, seq: Sequence) -> None:
         self._heap.discard(seq)
+
+    def first(self, count: int) -> list[Sequence]:
+        return self._heap.smallest(count)
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -79,6 +95,8 @@ class LongestPrefixFirst:
         max_overtakes: how many may go ahead of the first of a line.
         window: how many of a line are compared for each admission.
     """
+
+    short_may_pass = True
 
     def __init__(self, prefixes: PrefixLengths, *, max_overtakes: int = 16, window: int = 16) -> None:
         self._prefixes = prefixes
@@ -112,6 +130,12 @@ class LongestPrefixFirst:
 
     def discard(self, seq: Sequence) -> None:
         self._take_out(seq)
+
+    def first(self, count: int) -> list[Sequence]:
+        head = self.peek()
+        lines = sorted(self._lines.values(), key=lambda line: line[0].order)
+        behind = (seq for line in lines for seq in line if seq is not head)
+        return [] if head is None else [head, *islice(behind, count - 1)]
 
     def __len__(self) -> int:
         return self._size

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
@@ -20,6 +21,7 @@ from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
@@ -63,6 +65,7 @@ class Scheduler:
 
     Attributes:
         capacity: what can never be served.
+        turns: whose turn it is, where tenants take turns (`TenantQueue`).
         on_admitted: told of each request once, when it is given its place for the first time.
     """
 
@@ -73,9 +76,11 @@ class Scheduler:
         victims: VictimPolicy | None = None,
         waiting: WaitingQueue | None = None,
         preemption: PreemptionMode | None = None,
+        turns: VirtualTokenCounter | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
+        self.turns = turns
         self._builder = PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
@@ -119,6 +124,7 @@ class Scheduler:
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
             time_limit=None if self._latency is None else self._time_limit,
+            turns=self.turns,
         )
 
     @property
@@ -299,6 +305,8 @@ class Scheduler:
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         sequences, num_streams, draws = self._builder.settle(plan)
+        if self.turns is not None:
+            self.turns.drawn(chain(sequences[:num_streams], *draws))
         self.kv.swap.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)

@@ -31,6 +31,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import StepBudget, TimeLimit
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import Rotation
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.waiting import WaitingLine, num_missing
@@ -71,6 +72,8 @@ class Service:
 
     Args:
         time_limit: given the streams of a step, how long its prompts may take; None where no latency is to be kept.
+        turns: charged with what each tenant receives; where blocks run out, the least served tenant's streams have
+            theirs first, and yield to those of others last. None: the order of service decides.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Service:
         *,
         max_num_batched_tokens: int,
         time_limit: MakeTimeLimit | None = None,
+        turns: VirtualTokenCounter | None = None,
     ) -> None:
         self._kv = kv
         self._running = running
@@ -91,6 +95,7 @@ class Service:
         self._admission = admission
         self._max_tokens = max_num_batched_tokens
         self._time_limit = time_limit
+        self._turns = turns
         self._rotation = Rotation()
         self._stalled: Sequence | None = None  # the first in order of service, that found no blocks in the last step
 
@@ -122,6 +127,10 @@ class Service:
         if len(streams) >= budget:
             streams, for_prompts = self._rotation.choose(streams, bool(prompts), budget)
             budget = len(streams) + for_prompts
+        if self._turns is not None and self._may_run_out(len(streams)):
+            first = self._first()
+            ordered = self._turns.in_order_of_service(seq for seq in streams if seq is not first)
+            streams = ordered if first not in streams else [first, *ordered]
         short |= self._serve_streams(streams, shares)
         left = budget - len(shares.streams)
         if left > 0:
@@ -166,12 +175,23 @@ class Service:
         """Blocks for a stream's next token; False where it yielded itself."""
         while not self._extend(seq, 1, shares):
             # The first in order of service yields to nobody, so that every request ends at last.
-            behind = self._others(seq) if seq is self._first() else self._running.after(seq)
+            behind = self._others(seq) if seq is self._first() else self._behind(seq, shares)
             if not behind and self._yielding.free_more():
                 continue
             if self._yielding.preempt_one_of(behind or [seq]) is seq:
                 return False
         return True
+
+    def _behind(self, seq: Sequence, shares: StepShares) -> list[Sequence]:
+        """Itself and those who may yield to it, in order of service."""
+        if self._turns is None:
+            return self._running.after(seq)
+        first, served = self._first(), set(map(id, shares.streams))
+        return [other for other in self._running.order if other is not first and id(other) not in served]
+
+    def _may_run_out(self, num_streams: int) -> bool:
+        """Whether the pool may lack blocks for a token of each stream: a new block, or a copy of a shared one."""
+        return self._kv.pool.num_available < 2 * num_streams * len(self._kv.spec.groups)
 
     def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, shares: StepShares, short: bool) -> None:
         if short:
@@ -195,8 +215,8 @@ class Service:
             prompt = by_size[place] if place < len(by_size) else None
             newcomer = None
             if not short and admission.has_place and len(refused) < _MOST_REFUSED:
-                shortest = waiting.shortest(len(refused) + 1)
-                newcomer = next((seq for seq in shortest if seq not in refused), None)
+                nearest = waiting.candidates(len(refused) + 1)
+                newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or _size(newcomer) < _size(prompt)):
                 if not self._admit(newcomer, budget, shares, 1):
                     refused.append(newcomer)
@@ -211,6 +231,8 @@ class Service:
         num_new = self._admission.admit(seq, budget, share)
         if not num_new:
             return False
+        if self._turns is not None:
+            self._turns.admitted(seq)
         budget.take(seq.num_computed, num_new)
         shares.admitted.add(seq.seq_id)
         shares.chunks[seq.seq_id] = (seq, num_new)

@@ -32,9 +32,12 @@ class WaitingLine:
         """The next sequence in order of admission."""
         return self.queue.peek()
 
-    def shortest(self, count: int) -> list[Sequence]:
-        """The most urgent ones (by priority) with the fewest tokens to compute, in that order."""
-        return self._by_size.smallest(count)
+    def candidates(self, count: int) -> list[Sequence]:
+        """Whom to try to admit, besides the head or where it does not fit.
+
+        Those most urgent (by priority) with the fewest tokens to compute, or as the queue has them.
+        """
+        return self._by_size.smallest(count) if self.queue.short_may_pass else self.queue.first(count)
 
     def admit(self, seq: Sequence) -> None:
         """Remove a sequence that was admitted."""

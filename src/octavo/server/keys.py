@@ -58,6 +58,7 @@ class Client:
         cache_group: its tenants share cached prefixes; None: this tenant shares them with nobody.
         min_priority, max_priority: what `priority` a request may give (lower is served first); None: what the server
             allows anybody. In the file `priority = [min, max]`; a tenant may not go before others unless that says so.
+        weight: how much service it is due beside other tenants, where `scheduling_policy` is "vtc" or "dlpm".
         requests_per_minute, tokens_per_minute: of all its keys together, prompts and outputs; None: any number.
         max_concurrency: requests being served at once, those that wait among them.
         max_waiting_requests, max_waiting_tokens: requests that may wait for their first step, and their prompt tokens
@@ -67,6 +68,7 @@ class Client:
 
     tenant: str = ""
     cache_group: str | None = None
+    weight: float = 1.0
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrency: int | None = None
@@ -96,6 +98,7 @@ class Client:
             cache_salt=cache_salt or "",
             tenant=self.tenant,
             cache_group=self.cache_group,
+            weight=self.weight,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             pins=pins,
@@ -281,6 +284,7 @@ _READERS: dict[str, Callable[[str, object, str], dict[str, Any]]] = {
     "admin": _flag,
     "cache_group": _name,
     "priority": _priority,
+    "weight": _number,
     "requests_per_minute": _number,
     "tokens_per_minute": _number,
     "max_concurrency": _integer,
