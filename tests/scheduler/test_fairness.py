@@ -237,7 +237,7 @@ def test_a_round_serves_the_longest_cached_prefix_among_tenants_with_quantum_lef
     server.step()
     assert later[1].finished
     # It has spent its quantum when the other has not.
-    server.scheduler.turns.charge("a", 10_000)  # type: ignore[union-attr]
+    server.scheduler.turns.charge("a", 10_000)
     server.add("a", [*shared, 2], 1)
     server.step()
     assert later[0].finished
