@@ -58,7 +58,7 @@ async def stalled_bodies(port: int) -> list[Answer]:
     async def stall() -> Answer:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            writer.write(head(COMPLETIONS, len(content) + 100))
+            writer.write(head(COMPLETIONS, len(content) + 100, keep=True))
             for start in range(0, len(content), 1_000_000):
                 writer.write(content[start : start + 1_000_000])
                 await writer.drain()
@@ -261,7 +261,8 @@ def attack_all(server: Watched, found: Iterator[tuple[str, Attack]], only: str) 
             f"{status} × {count}" if count > 1 else status for status, count in Counter(map(str, answers)).items()
         )
         slowest = max((answer.seconds for answer in answers), default=0.0)
-        stalls = f"{server_seen.stream * 1e3:.0f} | {server_seen.health * 1e3:.0f}"
+        first = f"{server_seen.first * 1e3:.0f}" if server_seen.first else "—"
+        stalls = f"{server_seen.stream * 1e3:.0f} | {first} | {server_seen.health * 1e3:.0f}"
         errors = f" ({server_seen.errors} errors)" if server_seen.errors else ""
         rows.append(f"| {name} | {told or '—'}{errors} | {slowest:.2f} | {stalls} | {before:.0f} | {after:.0f} |")
         print(rows[-1], flush=True)
@@ -302,11 +303,12 @@ HEAD = """# Attacks with one valid key
 --itl-slo-ms 50`, attacker, watcher and server on the same two cores. Another tenant's stream decodes all the time.
 
 - answer: status codes; "given up": the client left after 3 s, while its request was served; "closed": by the server.
-- stream, /health: the longest time that the other tenant waited for its next token, and for an answer of /health.
+- stream, /health: the longest time that the other tenant waited between two tokens, and for an answer of /health.
+- first: how long it waited for a first token, where its stream of 4,000 tokens ended meanwhile and began anew.
 - MiB: resident memory of the server with its processes, before, and after the stream ran undisturbed again.
 
-| attack | answer | slowest answer, s | stream, ms | /health, ms | MiB before | MiB after |
-|---|---|---:|---:|---:|---:|---:|
+| attack | answer | slowest answer, s | stream, ms | first, ms | /health, ms | MiB before | MiB after |
+|---|---|---:|---:|---:|---:|---:|---:|
 """
 
 if __name__ == "__main__":

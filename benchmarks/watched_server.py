@@ -24,7 +24,7 @@ from octavo.bench.server_process import running_server
 
 VICTIM_KEY, ATTACKER_KEY = "a-key-of-the-victim", "a-key-of-the-attacker"
 # What the watched stream asks for, again and again.
-STREAM = {"prompt": [7, 8, 9], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+STREAM = {"prompt": [7, 8, 9], "temperature": 0, "ignore_eos": True, "stream": True}
 _HEALTH_EVERY = 0.02
 
 
@@ -33,11 +33,13 @@ class Stalls:
     """The longest waits since the last look, in seconds; tokens and probes that came.
 
     Attributes:
-        stream: between two chunks of the stream, or for its first one.
+        stream: between two tokens of the stream.
+        first: for its first token, where it began anew.
         health: for an answer of /health.
     """
 
     stream: float
+    first: float
     health: float
     tokens: int
     probes: int
@@ -67,7 +69,7 @@ class Watched:
         while time.monotonic() < until:
             time.sleep(seconds)
             seen = self.stalls()
-            if seen.tokens > 3 and seen.stream < 0.1:
+            if seen.tokens > 3 and max(seen.stream, seen.first) < 0.1:
                 return
 
     def rss(self) -> float:
@@ -76,12 +78,16 @@ class Watched:
 
 
 @contextmanager
-def watched_server(arguments: Sequence[str]) -> Iterator[Watched]:
-    """`octavo serve ARGUMENTS` with the two keys, watched from its first token on."""
+def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator[Watched]:
+    """`octavo serve ARGUMENTS` with the two keys, watched from its first token on.
+
+    Args:
+        max_tokens: of the watched stream, which begins anew after that.
+    """
     keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--no-access-log"]
     with running_server([*keys, *arguments]) as server:
         port = int(server.base_url.rpartition(":")[2])
-        argv = [sys.executable, __file__, str(port)]
+        argv = [sys.executable, __file__, str(port), str(max_tokens)]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
             try:
                 watched = Watched(port, _server_on(port), watcher)
@@ -135,11 +141,12 @@ async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: i
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
-                writer.write(head(path, len(body)) + body)
+                # Kept alive: a server that closes while bytes are coming takes its answer along.
+                writer.write(head(path, len(body), keep=True) + body)
                 await writer.drain()
             except ConnectionError:
                 pass  # it may have been answered before it was sent whole
-            while chunk := await reader.read(65536):
+            while size < _end_of_answer(received) and (chunk := await reader.read(65536)):
                 size += len(chunk)
                 received += chunk[: max(0, keeps - len(received))]
     except TimeoutError:
@@ -152,6 +159,15 @@ async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: i
             writer.transport.abort()
     status = int(received[9:12]) if received.startswith(b"HTTP/1.1 ") else 0
     return Answer(status, received.partition(b"\r\n\r\n")[2], time.perf_counter() - began, size)
+
+
+def _end_of_answer(received: bytes) -> float:
+    """Bytes of an answer with its header, as far as that is known."""
+    lines, found, _ = received.partition(b"\r\n\r\n")
+    if not found:
+        return float("inf")
+    length = lines.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+    return len(lines) + 4 + int(length) if length else float("inf")
 
 
 def _server_on(port: int) -> int:
@@ -183,13 +199,15 @@ def _rss(pid: int) -> int:
 class _Watcher:
     """The watcher's process: prints what it saw, and begins anew, for each line that it reads."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, max_tokens: int) -> None:
         self._port = port
+        self._max_tokens = max_tokens
         self._reset()
+        self._is_first = True
         self._waiting_since: float | None = None
 
     def _reset(self) -> None:
-        self.seen = {"stream": 0.0, "health": 0.0, "tokens": 0, "probes": 0, "errors": 0}
+        self.seen = {"stream": 0.0, "first": 0.0, "health": 0.0, "tokens": 0, "probes": 0, "errors": 0}
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -201,7 +219,7 @@ class _Watcher:
             os._exit(0)
         if self._waiting_since is not None:
             # What is still waited for counts as far as it has come.
-            self._note("stream", time.perf_counter() - self._waiting_since)
+            self._note("first" if self._is_first else "stream", time.perf_counter() - self._waiting_since)
         print(json.dumps(self.seen), flush=True)
         self._reset()
 
@@ -209,16 +227,16 @@ class _Watcher:
         self.seen[what] = max(self.seen[what], seconds)
 
     async def _watch_stream(self) -> None:
-        body = json.dumps(STREAM).encode()
+        body = json.dumps({**STREAM, "max_tokens": self._max_tokens}).encode()
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             writer.write(head("/v1/completions", len(body), VICTIM_KEY) + body)
-            self._waiting_since = time.perf_counter()
+            self._waiting_since, self._is_first = time.perf_counter(), True
             received = b""
             while chunk := await reader.read(65536):
                 now = time.perf_counter()
-                self._note("stream", now - self._waiting_since)
-                self._waiting_since = now
+                self._note("first" if self._is_first else "stream", now - self._waiting_since)
+                self._waiting_since, self._is_first = now, False
                 self.seen["tokens"] += chunk.count(b"data: ")
                 received = (received + chunk)[-64:]
             if b"[DONE]" not in received:
@@ -248,4 +266,4 @@ def as_json(body: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    asyncio.run(_Watcher(int(sys.argv[1])).run())
+    asyncio.run(_Watcher(int(sys.argv[1]), int(sys.argv[2])).run())

@@ -25,7 +25,8 @@ POEM = "the owl and the pussycat went to sea in a beautiful pea green boat. they
 class ByteTokenizer:
     """Token i is byte i; two special tokens follow."""
 
-    max_token_bytes = None
+    max_kept_token_bytes = None
+    dropped_bytes = b""
     special_ids = frozenset({EOS, BOS})
     eos_token_ids = frozenset({EOS})
 

@@ -175,3 +175,17 @@ def test_a_hundred_stalled_headers_do_not_keep_others_waiting(start: Callable[..
     finally:
         for connection in held:
             connection.close()
+
+
+def test_connections_that_come_all_at_once_are_accepted_a_few_at_a_time(start: Callable[..., Running]) -> None:
+    server = start()
+    # asyncio accepts as many in one go.
+    assert server.server.config.backlog <= 16
+    held = [connect(server) for _ in range(300)]
+    try:
+        for connection in held:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert all(answer_of(connection).startswith(b"HTTP/1.1 200 ") for connection in held)
+    finally:
+        for connection in held:
+            connection.close()

@@ -14,6 +14,7 @@ import pytest
 
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
+from octavo.server import body_worker
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
 from octavo.server.reading import MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
 from octavo.text.chat_template import MAX_RENDERED, render_chat
@@ -133,6 +134,17 @@ def test_a_template_that_goes_on_writing_is_refused_with_the_limit() -> None:
 def test_a_large_body_that_fills_the_memory_is_refused() -> None:
     with pytest.raises(ApiError, match="bytes of memory"):
         read(reading(memory=16 * 2**20), {"prompt": [[1]] * 500_000})
+
+
+def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = reading()
+    assert read(bodies, chat("x"), "chat").prompt.token_ids == SlowTokenizer().encode("x", False)
+    (first,) = bodies._chats._idle
+    monkeypatch.setattr(body_worker, "_KEPT_BYTES", -(2**30))
+    assert read(bodies, chat("x"), "chat").prompt.token_ids == SlowTokenizer().encode("x", False)
+    assert bodies._chats._idle == []
+    assert not first.is_alive
+    assert read(bodies, chat("y"), "chat").prompt.token_ids == SlowTokenizer().encode("y", False)
 
 
 def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:

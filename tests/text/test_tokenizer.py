@@ -19,7 +19,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
-from octavo.errors import CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.errors import ContextLengthError, CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
+from octavo.text.prompt_checks import check_text_length
 from octavo.text.tokenizer import Tokenizer
 from tests.models import tiny
 
@@ -380,3 +381,16 @@ def test_a_tokenizer_that_has_decoded_can_be_sent_to_another_process() -> None:
         "Hello world", add_special_tokens=True
     )
     assert copy.byte_pieces(True) is not None
+
+
+def test_a_text_has_at_most_so_many_bytes_a_token_but_for_those_that_the_vocabulary_lacks(smollm2: Tokenizer) -> None:
+    most, dropped = smollm2.max_kept_token_bytes, smollm2.dropped_bytes
+    assert most is not None
+    assert dropped
+    assert smollm2.max_token_bytes is None
+    everything = bytes(range(128)).decode() + "\u00e9\u20ac\U0001f600\U00050000"
+    for text in ("\U00050000" * 50, "a" * 500, " " * 500, everything * 20, bytes(dropped[-1:]).decode("latin-1") * 50):
+        kept = text.encode().translate(None, dropped)
+        assert len(kept) <= most * len(smollm2.encode(text, add_special_tokens=False))
+    with pytest.raises(ContextLengthError, match="but the prompt has 15000000 bytes"):
+        check_text_length("a" * 15_000_000, 8192, most, dropped)

@@ -27,6 +27,8 @@ from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_er
 
 _MAIN = "from octavo.server.body_worker import main; main()"
 
+# Memory beyond what a process began with that it may keep between two bodies.
+_KEPT_BYTES = 128 * 1024 * 1024
 # The process imports a tokenizer before it is ready: about a second, many on a busy machine.
 _START_SECONDS = 120.0
 
@@ -72,6 +74,7 @@ class BodyWorker:
         if not self._is_ready:
             self._ask(_START_SECONDS)
             self._is_ready = True
+            self._first_rss = self._rss()
         succeeded, value = pickle.loads(self._ask(seconds, method.encode(), raw))
         if succeeded:
             return value
@@ -105,6 +108,18 @@ class BodyWorker:
             raise
         finally:
             timer.cancel()
+
+    @property
+    def is_bloated(self) -> bool:
+        """Whether it has kept so much memory of what it read that a new process is better."""
+        return self._is_ready and self._rss() > self._first_rss + _KEPT_BYTES
+
+    def _rss(self) -> int:
+        try:
+            with open(f"/proc/{self._process.pid}/statm", encoding="ascii") as pages:
+                return int(pages.read().split()[1]) * resource.getpagesize()
+        except OSError:
+            return 0  # it has ended
 
     @property
     def is_alive(self) -> bool:

@@ -17,8 +17,13 @@ class TokenizerLike(Protocol):
     """Text to token ids and back."""
 
     @property
-    def max_token_bytes(self) -> int | None:
-        """Most bytes of a text that one token can stand for; None where that is not certain."""
+    def max_kept_token_bytes(self) -> int | None:
+        """Most bytes of a text that one token can stand for, `dropped_bytes` aside; None where that is not certain."""
+        ...
+
+    @property
+    def dropped_bytes(self) -> bytes:
+        """Bytes that leave no trace in the tokens."""
         ...
 
     @property

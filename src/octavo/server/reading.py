@@ -185,7 +185,8 @@ class BodyReader:
         return EncodedPrompt(token_ids, prompt if keeps_text else None)
 
     def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        check_text_length(text, self._max_model_len, self.tokenizer.max_token_bytes)
+        tokenizer = self.tokenizer
+        check_text_length(text, self._max_model_len, tokenizer.max_kept_token_bytes, tokenizer.dropped_bytes)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _check_length(self, token_ids: list[int]) -> None:
@@ -312,6 +313,8 @@ class _Workers:
         return BodyWorker(pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL), self._memory)
 
     def _release(self, worker: BodyWorker) -> None:
-        if worker.is_alive:
+        if worker.is_bloated:
+            worker.close()
+        elif worker.is_alive:
             with self._lock:
                 self._idle.append(worker)

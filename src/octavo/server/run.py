@@ -26,6 +26,9 @@ from octavo.server.listening import bound, listen, require_keys_beyond_loopback,
 from octavo.server.memory import settle_interpreter
 from octavo.server.transport import ConnectionCounters, guarded_protocol
 
+# Connections that are accepted before other callbacks of the event loop have a turn, and that may wait for it.
+_ACCEPTED_AT_ONCE = 16
+_MOST_WAITING = 2048
 # How long after the last request was cancelled its client may take to read the error.
 FAREWELL_SECONDS = 2.0
 
@@ -108,6 +111,7 @@ class Server(uvicorn.Server):
                 log_config=None,  # logging belongs to the process, not to a library
                 log_level="warning",
                 access_log=False,
+                backlog=_ACCEPTED_AT_ONCE,
                 timeout_graceful_shutdown=int(config.shutdown_timeout + FAREWELL_SECONDS),
             )
         )
@@ -152,6 +156,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            # asyncio accepts as many connections in one go as may wait; more may wait than that.
+            listener.listen(_MOST_WAITING)
         if self.started and sockets:
             scheme = "http" if self.config.ssl is None else "https"
             where = shown_address(sockets[0], scheme, self.config.root_path)

@@ -22,16 +22,17 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
             _refuse_first_unknown(part, vocab_size, param)
 
 
-def check_text_length(text: str, max_model_len: int, max_token_bytes: int | None) -> None:
+def check_text_length(text: str, max_model_len: int, max_token_bytes: int | None, dropped: bytes = b"") -> None:
     """Raises `ContextLengthError` for a text that is too long however well it is tokenised, without tokenising it.
 
     Args:
         max_token_bytes: bytes of text that one token stands for at most; None where that is not certain.
+        dropped: bytes that leave no trace in the tokens, and are not counted.
     """
     # A character has at most 4 bytes; most texts are nowhere near.
     if max_token_bytes is None or 4 * len(text) <= max_model_len * max_token_bytes:
         return
-    num_bytes = len(text.encode(errors="surrogatepass"))
+    num_bytes = len(text.encode(errors="surrogatepass").translate(None, dropped))
     if num_bytes > max_model_len * max_token_bytes:
         raise ContextLengthError(
             f"this model's maximum context length is {max_model_len} tokens of at most {max_token_bytes} bytes each, "

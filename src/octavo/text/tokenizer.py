@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,19 @@ class Tokenizer:
     @cached_property
     def max_token_bytes(self) -> int | None:
         """Most bytes of a text that one token can stand for; None where tokens may swallow any amount of text."""
+        return None if self.dropped_bytes else self.max_kept_token_bytes
+
+    @cached_property
+    def dropped_bytes(self) -> bytes:
+        """Bytes that leave no trace in the tokens: the vocabulary, made from text without them, lacks them."""
+        if "ByteLevel" not in self._decoder_kinds:
+            return b""
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        return bytes(byte for symbol, byte in _BYTE_OF.items() if symbol not in vocab)
+
+    @cached_property
+    def max_kept_token_bytes(self) -> int | None:
+        """`max_token_bytes` of a text without its `dropped_bytes`."""
         if not _keeps_every_byte(self._backend, self._decoder_kinds):
             return None
         # Byte-level vocabularies spell each byte as one character; elsewhere characters are themselves.
@@ -317,15 +330,18 @@ def _encoded_length(token: str) -> int:
 
 
 def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[str]) -> bool:
-    """Whether each byte of any text ends up in some token, so that a text's length bounds its tokens from below."""
+    """Whether each byte of any text ends up in some token, so that a text's length bounds its tokens from below.
+
+    Bytes that a byte-level vocabulary lacks apart.
+    """
     vocab = backend.get_vocab(with_added_tokens=False)
     if "ByteLevel" in decoder_kinds:
-        alphabet: Iterable[str] = _BYTE_OF
-    elif "ByteFallback" in decoder_kinds:
-        alphabet = (f"<0x{byte:02X}>" for byte in range(256))
-    else:
+        # An unknown token may stand for a run of them.
+        if getattr(backend.model, "unk_token", None) is not None and any(symbol not in vocab for symbol in _BYTE_OF):
+            return False
+    elif "ByteFallback" not in decoder_kinds or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
         return False
-    if backend.normalizer is not None or not all(symbol in vocab for symbol in alphabet):
+    if backend.normalizer is not None:
         return False
     # Tokens that take the white space around them along may take megabytes of it.
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
