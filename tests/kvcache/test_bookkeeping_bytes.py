@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from itertools import product
 
 import pytest
 
+from octavo.kvcache.eviction import EVICTION_POLICIES
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 
 
-@pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
+@pytest.mark.parametrize(
+    ("prefix_cache", "eviction"), [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
+)
 @pytest.mark.parametrize("num_blocks", [4097, 6000, 8192])
-def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, num_blocks: int) -> None:
+def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
     admit_and_compute(make_manager(16, 16), make_sequence([1] * 40))  # what is made once
     gc.collect()
     tracemalloc.start()
     try:
-        manager = make_manager(num_blocks, 16, prefix_cache=prefix_cache)
+        manager = make_manager(num_blocks, 16, prefix_cache=prefix_cache, eviction=eviction)
         for k in range(12):  # the pool is filled, and half of it evicted
             tokens = [k, *(i % 5000 for i in range(num_blocks * 2 - 1))]
             seq = make_sequence(tokens)

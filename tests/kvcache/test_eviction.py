@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -116,8 +117,33 @@ def test_a_policys_memory_does_not_grow_with_traffic(name: str) -> None:
     for _ in range(2000):
         use(policy, 7, 8, 9)
     if isinstance(policy, RankedEviction):
-        assert len(policy._heap) < 250
+        assert len(policy._heap) == 49
     assert len(policy) == 49
+
+
+def test_many_blocks_come_and_go_as_they_would_one_by_one(policy: EvictionPolicy) -> None:
+    rng, other = random.Random(0), type(policy)()
+    for many in (300, 20, 3, 200):
+        for each in (policy, other):
+            for block in range(1, 301):
+                if BlockId(block) not in each:
+                    each.publish(BlockId(block), 0, 0)
+        ids = np.array(rng.sample([b for b in range(1, 301) if BlockId(b) not in policy], many), np.int32)
+        policy.add_all(ids)
+        for block in ids.tolist():
+            other.add(block)
+        gone = np.array(rng.sample(sorted(policy), many // 2), np.int32)
+        policy.remove_all(gone)
+        for block in gone.tolist():
+            other.remove(block)
+        assert [policy.evict() for _ in range(many // 3)] == [other.evict() for _ in range(many // 3)]
+        kept = np.array(list(policy), np.int32)
+        policy.remove_all(kept)
+        for block in kept.tolist():
+            other.remove(block)
+        with pytest.raises(KeyError):
+            policy.remove_all(kept)
+    assert len(policy) == len(other) == 0
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:

@@ -32,7 +32,7 @@ from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
-from octavo.text.prompt_checks import check_text_length, check_token_ids
+from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -299,8 +299,7 @@ class EngineCore:
         if isinstance(prompt, str):
             token_ids = self._encode(prompt, add_special_tokens)
         else:
-            check_token_ids(prompt, self.vocab_size, "prompt")
-            token_ids = list(prompt)
+            token_ids = copy_token_ids(prompt, self.vocab_size, "prompt")
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         return token_ids

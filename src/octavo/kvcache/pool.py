@@ -168,9 +168,10 @@ class BlockPool:
         self._free.frombytes(last[~published].tobytes())
         cached = last[published]
         if self.pin_counts:
-            pinned = np.fromiter((block_id in self.pin_counts for block_id in cached.tolist()), bool, len(cached))
-            self._num_pinned += int(pinned.sum())
-            cached = cached[~pinned]
+            is_pinned = np.zeros(self.num_blocks, bool)
+            is_pinned[np.fromiter(self.pin_counts, np.int32, len(self.pin_counts))] = True
+            self._num_pinned += int(is_pinned[cached].sum())
+            cached = cached[~is_pinned[cached]]
         self._eviction.add_all(cached)
         self.num_freed += len(last) - int(published.sum()) + len(cached)
 

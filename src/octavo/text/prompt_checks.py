@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Collection, Sequence
 
@@ -11,6 +12,23 @@ from octavo.errors import ContextLengthError, RequestError, shown
 
 # Ids converted at a time: a fraction of a millisecond, after which other threads may run.
 _SLICE = 8192
+
+
+def copy_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:
+    """A list of its own of a prompt that is given in token ids; raises as `check_token_ids` does.
+
+    Equal ids are one object in it: 8 bytes a token instead of 40, and a garbage collection that looks at them all finds
+    them in the processor's cache. Thread-safe; for a long prompt, other threads may run between slices.
+    """
+    known: list[int] = []
+    interned: dict[int, int] = {}
+    for start in range(0, len(token_ids), _SLICE):
+        if start:
+            time.sleep(0)
+        part = token_ids[start : start + _SLICE]
+        check_token_ids(part, vocab_size, param)
+        known.extend(map(interned.setdefault, part, part))
+    return known
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
-from octavo.kvcache.eviction.ranked import RankedEviction
+from octavo.kvcache.eviction.ranked import BlockNumbers, RankedEviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class CostEviction(RankedEviction):
     def __init__(self, cost: RecomputeCost | None = None) -> None:
         super().__init__()
         self._cost = cost or RecomputeCost()
-        self._uses: dict[BlockId, int] = {}
-        self._positions: dict[BlockId, int] = {}
+        self._uses = BlockNumbers()
+        self._positions = BlockNumbers("i")
         self._clock = 0.0
         self._last_rank = 0.0
         self._last_position = 0
@@ -71,5 +71,5 @@ class CostEviction(RankedEviction):
 
     def evict(self) -> BlockId:
         block_id = super().evict()
-        self._clock = max(self._clock, self._given[block_id][0])
+        self._clock = max(self._clock, self._ranks[block_id])
         return block_id

@@ -1,34 +1,41 @@
 """Policies that rank blocks by a number: first in first out, least frequently used, least important.
 
-All keep one binary heap, from which entries of blocks that are held no more are dropped when they come up.
+All keep one binary heap in flat arrays: some tens of bytes a block, and no object for the garbage collector.
 """
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 
-# Below this a heap is not worth cleaning.
-MIN_HEAP = 64
-
-
-_Entry = tuple[float, int, BlockId]  # rank, stamp, block
+_ABSENT = -1
+# Where so large a part of the heap (1 / that) comes or goes at once, it is sorted anew: a sorted array is a heap.
+_MANY = 8
+# Arrays by block id grow by that part of their length, at least.
+_SPARE = 8
 
 
 class RankedEviction(ABC):
     """Lowest rank first, and among equals the least recently used. A block's rank is fixed while it is held.
 
-    `add`, `evict` and `restore` take O(log n); `remove` leaves a dead entry in the heap, in O(1), and the heap is
-    rebuilt once more than half of it is dead.
+        heap     [ 7 | 3 | 9 | … ]     held blocks, each before those at 2i + 1 and 2i + 2
+        places   by block id           where it stands in the heap, -1 where it is not held
+        ranks    by block id           both as of when it was last added
+        stamps   by block id
+
+    One block comes or goes in O(log n), and many at once in no more than it takes to sort them.
     """
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._held: dict[BlockId, _Entry] = {}
-        self._given: dict[BlockId, _Entry] = {}
+        self._heap = array("i")
+        self._places = array("i")
+        self._ranks = array("d")
+        self._stamps = array("q")
         self._stamp = 0
 
     @abstractmethod
@@ -42,49 +49,132 @@ class RankedEviction(ABC):
         return
 
     def add(self, block_id: BlockId) -> None:
-        self._stamp += 1
-        self._hold((self.rank(block_id), self._stamp, block_id))
+        self._note(block_id)
+        self.restore(block_id)
 
     def remove(self, block_id: BlockId) -> None:
-        del self._held[block_id]
-        if len(self._heap) > 2 * len(self._held) + MIN_HEAP:
-            self._heap = list(self._held.values())
-            heapq.heapify(self._heap)
+        if block_id not in self:
+            raise KeyError(block_id)
+        self._take_out(self._places[block_id])
 
     def add_all(self, block_ids: BlockIds) -> None:
+        if len(block_ids) * _MANY < len(self._heap):
+            for block_id in block_ids.tolist():
+                self.add(block_id)
+            return
         for block_id in block_ids.tolist():
-            self.add(block_id)
+            self._note(block_id)
+        self._rebuild(np.concatenate([np.array(self._heap, np.int32), block_ids]))
 
     def remove_all(self, block_ids: BlockIds) -> None:
+        if len(block_ids) * _MANY < len(self._heap):
+            for block_id in block_ids.tolist():
+                self.remove(block_id)
+            return
         for block_id in block_ids.tolist():
-            self.remove(block_id)
+            if block_id not in self:
+                raise KeyError(block_id)
+        places = np.frombuffer(self._places, np.int32)
+        places[block_ids] = _ABSENT
+        heap = np.array(self._heap, np.int32)
+        kept = heap[places[heap] != _ABSENT]
+        del places  # an array that is exported cannot grow
+        self._rebuild(kept)
 
     def evict(self) -> BlockId:
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            block_id = entry[2]
-            # By identity: a block that left and came back has a newer entry.
-            if self._held.get(block_id) is entry:
-                del self._held[block_id]
-                self._given[block_id] = entry
-                return block_id
-        raise KeyError("no block is held")
+        if not self._heap:
+            raise KeyError("no block is held")
+        block_id = BlockId(self._heap[0])
+        self._take_out(0)
+        return block_id
 
     def restore(self, block_id: BlockId) -> None:
-        self._hold(self._given[block_id])
+        self._heap.append(block_id)
+        self._rise(len(self._heap) - 1)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._heap)
 
     def __contains__(self, block_id: object) -> bool:
-        return block_id in self._held
+        return isinstance(block_id, int) and 0 <= block_id < len(self._places) and self._places[block_id] != _ABSENT
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._held)
+        return map(BlockId, self._heap)
 
-    def _hold(self, entry: _Entry) -> None:
-        self._held[entry[2]] = entry
-        heapq.heappush(self._heap, entry)
+    def _note(self, block_id: BlockId) -> None:
+        missing = block_id + 1 - len(self._places)
+        if missing > 0:
+            more = max(missing, len(self._places) // _SPARE)
+            self._places.extend(array("i", [_ABSENT]) * more)
+            self._ranks.frombytes(bytes(8 * more))
+            self._stamps.frombytes(bytes(8 * more))
+        self._stamp += 1
+        self._ranks[block_id], self._stamps[block_id] = self.rank(block_id), self._stamp
+
+    def _rebuild(self, block_ids: BlockIds) -> None:
+        """Make these the heap."""
+        ranks, stamps = np.frombuffer(self._ranks), np.frombuffer(self._stamps, np.int64)
+        in_order = block_ids[np.lexsort((stamps[block_ids], ranks[block_ids]))].astype(np.int32)
+        np.frombuffer(self._places, np.int32)[in_order] = np.arange(len(in_order), dtype=np.int32)
+        self._heap = array("i", in_order.tobytes())
+
+    def _take_out(self, place: int) -> None:
+        heap = self._heap
+        self._places[heap[place]] = _ABSENT
+        last = heap.pop()
+        if place < len(heap):
+            heap[place] = last
+            self._rise(self._sink(place))
+
+    def _sink(self, place: int) -> int:
+        """Move a block to the bottom, the lesser child of each place up; returns where it is then.
+
+        What was last in the heap mostly belongs near the bottom: so one comparison a level is enough, as in `heapq`.
+        """
+        heap, places, ranks, stamps = self._heap, self._places, self._ranks, self._stamps
+        block_id, end = heap[place], len(heap)
+        while (child := 2 * place + 1) < end:
+            if child + 1 < end:
+                left, right = heap[child], heap[child + 1]
+                if (ranks[right], stamps[right]) < (ranks[left], stamps[left]):
+                    child += 1
+            moved = heap[place] = heap[child]
+            places[moved] = place
+            place = child
+        heap[place] = block_id
+        return place
+
+    def _rise(self, place: int) -> None:
+        """Move a block up to where its parent goes before it."""
+        heap, places = self._heap, self._places
+        block_id = heap[place]
+        key = (self._ranks[block_id], self._stamps[block_id])
+        while place:
+            above = (place - 1) // 2
+            parent = heap[above]
+            if (self._ranks[parent], self._stamps[parent]) < key:
+                break
+            heap[place], places[parent] = parent, place
+            place = above
+        heap[place], places[block_id] = block_id, place
+
+
+class BlockNumbers:
+    """A number for each block that was ever given one, in an array by block id."""
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, typecode: str = "q") -> None:
+        self._numbers = array(typecode)
+
+    def __getitem__(self, block_id: BlockId) -> int:
+        return self._numbers[block_id]
+
+    def __setitem__(self, block_id: BlockId, number: int) -> None:
+        missing = block_id + 1 - len(self._numbers)
+        if missing > 0:
+            self._numbers.extend(array(self._numbers.typecode, [0]) * max(missing, len(self._numbers) // _SPARE))
+        self._numbers[block_id] = number
 
 
 class FifoEviction(RankedEviction):
@@ -92,7 +182,7 @@ class FifoEviction(RankedEviction):
 
     def __init__(self) -> None:
         super().__init__()
-        self._published: dict[BlockId, int] = {}
+        self._published = BlockNumbers()
         self._count = 0
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
@@ -111,7 +201,7 @@ class LfuEviction(RankedEviction):
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses: dict[BlockId, int] = {}
+        self._uses = BlockNumbers()
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
         self._uses[block_id] = 1
@@ -135,7 +225,7 @@ class PriorityEviction(RankedEviction):
 
     def __init__(self) -> None:
         super().__init__()
-        self._priority: dict[BlockId, int] = {}
+        self._priority = BlockNumbers()
 
     def publish(self, block_id: BlockId, position: int, priority: int) -> None:
         self._priority[block_id] = priority
