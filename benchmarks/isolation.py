@@ -1,0 +1,226 @@
+"""Whether a tenant can find out, by `cached_tokens` or by the clock, what another tenant has sent.
+
+    python benchmarks/isolation.py --store hashed      and radix; each writes its part of the results
+
+Over HTTP, with two keys. In each trial the victim sends a random prompt. Then
+the probing tenant sends that prompt, and one that nobody has sent; and the victim does the same. Each takes the time to
+the first token. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC curve (AUC)
+is 0.5 where the times say nothing. The victim's own times are the control: they must tell hits apart, or the
+measurement could not have.
+
+Every trial also counts cached tokens: the prober's must be 0, with any `cache_salt` that it may forge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.bench.server_process import running_server
+from octavo.request import cache_scope
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT_TOKENS = 256
+VOCABULARY = 49_152
+KEYS = """
+[tenants.victim]
+keys = ["sk-victim"]
+[tenants.prober]
+keys = ["sk-prober"]
+"""
+FORGED_SALTS = ("victim", "tenant", "sk-victim", "", cache_scope("victim", None, ""), cache_scope("prober", None, ""))
+
+
+@dataclass
+class Findings:
+    """What one store let through.
+
+    Attributes:
+        own_cached, other_cached: most cached tokens that the victim and the prober were told in any trial.
+        forged_cached: the prober's, over all forged salts.
+        cross, control: (seconds of prompts that the victim had sent, seconds of fresh ones).
+    """
+
+    store: str
+    trials: int = 0
+    own_cached: int = 0
+    own_least: int = PROMPT_TOKENS
+    other_cached: int = 0
+    forged_cached: int = 0
+    forged_requests: int = 0
+    cross: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    control: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+    def note_own(self, cached: int) -> None:
+        self.own_cached, self.own_least = max(self.own_cached, cached), min(self.own_least, cached)
+
+    def note_other(self, cached: int) -> None:
+        self.other_cached = max(self.other_cached, cached)
+
+
+def auc(known: list[float], fresh: list[float]) -> float:
+    """The probability that a prompt sent before is answered faster than a fresh one; half for a tie."""
+    times = np.concatenate([known, fresh])
+    ranks = np.empty(len(times))
+    ranks[np.argsort(times, kind="stable")] = np.arange(1, len(times) + 1)
+    for value in np.unique(times):
+        ranks[times == value] = ranks[times == value].mean()
+    beaten = ranks[len(known) :].sum() - len(fresh) * (len(fresh) + 1) / 2
+    return float(beaten / (len(known) * len(fresh)))
+
+
+def auc_range(known: list[float], fresh: list[float], rounds: int = 1000) -> tuple[float, float]:
+    """A 95 % interval of the AUC, by bootstrap."""
+    rng = np.random.default_rng(0)
+    first, second = np.array(known), np.array(fresh)
+    found = [
+        auc(list(rng.choice(first, len(first))), list(rng.choice(second, len(second)))) for _ in range(rounds // 10)
+    ]
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+class Tenant:
+    """Sends prompts with one key over a connection that is kept."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._headers = {"Content-Type": "application/json", "x-api-key": key}
+
+    def send(self, prompt: list[int], **fields: Any) -> tuple[float, int]:
+        """Seconds to the (only) token, and the cached tokens of the usage."""
+        body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields})
+        began = time.perf_counter()
+        self._connection.request("POST", "/v1/completions", body, self._headers)
+        response = self._connection.getresponse()
+        raw = response.read()
+        seconds = time.perf_counter() - began
+        if response.status != 200:
+            raise SystemExit(f"the server answered {response.status}: {raw[:300]!r}")
+        return seconds, json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(1000, VOCABULARY) for _ in range(PROMPT_TOKENS)]
+
+
+def probe_prefix_cache(store: str, trials: int, model: str) -> Findings:
+    found = Findings(store, trials)
+    rng = random.Random(1)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
+        keys.write(KEYS)
+        keys.flush()
+        options = ["--keys-file", keys.name, "--prefix-cache", store, "--num-blocks", "40000", "--no-access-log"]
+        with running_server([model, *options]) as server:
+            port = int(server.base_url.rpartition(":")[2])
+            victim, prober = Tenant(port, "sk-victim"), Tenant(port, "sk-prober")
+            for _ in range(10):  # threads and connections warm up
+                victim.send(random_prompt(rng))
+                prober.send(random_prompt(rng))
+            for _ in range(trials):
+                one_trial(found, rng, victim, prober)
+            secret = random_prompt(rng)
+            victim.send(secret)
+            victim.send(secret, cache_salt="victim")
+            for salt in FORGED_SALTS:
+                _, cached = prober.send(secret, cache_salt=salt)
+                found.forged_cached += cached
+                found.forged_requests += 1
+    return found
+
+
+def one_trial(found: Findings, rng: random.Random, victim: Tenant, prober: Tenant) -> None:
+    """In random order, so that what drifts with time says nothing."""
+    secret = random_prompt(rng)
+    victim.send(secret)
+    asked: list[tuple[Tenant, list[int], list[float]]] = [
+        (prober, secret, found.cross[0]),
+        (prober, random_prompt(rng), found.cross[1]),
+        (victim, secret, found.control[0]),
+        (victim, random_prompt(rng), found.control[1]),
+    ]
+    rng.shuffle(asked)
+    for tenant, prompt, times in asked:
+        seconds, cached = tenant.send(prompt)
+        times.append(seconds)
+        if tenant is prober:
+            found.note_other(cached)
+        elif times is found.control[0]:
+            found.note_own(cached)
+
+
+def summary(found: Findings) -> dict[str, Any]:
+    numbers = asdict(found)
+    for name in ("cross", "control"):
+        known, fresh = numbers.pop(name)
+        numbers[name] = {
+            "auc": round(auc(known, fresh), 3),
+            "range": [round(bound, 3) for bound in auc_range(known, fresh)],
+            "known_ms": round(1e3 * float(np.median(known)), 2),
+            "fresh_ms": round(1e3 * float(np.median(fresh)), 2),
+            "samples": [len(known), len(fresh)],
+        }
+    return numbers
+
+
+def write(summaries: dict[str, Any], machine: str) -> None:
+    rows = []
+    for store in ("hashed", "radix"):
+        if (told := summaries.get(store)) is None:
+            continue
+        cross, control = told["cross"], told["control"]
+        rows.append(
+            f"| {store} | {told['own_least']} to {told['own_cached']} | {told['other_cached']} | "
+            f"{told['forged_cached']} in {told['forged_requests']} requests | {cross['auc']:.3f} "
+            f"({cross['range'][0]:.3f} to {cross['range'][1]:.3f}) | {cross['known_ms']:.1f} / "
+            f"{cross['fresh_ms']:.1f} | {sum(cross['samples'])} | {control['auc']:.3f} | "
+            f"{control['known_ms']:.1f} / {control['fresh_ms']:.1f} | {sum(control['samples'])} |"
+        )
+    text = f"""# What one tenant learns of another's cache
+
+`python benchmarks/isolation.py --store hashed` (and `radix`); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
+tokens; {machine}. The script says how each number comes about.
+
+Cached tokens, of {PROMPT_TOKENS}, that the same tenant and another were told, and that another was told with forged
+salts; AUC across tenants, and of a tenant's own prompts, each with the median milliseconds of prompts sent before and
+of fresh ones, and the number of times taken.
+
+| store | same | other | forged | AUC across (95 %) | ms | times | AUC own | ms | times |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+{chr(10).join(rows)}
+
+An AUC of 0.5 says nothing; the aims are at most 0.55 across tenants, and at least 0.9 for a tenant's own prompts, which
+shows that the clock would have told. What lies in host memory is no prefix cache (tests/kvcache/test_isolation.py).
+"""
+    (RESULTS / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
+    (RESULTS / "isolation.md").write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", choices=("hashed", "radix"), required=True)
+    parser.add_argument("--trials", type=int, default=400)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM")
+    parser.add_argument("--dry-run", action="store_true", help="print the findings and write nothing")
+    args = parser.parse_args()
+    told = summary(probe_prefix_cache(args.store, args.trials, args.model))
+    print(json.dumps(told))
+    if args.dry_run:
+        return
+    path = RESULTS / "isolation.json"
+    summaries = json.loads(path.read_text()) if path.exists() else {}
+    write({**summaries, args.store: told}, args.machine)
+
+
+if __name__ == "__main__":
+    main()
