@@ -6,6 +6,11 @@
 #ifdef OCTAVO_X86
 #include <cpuid.h>
 #endif
+#if defined(OCTAVO_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(OCTAVO_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #if defined(OCTAVO_X86) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,6 +23,11 @@ const Kernels* const kTables[kNumIsas] = {
     &kKernelsPortable, &kKernelsAmxEmulated,
 #ifdef OCTAVO_X86
     &kKernelsAvx2,     &kKernelsAvx2Vnni,    &kKernelsAvx512, &kKernelsAvx512Vnni, &kKernelsAvx512Bf16, &kKernelsAmx,
+#else
+    nullptr,           nullptr,              nullptr,         nullptr,             nullptr,             nullptr,
+#endif
+#ifdef OCTAVO_ARM
+    &kKernelsNeon,     &kKernelsNeonBf16,
 #endif
 };
 
@@ -49,6 +59,25 @@ bool may_use_tiles() {
     if ((low & kTileState) != kTileState) return false;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
+#ifdef OCTAVO_ARM
+bool has_bf16_and_i8mm() {
+#if defined(__linux__)
+    constexpr unsigned long kI8mm = 1ul << 13, kBf16Products = 1ul << 14;
+    const unsigned long features = getauxval(AT_HWCAP2);
+    return (features & kI8mm) && (features & kBf16Products);
+#elif defined(__APPLE__)
+    const auto has = [](const char* name) {
+        int value = 0;
+        size_t size = sizeof value;
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    };
+    return has("hw.optional.arm.FEAT_BF16") && has("hw.optional.arm.FEAT_I8MM");
 #else
     return false;
 #endif
@@ -89,14 +118,17 @@ bool isa_is_supported(Isa isa) {
         case kAmx: return vnni && __builtin_cpu_supports("avx512bf16") && tiles;
         default: return false;
     }
+#elif defined(OCTAVO_ARM)
+    static const bool bf16_and_i8mm = has_bf16_and_i8mm();
+    return isa == kNeon || (isa == kNeonBf16 && bf16_and_i8mm);
 #else
     return false;
 #endif
 }
 
 const char* isa_name(Isa isa) {
-    static const char* names[kNumIsas] = {"portable", "amx_emulated", "avx2",        "avx2_vnni",
-                                          "avx512",   "avx512_vnni",  "avx512_bf16", "amx"};
+    static const char* names[kNumIsas] = {"portable",    "amx_emulated", "avx2", "avx2_vnni", "avx512",
+                                          "avx512_vnni", "avx512_bf16",  "amx",  "neon",      "neon_bf16"};
     return names[isa];
 }
 

@@ -7,7 +7,14 @@
 namespace octavo {
 
 // From slow to fast. The emulated level multiplies in the tiles of AMX on any machine, for tests; it is never chosen.
-enum Isa { kPortable, kAmxEmulated, kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx, kNumIsas };
+// clang-format off
+enum Isa {
+    kPortable, kAmxEmulated,
+    kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx,  // x86-64
+    kNeon, kNeonBf16,                                           // Arm, 64 bits
+    kNumIsas
+};
+// clang-format on
 enum Storage { kBf16, kF32, kNumStorages };  // what tensors hold; arithmetic is in float32
 enum Activation { kSilu, kGeluTanh, kNumActivations };
 
@@ -170,7 +177,7 @@ struct Kernels {
 };
 
 extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKernelsAvx2Vnni, kKernelsAvx512,
-    kKernelsAvx512Vnni, kKernelsAvx512Bf16, kKernelsAmx;
+    kKernelsAvx512Vnni, kKernelsAvx512Bf16, kKernelsAmx, kKernelsNeon, kKernelsNeonBf16;
 
 bool isa_is_supported(Isa isa);  // compiled in, and the CPU has it
 const char* isa_name(Isa isa);

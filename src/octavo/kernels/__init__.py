@@ -5,7 +5,7 @@ dtypes and indices on every call: a bad argument raises ValueError with the numb
 Rows may be strided, elements of a row may not. What writes into its arguments says so.
 
 The instruction set is chosen when the library is loaded: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni",
-"avx2" or "portable".
+"avx2", "neon_bf16", "neon" or "portable".
 `OCTAVO_ISA` in the environment forces a level; one that the CPU lacks is an error.
 """
 

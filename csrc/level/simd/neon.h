@@ -1,0 +1,236 @@
+// Sixteen lanes in four NEON registers. OCTAVO_HAS_BF16 adds bfdot, OCTAVO_HAS_I8MM usdot.
+#include <arm_neon.h>
+
+#define OCTAVO_QUARTERS for (int i = 0; i < 4; ++i)
+
+struct U16 {
+    uint32x4_t v[4];
+    static U16 load(const void* p) {
+        U16 out;
+        OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + i * 16));
+        return out;
+    }
+    static U16 set1(uint32_t x) {
+        const uint32x4_t four = vdupq_n_u32(x);
+        return {{four, four, four, four}};
+    }
+    static U16 zero() { return set1(0); }
+};
+inline U16 operator&(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = vandq_u32(a.v[i], b.v[i]);
+    return a;
+}
+inline U16 operator|(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = vorrq_u32(a.v[i], b.v[i]);
+    return a;
+}
+inline U16 operator+(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = vaddq_u32(a.v[i], b.v[i]);
+    return a;
+}
+inline U16 max(U16 a, U16 b) {  // of signed integers
+    OCTAVO_QUARTERS a.v[i] =
+        vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a.v[i]), vreinterpretq_s32_u32(b.v[i])));
+    return a;
+}
+inline int32_t reduce_max(U16 a) {
+    int32x4_t most = vreinterpretq_s32_u32(a.v[0]);
+    OCTAVO_QUARTERS most = vmaxq_s32(most, vreinterpretq_s32_u32(a.v[i]));
+    return vmaxvq_s32(most);
+}
+template <int N> inline U16 shift_left(U16 a) {
+    OCTAVO_QUARTERS a.v[i] = vshlq_n_u32(a.v[i], N);
+    return a;
+}
+template <int N> inline U16 shift_right(U16 a) {
+    OCTAVO_QUARTERS a.v[i] = vshrq_n_u32(a.v[i], N);
+    return a;
+}
+
+struct F16 {
+    float32x4_t v[4];
+    static F16 load(const float* p) {
+        F16 out;
+        OCTAVO_QUARTERS out.v[i] = vld1q_f32(p + i * 4);
+        return out;
+    }
+    static F16 load(const bf16* p) {
+        F16 out;
+        OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + i * 4), 16));
+        return out;
+    }
+    static F16 load_half(const uint16_t* p) {  // IEEE binary16
+        F16 out;
+        OCTAVO_QUARTERS out.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4)));
+        return out;
+    }
+    static F16 set1(float x) {
+        const float32x4_t four = vdupq_n_f32(x);
+        return {{four, four, four, four}};
+    }
+    static F16 zero() { return set1(0.0f); }
+    static F16 from_int(U16 x) {
+        F16 out;
+        OCTAVO_QUARTERS out.v[i] = vcvtq_f32_s32(vreinterpretq_s32_u32(x.v[i]));
+        return out;
+    }
+    void store(float* p) const { OCTAVO_QUARTERS vst1q_f32(p + i * 4, v[i]); }
+    void store(bf16* p) const {
+        OCTAVO_QUARTERS {
+            const uint32x4_t bits = vreinterpretq_u32_f32(v[i]);
+            const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+            const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+            const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+            vst1_u16(p + i * 4, vshrn_n_u32(vbslq_u32(vceqq_f32(v[i], v[i]), rounded, quiet), 16));
+        }
+    }
+};
+template <class T> inline void store_both(F16 a, F16 b, T* p) {
+    a.store(p);
+    b.store(p + 16);
+}
+inline F16 as_float(U16 a) {
+    F16 out;
+    OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(a.v[i]);
+    return out;
+}
+inline U16 as_bits(F16 a) {
+    U16 out;
+    OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_f32(a.v[i]);
+    return out;
+}
+inline F16 operator+(F16 a, F16 b) {
+    OCTAVO_QUARTERS a.v[i] = vaddq_f32(a.v[i], b.v[i]);
+    return a;
+}
+inline F16 operator-(F16 a, F16 b) {
+    OCTAVO_QUARTERS a.v[i] = vsubq_f32(a.v[i], b.v[i]);
+    return a;
+}
+inline F16 operator*(F16 a, F16 b) {
+    OCTAVO_QUARTERS a.v[i] = vmulq_f32(a.v[i], b.v[i]);
+    return a;
+}
+inline F16 operator/(F16 a, F16 b) {
+    OCTAVO_QUARTERS a.v[i] = vdivq_f32(a.v[i], b.v[i]);
+    return a;
+}
+inline F16 fma(F16 a, F16 b, F16 c) {
+    OCTAVO_QUARTERS c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
+    return c;
+}
+inline F16 max(F16 a, F16 b) {  // b where either is NaN
+    OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
+    return a;
+}
+inline F16 min(F16 a, F16 b) {
+    OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
+    return a;
+}
+inline float reduce_add(F16 a) {
+    const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+inline float reduce_max(F16 a) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+inline bool any_greater(F16 a, F16 b) {
+    uint32x4_t any = vdupq_n_u32(0);
+    OCTAVO_QUARTERS any = vorrq_u32(any, vcgtq_f32(a.v[i], b.v[i]));
+    return vmaxvq_u32(any) != 0;
+}
+inline bool all_at_most(F16 a, F16 b) {  // no NaN
+    uint32x4_t all = vdupq_n_u32(~0u);
+    OCTAVO_QUARTERS all = vandq_u32(all, vcleq_f32(a.v[i], b.v[i]));
+    return vminvq_u32(all) != 0;
+}
+
+// Lane i of `a` where low <= i < high, `other` elsewhere.
+inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
+    const int32_t first[4] = {0, 1, 2, 3};
+    OCTAVO_QUARTERS {
+        const int32x4_t lane = vaddq_s32(vld1q_s32(first), vdupq_n_s32(i * 4));
+        const uint32x4_t keep = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(low)), vcltq_s32(lane, vdupq_n_s32(high)));
+        a.v[i] = vbslq_f32(keep, a.v[i], other.v[i]);
+    }
+    return a;
+}
+
+inline F16 exp2(F16 x) {
+    OCTAVO_QUARTERS {
+        // Below 2^-126 the result is flushed to zero, so that a masked score weighs exactly nothing.
+        const uint32x4_t small = vcltq_f32(x.v[i], vdupq_n_f32(-126.0f));
+        const float32x4_t clamped = vminq_f32(vmaxq_f32(x.v[i], vdupq_n_f32(-126.0f)), vdupq_n_f32(127.0f));
+        const float32x4_t n = vrndnq_f32(clamped), f = vsubq_f32(clamped, n);
+        float32x4_t p = vdupq_n_f32(kExp2Poly[5]);
+        for (int j = 4; j >= 0; --j) p = vfmaq_f32(vdupq_n_f32(kExp2Poly[j]), p, f);
+        const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+        const float32x4_t power = vmulq_f32(p, vreinterpretq_f32_s32(exponent));
+        x.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(power), small));
+    }
+    return x;
+}
+inline F16 exp2_nonpositive(F16 x) { return exp2(x); }
+inline F16 exp2_coarse(F16 x) { return exp2(x); }
+
+// acc + a.lo * b.lo + a.hi * b.hi for pairs of bf16.
+inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_BF16
+    OCTAVO_QUARTERS acc.v[i] = vbfdotq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i]));
+#else
+    const uint32x4_t high = vdupq_n_u32(0xffff0000u);
+    OCTAVO_QUARTERS {
+        const float32x4_t low = vfmaq_f32(acc.v[i], vreinterpretq_f32_u32(vshlq_n_u32(a.v[i], 16)),
+                                          vreinterpretq_f32_u32(vshlq_n_u32(b.v[i], 16)));
+        acc.v[i] = vfmaq_f32(low, vreinterpretq_f32_u32(vandq_u32(a.v[i], high)),
+                             vreinterpretq_f32_u32(vandq_u32(b.v[i], high)));
+    }
+#endif
+    return acc;
+}
+inline F16 mac_f32(F16 acc, U16 a, U16 b) { return fma(as_float(a), as_float(b), acc); }
+
+// acc + sum over four bytes of a (unsigned, at most 15) * b (signed), lane by lane.
+inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
+    OCTAVO_QUARTERS {
+#ifdef OCTAVO_HAS_I8MM
+        acc.v[i] = vreinterpretq_u32_s32(
+            vusdotq_s32(vreinterpretq_s32_u32(acc.v[i]), vreinterpretq_u8_u32(a.v[i]), vreinterpretq_s8_u32(b.v[i])));
+#else
+        const int8x16_t x = vreinterpretq_s8_u32(a.v[i]), y = vreinterpretq_s8_u32(b.v[i]);
+        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));  // at most 15 * 128: fits
+        const int32x4_t high = vpaddlq_s16(vmull_high_s8(x, y));
+        acc.v[i] = vaddq_u32(acc.v[i], vreinterpretq_u32_s32(vpaddq_s32(low, high)));
+#endif
+    }
+    return acc;
+}
+// The same for any unsigned bytes.
+inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
+#ifdef OCTAVO_HAS_I8MM
+    return dot_nibbles(acc, a, b);
+#else
+    const U16 mask = U16::set1(0x0f0f0f0f);
+    const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
+    return dot_nibbles(acc + shift_left<4>(high), a & mask, b);
+#endif
+}
+
+// To the nearest integers, in [-128, 127]; what is no number becomes zero.
+inline void round_to_int8(F16 x, int8_t* p) {
+    int16x4_t words[4];
+    OCTAVO_QUARTERS words[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
+    vst1_s8(p, vqmovn_s16(vcombine_s16(words[0], words[1])));
+    vst1_s8(p + 8, vqmovn_s16(vcombine_s16(words[2], words[3])));
+}
+
+inline void store(U16 x, void* p) {
+    OCTAVO_QUARTERS vst1q_u8(static_cast<uint8_t*>(p) + i * 16, vreinterpretq_u8_u32(x.v[i]));
+}
+
+#undef OCTAVO_QUARTERS
+
+// Of 32 registers: rows x vectors accumulators, which are four each.
+constexpr int kVectorsPerPass = 1;
+constexpr int kMaxRows = 4;
+constexpr int kGemmRows = 2;  // times two vectors of outputs
+constexpr int kQuantRows = 2, kQuantTiles = 1;
