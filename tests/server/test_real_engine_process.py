@@ -98,12 +98,13 @@ def tiny(start: Callable[..., ServerProcess]) -> ServerProcess:
 def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess]) -> None:
     server = start("smollm2", "--max-model-len", "512", "--num-blocks", "128", "--num-threads", "1")
     assert re.fullmatch(r"Octavo serving smollm2 on http://127\.0\.0\.1:\d+\n", server.ready)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    # Each token of this answer leads by at least half a nat: it does not depend on how a level rounds. France's does.
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
     chats = [
         server.post("/v1/chat/completions", {"messages": question, "max_tokens": 20, "temperature": 0})
         for _ in range(2)
     ]
-    assert "Paris" in chats[0]["choices"][0]["message"]["content"]
+    assert "Tokyo" in chats[0]["choices"][0]["message"]["content"]
     assert chats[1]["choices"] == chats[0]["choices"]
     assert [chat["usage"]["prompt_tokens_details"]["cached_tokens"] for chat in chats] == [0, 32]
     continued = server.post("/v1/completions", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 6, "temperature": 0})
