@@ -109,6 +109,7 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.softcap = call.softcap;
     task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
     task.kv_heads = shape.kv_heads;
+    task.exact = call.exact;
     // The last tokens see most: begin with them, so that no thread is left with a long task at the end.
     for (int end = query_len; end > 0; end -= shape.tokens) {
         const int begin = std::max(0, end - shape.tokens);

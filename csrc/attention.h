@@ -18,6 +18,9 @@ struct AttentionCall {
     const float* sinks;
     float scale, softcap;
     int num_seqs, num_heads, window;  // window 0: none
+    // A token's bits depend on nothing but its context. Not so, unless exact, where a level has tiles for prompts: a
+    // token that comes alone is faster in vectors.
+    bool exact = true;
 };
 
 // Throws std::invalid_argument, with the numbers, when the batch names tokens or blocks that do not exist.

@@ -116,6 +116,7 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     call.num_seqs = static_cast<int>(step.num_seqs);
     call.num_heads = shape.num_heads;
     call.window = cache.window;
+    call.exact = exact;
     octavo::attend(call);
 }
 

@@ -77,7 +77,7 @@ class Decoder {
     const char* embedding_rows = nullptr;
     const char* final_norm = nullptr;
     Linear head;
-    bool exact = true;  // see `linear`
+    bool exact = true;  // see `linear` and AttentionCall
 
     // Throws std::invalid_argument when a table names blocks that do not exist; all else must have been checked.
     void forward(const DecoderStep& step);

@@ -54,6 +54,7 @@ struct AttendTask {
     int num_tokens, first_position;
     int window;  // a token sees itself and window - 1 before it
     int split_begin, split_end;
+    bool exact;  // see AttentionCall
     int rows_per_head() const { return num_tokens * group_size; }
 };
 

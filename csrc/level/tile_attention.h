@@ -1,5 +1,5 @@
-// Attention in bf16 tiles, a prompt's and a decode's alike. Included inside an instruction set's namespace, by
-// attention_tile.h.
+// Attention in bf16 tiles: a prompt's and, where its bits must not depend on that, a decode's. Included inside an
+// instruction set's namespace, by attention_tile.h.
 //
 //     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; half a step
 //                                              at the end, where a head has eight units more, in tiles 6 and 7
@@ -210,7 +210,7 @@ class TilePasses {
 
 template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
     if constexpr (S == kBf16)
-        attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
-    else
-        attend_by<S>(task, scratch, RowPasses<S>{});
+        if (task.exact || task.num_tokens > 1)
+            return attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
+    attend_by<S>(task, scratch, RowPasses<S>{});
 }

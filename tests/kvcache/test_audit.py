@@ -60,7 +60,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost key": (_lose_a_key, "is not found by its key"),
     "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
-    "a lost host block": (lambda kv: kv.swap.host._free.pop(), "free: False, held: False"),
+    "a lost host block": (lambda kv: setattr(kv.swap.host, "_num_used", 8), "free: False, held: False"),
     "a host block of nobody": (lambda kv: kv.swap.host.holders.popitem(), "host block"),
     "a lost hope": (_forget_a_place, "and is not noted there"),
     "a miscounted transfer": (lambda kv: setattr(kv.swap.counters, "blocks_in", 5), "blocks were moved out"),

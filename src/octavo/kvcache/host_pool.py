@@ -27,14 +27,18 @@ class BlockSwap(NamedTuple):
 
 
 class HostPool:
-    """Host blocks and the transfers of the next step; 0 blocks is a host without room. O(1) an operation."""
+    """Host blocks and the transfers of the next step; 0 blocks is a host without room. O(1) an operation.
+
+    Blocks are used from the first on, so that neither memory nor an audit grows with those that never were.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
             raise CacheError(f"a host pool needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
         self.holders: dict[HostBlockId, SequenceId] = {}
-        self._free = [HostBlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._num_used = 0  # blocks that have ever been held: those below this number
+        self._free: list[HostBlockId] = []  # of the used
         self._draining: set[HostBlockId] = set()
         self._in_flight: set[HostBlockId] = set()
         self._out: dict[HostBlockId, BlockId] = {}
@@ -42,7 +46,7 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.num_blocks - self._num_used
 
     @property
     def num_held(self) -> int:
@@ -55,9 +59,13 @@ class HostPool:
         Raises:
             CacheError: none is free. Callers ask `num_free` first.
         """
-        if not self._free:
+        if not self.num_free:
             raise CacheError(f"all {self.num_blocks} host blocks are taken")
-        host = self._free.pop()
+        if self._free:
+            host = self._free.pop()
+        else:
+            host = HostBlockId(self._num_used)
+            self._num_used += 1
         self.holders[host] = holder
         self._out[host] = block_id
         return host
@@ -125,15 +133,15 @@ class HostPool:
             self._in_flight.clear()
 
     def check(self) -> Findings:
-        """Every host block is in exactly one state. O(blocks)."""
-        free = bytearray(self.num_blocks)
+        """Every host block is in exactly one state. O(blocks ever held)."""
+        free = bytearray(self._num_used)
         for batch in in_slices(self._free):
             for host in batch:
                 if free[host]:
                     yield f"host block {host} stands twice in the free stack"
                 free[host] = 1
             yield None
-        for numbers in in_slices(range(self.num_blocks)):
+        for numbers in in_slices(range(self._num_used)):
             for i in map(HostBlockId, numbers):
                 states = [bool(free[i]), i in self.holders, i in self._draining]
                 if sum(states) != 1:
