@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,8 +38,12 @@ $(MODULES): FORCE
 serve: install
 	$(BIN)/octavo serve $(ARGS)
 
+# Each of the JOBS processes has a contiguous part of the tests, so that most fixtures of a module are made once, and
+# takes from the others' when it is done.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # The C++ kernels without Python: tests at every instruction-set level that this machine has, the same under sanitizers,
 # and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
@@ -76,7 +81,7 @@ lint: install
 
 # The whole suite with line coverage; pyproject.toml has the floor.
 coverage: install
-	$(BIN)/python -m pytest --cov $(ARGS)
+	$(PYTEST) --cov $(ARGS)
 
 check: lint coverage
 

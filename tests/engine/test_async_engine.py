@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from octavo.engine import async_engine
-from octavo.engine.async_engine import DELIVERED_AT_ONCE, AsyncEngine, _Stream
+from octavo.engine import async_engine, delivery
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
+from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
 from octavo.engine.outputs import STEP_FAILED, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
@@ -346,13 +347,13 @@ async def test_a_stop_is_never_missed(core: EngineCore) -> None:
                 await engine.shutdown(0)
 
 
-def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, _Stream]]:
+def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, Stream]]:
     """Streams that wait for outputs of requests which the engine's thread knows nothing of."""
     expected = {}
     for _ in range(count):
         request = engine.core.make_request(PROMPT, tokens(9))
         engine.core.outputs.add(request, None, OutputKind.DELTA)
-        stream = engine._streams[request.request_id] = _Stream()
+        stream = engine._delivery.open(request.request_id)
         expected[request.request_id] = (request.sequences[0], stream)
     return expected
 
@@ -360,28 +361,28 @@ def expect(engine: AsyncEngine, count: int) -> dict[RequestId, tuple[Sequence, _
 async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_event_loop(core: EngineCore) -> None:
     async with started(core) as engine:
         expected = expect(engine, 3 * DELIVERED_AT_ONCE)
-        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
+        engine._delivery.deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
         last = [SequenceUpdate(seq, (8,), finish_reason=FinishReason.LENGTH) for seq, _ in expected.values()]
-        engine._deliver(StepNews(last))
+        engine._delivery.deliver(StepNews(last))
         assert sum(stream.qsize() for _, stream in expected.values()) == DELIVERED_AT_ONCE
-        await until(lambda: not engine._undelivered)
+        await until(lambda: not engine._delivery._undelivered)
         for _, stream in expected.values():
             received = [stream.get_nowait() for _ in range(stream.qsize())]
             assert [output.outputs[0].token_ids for output in received] == [[7], [8]]
-        assert not engine._streams
+        assert not engine._delivery
 
 
 async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(core: EngineCore) -> None:
     async with started(core) as engine:
         expected = expect(engine, 2 * DELIVERED_AT_ONCE)
-        engine._deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
-        engine._fail_streams(EngineDeadError("over"))
+        engine._delivery.deliver(StepNews([SequenceUpdate(seq, (7,)) for seq, _ in expected.values()]))
+        engine._delivery.fail(EngineDeadError("over"))
         for _, stream in expected.values():
             assert [type(stream.get_nowait()) for _ in range(stream.qsize())] == [RequestOutput, EngineDeadError]
 
 
 async def test_a_request_whose_outputs_nobody_takes_is_ended(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
+    monkeypatch.setattr(delivery, "MAX_UNREAD", 100)
     async with started(core) as engine:
         unread = engine.generate(PROMPT, tokens(900, n=2, logprobs=3))
         await anext(unread)

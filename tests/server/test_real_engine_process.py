@@ -138,7 +138,9 @@ def test_the_second_signal_leaves_at_once(tiny: ServerProcess, number: signal.Si
 def test_ctrl_c_while_the_model_loads_says_nothing_more(start: Callable[..., ServerProcess]) -> None:
     process = subprocess.Popen(command("smollm2"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     with process:
-        time.sleep(1.2)
+        assert process.stderr is not None
+        while "options from defaults" not in process.stderr.readline():  # the last thing it says before it loads
+            assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130

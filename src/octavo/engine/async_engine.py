@@ -3,7 +3,7 @@
 event loop                                          engine thread
 generate() ── add / abort ──> inbox ──────────────> take in, step, step, …
    ^                                                   │ all news of one step
-   └── stream <── outputs <── _deliver <── call_soon_threadsafe
+   └── stream <── outputs <── Delivery <── call_soon_threadsafe
 
 The engine's thread does what decides the next step. Text and outputs are made on the event loop while that step is
 computed, stop strings apart: they end their sequence in the very step (`engine/stopping.py`).
@@ -24,10 +24,11 @@ from typing import Any, Generic, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore, Prompt
+from octavo.engine.delivery import Delivery
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.watchdog import Watchdog
-from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError, UnreadError
+from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
@@ -44,46 +45,10 @@ AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
 # How long a step may be put off by requests that come in.
 TAKE_IN_SECONDS = 0.003
-# News of sequences and requests that become outputs before other callbacks of the event loop have a turn.
-DELIVERED_AT_ONCE = 64
 # Characters or token ids of a prompt from which on its request is made in a thread.
 _MADE_AT_ONCE = 1024
 
-# Tokens and alternatives of them (each about 100 bytes) that wait for one request's caller before the request is ended.
-MAX_UNREAD = 262_144
-
 _T = TypeVar("_T")
-
-
-class _Stream(asyncio.Queue["RequestOutput | OctavoError"]):
-    """One request's outputs on their way to its caller.
-
-    Attributes:
-        unread: how much waits in it, in tokens and alternatives.
-    """
-
-    unread = 0
-
-    def hand_over(self, output: RequestOutput) -> None:
-        self.unread += _num_objects(output)
-        self.put_nowait(output)
-
-    async def next(self) -> RequestOutput:
-        """Raises the error that was put in place of an output."""
-        output = await self.get()
-        if isinstance(output, OctavoError):
-            raise output
-        self.unread -= _num_objects(output)
-        return output
-
-
-def _num_objects(output: RequestOutput) -> int:
-    count = 0
-    for completion in output.outputs:
-        count += 1 + len(completion.token_ids)
-        if completion.logprobs:
-            count += sum(len(entry.top) for entry in completion.logprobs)
-    return count
 
 
 class _Tally:
@@ -157,11 +122,9 @@ class AsyncEngine:
         self.model_name = model_name
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
-        # From `generate` to a request's last output, which the engine owes for each; None once its caller has left.
-        self._streams: dict[RequestId, _Stream | None] = {}
+        self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(_OutputFailed(*failure)))
         # One queue for both, so that what is said of one id arrives in the order it was said.
         self._inbox: deque[_Message] = deque()
-        self._undelivered: deque[StepNews] = deque()
         # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
         self._sent = _Tally()
         self._taken = _Tally()
@@ -222,7 +185,7 @@ class AsyncEngine:
         Raises:
             RequestError: from the first step of the iterator; nothing has been queued then.
             OverloadedError: in the same way, where the queue, or the tenant's part of it, has no room.
-            UnreadError: more than `MAX_UNREAD` was waiting to be taken, so the request was ended.
+            UnreadError: more than `delivery.MAX_UNREAD` was waiting to be taken, so the request was ended.
             EngineDeadError: the step loop died, or the engine is shut down.
         """
         self._require_alive()
@@ -234,10 +197,7 @@ class AsyncEngine:
             self._require_alive()
         # Nothing is awaited from here until it is queued, so what was counted stays true.
         self._check_room(len(request.prompt_token_ids), context)
-        if request.request_id in self._streams:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        stream = _Stream()
-        self._streams[request.request_id] = stream
+        stream = self._delivery.open(request.request_id)
         self._sent.add(request)
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
@@ -249,9 +209,7 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
-            if self._streams.get(request.request_id) is stream:
-                self._streams[request.request_id] = None
-                self.abort(request.request_id)
+            self._delivery.close(request.request_id, stream)
 
     def abort(self, request_id: str) -> None:
         """Abort a request before the next step; its stream gets the remaining output, with the reason "abort".
@@ -289,9 +247,9 @@ class AsyncEngine:
         """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest, stop the thread."""
         self._closing = True
         deadline = time.monotonic() + drain_seconds
-        while self._streams and self.is_alive and time.monotonic() < deadline:
+        while self._delivery and self.is_alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        self._fail_streams(EngineDeadError("the server is shutting down"))
+        self._fail(EngineDeadError("the server is shutting down"))
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -336,7 +294,7 @@ class AsyncEngine:
             self._error = cause
             dead = EngineDeadError(f"the engine has stopped: {error}")
             dead.__cause__ = cause
-            self._call_in_loop(self._fail_streams, dead)
+            self._call_in_loop(self._fail, dead)
         finally:
             self._watchdog.stop()
 
@@ -352,7 +310,7 @@ class AsyncEngine:
         self._watchdog.began = None
         news.ended += aborted
         if news:
-            self._call_in_loop(self._deliver, news)
+            self._call_in_loop(self._delivery.deliver, news)
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             self._audit()
             if not self._wake.wait(self._idle_collect_seconds):
@@ -406,14 +364,7 @@ class AsyncEngine:
             self.core.end(request_id)
             self.stats.waiting.leave(request_id)
             failure = error if isinstance(error, OctavoError) else RequestFailedError(request_id)
-            self._call_in_loop(self._refuse, (request_id, failure))
-
-    def _refuse(self, refusal: tuple[RequestId, OctavoError]) -> None:
-        request_id, error = refusal
-        self.core.outputs.forget(request_id)
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.put_nowait(error)
+            self._call_in_loop(lambda failed: self._delivery.refuse(request_id, failed), failure)
 
     def _call_in_loop(self, callback: Callable[[_T], None], argument: _T) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread
@@ -421,44 +372,8 @@ class AsyncEngine:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, argument)
 
-    def _deliver(self, news: StepNews) -> None:
-        """Make outputs of a step's news, and put them into their streams."""
-        self._undelivered.append(news)
-        if len(self._undelivered) == 1:
-            self._deliver_some()
-
-    def _deliver_some(self) -> None:
-        """Some of the oldest news; the rest after other tasks have had their turn."""
-        if not self._undelivered:
-            return  # by `_fail_streams`
-        news, outputs = self._undelivered[0], self.core.outputs
-        some = news.take(DELIVERED_AT_ONCE)
-        if not news:
-            self._undelivered.popleft()
-        for output in outputs.process(some):
-            stream = self._streams.get(output.request_id)
-            if output.finished:
-                self._streams.pop(output.request_id, None)
-            if stream is None:
-                continue
-            stream.hand_over(output)
-            if stream.unread > MAX_UNREAD and not output.finished:
-                # The engine computes for nobody, and its outputs would fill the memory.
-                self._streams[output.request_id] = None
-                stream.put_nowait(UnreadError(f"{stream.unread} tokens were not read: the request was ended"))
-                self.abort(output.request_id)
-        for request, error in outputs.take_failures():
-            self._send(_OutputFailed(request, error))
-        if self._undelivered:
-            asyncio.get_running_loop().call_soon(self._deliver_some)
-
-    def _fail_streams(self, error: OctavoError) -> None:
-        while self._undelivered:
-            self._deliver_some()
-        for stream in self._streams.values():
-            if stream is not None:
-                stream.put_nowait(error)
-        self._streams.clear()
+    def _fail(self, error: OctavoError) -> None:
+        self._delivery.fail(error)
         for answer in list(self._answers):
             if not answer.done():
                 answer.set_exception(error)
