@@ -144,7 +144,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "o.toml"
     path.write_text("port = 5")
     assert values(Settings(CONFIGS, {}, {"OCTAVO_CONFIG": str(path)})) == {"port": 5}
-    with pytest.raises(ConfigError, match=r"cannot read the options in .*none\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the options file .*none\.toml: No such file"):
         Settings(CONFIGS, {}, {"OCTAVO_CONFIG": str(tmp_path / "none.toml")})
 
 

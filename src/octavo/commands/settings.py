@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-import stat
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from octavo.commands.options import value_keywords
 from octavo.errors import ConfigError, shown
 from octavo.option import nearest
+from octavo.toml_file import read_toml
 
 logger = logging.getLogger("octavo.serve")
 
@@ -130,19 +128,9 @@ class Settings:
         return given
 
     def _of_file(self, path: str) -> dict[str, Any]:
-        try:
-            mode = Path(path).stat().st_mode
-            raw = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read the options in {path}: {error.strerror or error}") from error
-        if len(raw) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path} holds {len(raw)} bytes of options; at most {_MAX_FILE_BYTES} are read")
-        try:
-            parsed = tomllib.loads(raw.decode())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        file = read_toml(path, "the options file", _MAX_FILE_BYTES)
         given: dict[str, Any] = {}
-        for key, value in parsed.items():
+        for key, value in file.parsed.items():
             name = key.replace("-", "_")
             if name in given:
                 raise ConfigError(f"{path} gives {name} twice")
@@ -152,12 +140,9 @@ class Settings:
                     hint = "; options stand at the top of the file, in no table"
                 raise ConfigError(f"{path} has an unknown option {shown(key)}{hint}")
             given[name] = self._from_toml(name, value, f"{path}: {key}")
-        if self._secrets(given) and stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        if file.exposed and any(_is_secret(self._fields[name]) for name in given):
             logger.warning("other users of this machine can read the keys in %s: chmod 600 it", path)
         return given
-
-    def _secrets(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if _is_secret(self._fields[name])]
 
     def _from_text(self, name: str, text: str, where: str) -> Any:
         """What a flag would make of `text`."""

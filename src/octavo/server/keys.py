@@ -20,17 +20,15 @@ import hmac
 import logging
 import re
 import secrets
-import stat
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError, RequestError
 from octavo.option import nearest
 from octavo.request import PinRequest, RequestContext
+from octavo.toml_file import read_toml
 
 logger = logging.getLogger("octavo.server")
 
@@ -169,22 +167,11 @@ def read_keys_file(path: str) -> dict[Digest, Client]:
     Raises:
         ConfigError: it cannot be read, says something unknown or impossible, or holds no key; no message has a key.
     """
-    try:
-        mode = Path(path).stat().st_mode
-        raw = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the keys file {path}: {error.strerror or error}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"the keys file {path} holds {len(raw)} bytes; at most {MAX_FILE_BYTES} are read")
-    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+    file = read_toml(path, "the keys file", MAX_FILE_BYTES)
+    if file.exposed:
         logger.warning("other users of this machine can read the keys file %s: chmod 600 it", path)
     try:
-        parsed = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:
-        # TOMLDecodeError and UnicodeDecodeError are ValueErrors. Neither repeats the file's text.
-        raise ConfigError(f"the keys file {path} is not valid TOML: {error}") from None
-    try:
-        return _clients(parsed)
+        return _clients(file.parsed)
     except ConfigError as error:
         raise ConfigError(f"keys file {path}: {error}") from None
 
