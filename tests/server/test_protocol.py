@@ -10,7 +10,8 @@ import pytest
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
-from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, parse_body
+from octavo.server.parsing import parse_body
+from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
 
 # Of SamplingParams' fields: what the bodies spell or mean otherwise, and so hand over one by one.
 TRANSLATED = {"logit_bias", "max_tokens", "logprobs"}
@@ -48,5 +49,5 @@ def test_thousands_of_unknown_fields_are_counted_before_the_body_is_validated(
     unknown = {f"f{i}": 1 for i in range(5000)}
     raw = json.dumps({"prompt": "x", **({inside: unknown} if inside else unknown)}).encode()
     with pytest.raises(ApiError, match=rf"supplied: {name}, .* and 4992 more") as refusal:
-        parse_body(CompletionBody, raw)
+        parse_body(CompletionBody, raw, strict=True)
     assert refusal.value.param == name

@@ -104,7 +104,7 @@ def test_a_chat_however_short_is_rendered_in_another_process() -> None:
     with pytest.raises(ApiError) as failure:
         read(bodies, chat("crash"), "chat")
     assert failure.value.status == 500
-    assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize"))["count"] == 2
+    assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize").content)["count"] == 2
 
 
 def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,13 +26,15 @@ from octavo.server.connection import EventStream, InFlight, WholeAnswer
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError, LastResort, answer_http_error, answer_octavo_error
 from octavo.server.generation import json_bytes
+from octavo.server.ignored_fields import IGNORED_HEADER, IgnoredFields
 from octavo.server.intake import BodyIntake
 from octavo.server.logprobs import TokenTexts
 from octavo.server.logs import RequestLog
 from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.origin import RefuseWebPages
+from octavo.server.protocol import GenerationBody
 from octavo.server.quota import Metered, Quotas, charge_of
-from octavo.server.reading import BodyReader, BodyReading, ChatRequest, CompletionRequest
+from octavo.server.reading import BodyReader, BodyReading, ChatRequest, CompletionRequest, ReadAnswer
 
 # Of a damaged cache's audit, which may name every block.
 _MAX_HEALTH_DETAIL = 1000
@@ -41,6 +43,14 @@ _MAX_HEALTH_DETAIL = 1000
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Answer(Protocol):
+    """What answers one body, whole or as a stream; one of the two is asked for."""
+
+    def whole(self) -> Coroutine[Any, Any, list[bytes]]: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
 
 
 def create_app(
@@ -88,7 +98,7 @@ def _cors(config: ServerConfig) -> Middleware:
         allow_origins=list(config.allowed_origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["Retry-After", "X-Request-Id"],
+        expose_headers=["Retry-After", "X-Request-Id", IGNORED_HEADER],
     )
 
 
@@ -110,7 +120,9 @@ class Api:
             max_model_len=engine.max_model_len,
             limits=engine.limits,
             names=self._names,
+            strict=config.strict_requests,
         )
+        self._ignored = IgnoredFields()
         self._intake = BodyIntake(config.body_limit, config.total_body_limit)
         self._reading = BodyReading(reader, config.max_body_seconds, config.body_memory)
         self._admin = AdminAccess(access.admins)
@@ -146,17 +158,19 @@ class Api:
         read: CompletionRequest = await self._read(request, "completion")
         answer = self._completions.answer(read, client_of(request.scope), self._traceparent(request))
         charge_of(request.scope).begin(answer.usage)
-        if read.body.streams:
-            return EventStream(answer.events(), self._in_flight)
-        return WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
+        return await self._respond(request, read.body, answer)
 
     async def create_chat_completion(self, request: Request) -> Response:
         read: ChatRequest = await self._read(request, "chat")
         answer = self._chat.answer(read, client_of(request.scope), self._traceparent(request))
         charge_of(request.scope).begin(answer.usage)
-        if read.body.streams:
-            return EventStream(answer.events(), self._in_flight)
-        return WholeAnswer(await self._in_flight.run(request.receive, answer.whole()))
+        return await self._respond(request, read.body, answer)
+
+    async def _respond(self, request: Request, body: GenerationBody, answer: Answer) -> Response:
+        """The answer, whole or as a stream, as the body asks for it."""
+        if body.streams:
+            return self._ignored.told(body, EventStream(answer.events(), self._in_flight))
+        return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
 
     def _traceparent(self, request: Request) -> str | None:
         """The trace that a request says it is part of, where traces are made."""
@@ -182,10 +196,13 @@ class Api:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        return _json(await self._read(request, "tokenize"))
+        return self._answer_read(await self._read(request, "tokenize"))
 
     async def detokenize(self, request: Request) -> Response:
-        return _json(await self._read(request, "detokenize"))
+        return self._answer_read(await self._read(request, "detokenize"))
+
+    def _answer_read(self, read: ReadAnswer) -> Response:
+        return self._ignored.told(read.body, _json(read.content))
 
     async def health(self, request: Request) -> Response:
         if not self._engine.is_alive:

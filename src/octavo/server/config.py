@@ -92,6 +92,9 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
     )
+    strict_requests: bool = option(
+        False, "refuse fields of a request that are not known (400), instead of ignoring them with a warning"
+    )
     max_body_seconds: float = option(
         10.0, "seconds that reading one large body may take: its JSON, the chat template and the tokenizer"
     )

@@ -1,23 +1,18 @@
 """Request bodies: OpenAI's fields, and vLLM's extensions under vLLM's names.
 
-Types are strict ("5" is not 5) and unknown fields are refused, so that a misspelt option is never silently ignored.
-Ranges are checked where they are declared once: in `SamplingParams`.
+Types are strict ("5" is not 5). Ranges are checked where they are declared once: in `SamplingParams`. What becomes of
+fields that are not declared here, `parsing` says.
 """
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from octavo.errors import RequestError, shortened, shown
+from octavo.errors import RequestError, shown
 from octavo.limits import RequestLimits
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
-from octavo.server.errors import ApiError
 from octavo.text.prompt_checks import check_token_ids
 
 # One wrong element says enough: a body of millions of them must not become millions of errors.
@@ -34,12 +29,21 @@ class RequestBody(BaseModel):
     identifiers; those in `bulky` may be of any size, and are dropped once the body has been read.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
     unsupported: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ("model",)
     bulky: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The names of fields that the client sent and nobody here knows."""
+        return self._ignored
+
+    def note_ignored(self, names: tuple[str, ...]) -> None:
+        self._ignored = names
 
     def check_names(self, limits: RequestLimits) -> None:
         """Raises `RequestError` for a name or identifier that is too long."""
@@ -56,7 +60,7 @@ class RequestBody(BaseModel):
 class StreamOptions(BaseModel):
     """The options of a streaming response."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -66,7 +70,7 @@ class StreamOptions(BaseModel):
 class OctavoOptions(BaseModel):
     """The contents of the response's `octavo` object."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     ledger: bool | None = None
 
@@ -281,6 +285,8 @@ class ChatBody(GenerationBody):
 class TokenizeBody(RequestBody):
     """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them."""
 
+    bulky: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chat_template_kwargs")
+
     prompt: str | None = None
     messages: Objects | None = None
     add_special_tokens: bool | None = None
@@ -291,6 +297,8 @@ class TokenizeBody(RequestBody):
 
 class DetokenizeBody(RequestBody):
     """`POST /detokenize`."""
+
+    bulky: ClassVar[tuple[str, ...]] = ("tokens",)
 
     tokens: TokenIds
 
@@ -311,70 +319,3 @@ def _require_text_format(response_format: dict[str, Any] | None) -> None:
             f"response_format of type {shown(wanted)} is not supported by this server, only 'text'",
             param="response_format",
         )
-
-
-# What pydantic calls a JSON object and a JSON array.
-_DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
-# An error names no more unknown fields than that.
-_NAMED_UNKNOWN = 8
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse_body(body_type: type[Body], raw: bytes) -> Body:
-    """The body in its type; raises `ApiError` (400) that names the field and what is wrong with it."""
-    try:
-        given = from_json(raw)
-    except ValueError as error:
-        raise _bad_request(f"The request body is not valid JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise _bad_request("The request body must be a JSON object.")
-    # Before pydantic looks: it would make an error of each unknown field, and a body may hold a million.
-    _refuse_unknown(body_type, given)
-    try:
-        return body_type.model_validate(given)
-    except ValidationError as error:
-        raise _explain(error) from None
-
-
-def _refuse_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str = "") -> None:
-    """Raises `ApiError` that names the first few fields a body, or an object in it, must not have."""
-    known = body_type.model_fields
-    if unknown := [name for name in given if name not in known]:
-        named = [shortened(prefix + name) for name in unknown[:_NAMED_UNKNOWN]]
-        plural = "s" if len(unknown) > 1 else ""
-        more = f" and {len(unknown) - _NAMED_UNKNOWN} more" if len(unknown) > _NAMED_UNKNOWN else ""
-        raise _bad_request(f"Unrecognized request argument{plural} supplied: {', '.join(named)}{more}", named[0])
-    for name, inner_type in _inner_types(body_type):
-        if isinstance(inner := given.get(name), dict):
-            _refuse_unknown(inner_type, inner, f"{name}.")
-
-
-@cache
-def _inner_types(body_type: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
-    """The fields that are objects with fields of their own."""
-    return [
-        (name, part)
-        for name, field in body_type.model_fields.items()
-        for part in get_args(field.annotation)
-        if isinstance(part, type) and issubclass(part, BaseModel)
-    ]
-
-
-def _explain(error: ValidationError) -> ApiError:
-    problems = error.errors(include_url=False, include_input=False)
-    first = problems[0]
-    where = tuple(shortened(str(part)) for part in first["loc"])
-    if first["type"] == "missing":
-        return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
-    # A union reports one problem for each of its members; together they say what would have been right.
-    wishes = [
-        _LIST.sub("a valid array", _DICTIONARY.sub("an object", p["msg"].removeprefix("Input should be ")))
-        for p in problems
-        if p["loc"] and shortened(str(p["loc"][0])) == where[0]
-    ]
-    return _bad_request(f"Invalid value for '{where[0]}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
-
-
-def _bad_request(message: str, param: str | None = None) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)

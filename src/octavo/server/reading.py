@@ -24,6 +24,7 @@ from octavo.server.body_worker import BodyWorker
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ApiError, ModelMissingError
 from octavo.server.generation import json_bytes
+from octavo.server.parsing import parse_body
 from octavo.server.pinning import CacheMark, cache_marks
 from octavo.server.prompts import (
     EncodedPrompt,
@@ -32,14 +33,7 @@ from octavo.server.prompts import (
     common_length,
     split_prompts,
 )
-from octavo.server.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    RequestBody,
-    TokenizeBody,
-    parse_body,
-)
+from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
 logger = logging.getLogger("octavo.server")
@@ -80,6 +74,14 @@ class ChatRequest:
     cache_salt: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """A body that could be answered while it was read: the answer's JSON."""
+
+    body: RequestBody
+    content: bytes
+
+
 class BodyReader:
     """Reads bodies for one model; holds nothing that changes, and survives pickling.
 
@@ -89,6 +91,7 @@ class BodyReader:
     Args:
         tokenizer: None where the model has none: prompts must be token ids then.
         names: what the model is called here; the first is used where a body names none.
+        strict: refuse fields that nobody here knows, instead of ignoring them.
     """
 
     def __init__(
@@ -99,12 +102,14 @@ class BodyReader:
         max_model_len: int,
         limits: RequestLimits,
         names: Sequence[str],
+        strict: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._limits = limits
         self._names = tuple(names)
+        self._strict = strict
 
     def served_name(self, model: str | None) -> str:
         """The name to answer under; a client that names none means the one model there is."""
@@ -135,8 +140,7 @@ class BodyReader:
         echoed = _echoed(body, messages)
         return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "")
 
-    def tokenize(self, raw: bytes) -> bytes:
-        """The answer's JSON."""
+    def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -152,14 +156,13 @@ class BodyReader:
             "tokens": token_ids,
             "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
         }
-        return json_bytes(answer)
+        return ReadAnswer(_without_bulk(body), json_bytes(answer))
 
-    def detokenize(self, raw: bytes) -> bytes:
-        """The answer's JSON."""
+    def detokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(DetokenizeBody, raw)
         check_token_ids(body.tokens, self._vocab_size, "tokens")
         # Special tokens stay: what /tokenize gave must come back as it was.
-        return json_bytes({"prompt": self.tokenizer.decode(body.tokens, False)})
+        return ReadAnswer(_without_bulk(body), json_bytes({"prompt": self.tokenizer.decode(body.tokens, False)}))
 
     @property
     def tokenizer(self) -> TokenizerLike:
@@ -169,7 +172,7 @@ class BodyReader:
         return self._tokenizer
 
     def _parse(self, body_type: type[Body], raw: bytes) -> tuple[Body, str]:
-        body = parse_body(body_type, raw)
+        body = parse_body(body_type, raw, strict=self._strict)
         body.check_names(self._limits)
         return body, self.served_name(body.model)
 

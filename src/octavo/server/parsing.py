@@ -1,0 +1,100 @@
+"""From a body's bytes to its type, with errors that name the field.
+
+A field that the type does not have is dropped and noted in `RequestBody.ignored`; a strict server refuses it, so that a
+misspelt option is never passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from http import HTTPStatus
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from octavo.errors import shortened
+from octavo.server.errors import ApiError
+from octavo.server.foreign_fields import named, translate
+from octavo.server.protocol import RequestBody
+
+# What pydantic calls a JSON object and a JSON array.
+_DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
+# Ignored fields of one body that are remembered.
+_MOST_NOTED = 64
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Body:
+    """The body in its type.
+
+    Args:
+        strict: refuse fields that the type does not have.
+
+    Raises:
+        ApiError: (400) names the field and what is wrong with it.
+        RequestError: a field asks for what no Octavo has.
+    """
+    try:
+        given = from_json(raw)
+    except ValueError as error:
+        raise _bad_request(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise _bad_request("The request body must be a JSON object.")
+    if not strict:
+        translate(given, body_type.model_fields)
+    # Before pydantic looks: what is not known may be a million fields, of which none needs an error of its own.
+    unknown = [name for name, value in _drop_unknown(body_type, given) if strict or value is not None]
+    if unknown and strict:
+        plural = "s" if len(unknown) > 1 else ""
+        message = f"Unrecognized request argument{plural} supplied: {named(unknown)}"
+        raise _bad_request(message, shortened(unknown[0]))
+    try:
+        body = body_type.model_validate(given)
+    except ValidationError as error:
+        raise _explain(error) from None
+    body.note_ignored(tuple(map(shortened, unknown[:_MOST_NOTED])))
+    return body
+
+
+def _drop_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Take the fields that a body, or an object in it, must not have out of it: their names and values."""
+    known = body_type.model_fields
+    for name in [name for name in given if name not in known]:
+        yield prefix + name, given.pop(name)
+    for name, inner_type in _inner_types(body_type):
+        if isinstance(inner := given.get(name), dict):
+            yield from _drop_unknown(inner_type, inner, f"{name}.")
+
+
+@cache
+def _inner_types(body_type: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """The fields that are objects with fields of their own."""
+    return [
+        (name, part)
+        for name, field in body_type.model_fields.items()
+        for part in get_args(field.annotation)
+        if isinstance(part, type) and issubclass(part, BaseModel)
+    ]
+
+
+def _explain(error: ValidationError) -> ApiError:
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    where = tuple(shortened(str(part)) for part in first["loc"])
+    if first["type"] == "missing":
+        return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
+    # A union reports one problem for each of its members; together they say what would have been right.
+    wishes = [
+        _LIST.sub("a valid array", _DICTIONARY.sub("an object", p["msg"].removeprefix("Input should be ")))
+        for p in problems
+        if p["loc"] and shortened(str(p["loc"][0])) == where[0]
+    ]
+    return _bad_request(f"Invalid value for '{where[0]}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
+
+
+def _bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
