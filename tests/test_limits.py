@@ -21,6 +21,9 @@ SMALL = RequestLimits(
     max_stop_bytes=8,
     max_stop_token_ids=4,
     max_logit_bias=2,
+    max_allowed_token_ids=2,
+    max_bad_words=2,
+    max_bad_word_length=3,
     max_n=6,
     max_beam_width=3,
 )
@@ -43,6 +46,13 @@ SMALL = RequestLimits(
             *("stop_token_ids", "5 token ids, but at most 4"),
         ),
         ({"logit_bias": {1: 1, 2: 1}}, {"logit_bias": {1: 1, 2: 1, 3: 1}}, "logit_bias", "3 entries, but at most 2"),
+        (
+            {"allowed_token_ids": [1, 2]},
+            {"allowed_token_ids": [1, 2, 3]},
+            *("allowed_token_ids", "3 token ids, but at most 2 are allowed"),
+        ),
+        ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b", "c"]}, "bad_words", "3 words, but at most 2 are allowed"),
+        ({"bad_words": ["abc"]}, {"bad_words": ["abcd"]}, "bad_words", "4 characters in one word, but at most 3"),
         ({"n": 6}, {"n": 7}, "n", "n must be at most 6 (--max-n), got 7"),
         ({"best_of": 6}, {"best_of": 7}, "best_of", "best_of must be at most 6 (--max-n), got 7"),
         ({"n": 3, "use_beam_search": True}, {"n": 4, "use_beam_search": True}, "n", "4 beams, but at most 3"),
@@ -111,6 +121,7 @@ def test_an_empty_queue_has_room_for_a_prompt_of_any_length() -> None:
         ({"max_n": 0}, "max_n must be at least 1, got 0"),
         ({"max_stop_strings": -1}, "max_stop_strings must be at least 0, got -1"),
         ({"max_logit_bias": 1.5}, "max_logit_bias must be an integer, got 1.5"),
+        ({"max_bad_word_length": 257}, "max_bad_word_length must be at most 256, got 257"),
         ({"max_priority": True}, "max_priority must be an integer, got True"),
     ],
 )

@@ -52,6 +52,13 @@ REFUSED = [
     ("logit_bias", {1: 100.5}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", [1]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [True]),
+    ("bad_words", [""]),
+    ("bad_words", "word"),
+    ("bad_words", [1]),
+    ("include_stop_str_in_output", 1),
 ]
 
 

@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from octavo.errors import ConfigError, OverloadedError, RequestError, shown
 from octavo.option import flag, option
 
+# What the sampler remembers of an output's end is one token less.
+MOST_BAD_WORD_TOKENS = 256
+
 
 class Limited(Protocol):
     """The fields that are checked together: those of `SamplingParams`, and of a request's body before it is one."""
@@ -28,6 +31,10 @@ class Limited(Protocol):
     def stop_token_ids(self) -> Collection[int] | None: ...
     @property
     def logit_bias(self) -> Mapping[Any, float] | None: ...
+    @property
+    def allowed_token_ids(self) -> Collection[int] | None: ...
+    @property
+    def bad_words(self) -> Sequence[str] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,9 @@ class RequestLimits:
     max_stop_bytes: int = option(2048, "most bytes (UTF-8) of all stop strings of a request together")
     max_stop_token_ids: int = option(256, "most stop_token_ids of a request")
     max_logit_bias: int = option(1024, "most entries of a request's logit_bias")
+    max_allowed_token_ids: int = option(4096, "most allowed_token_ids of a request")
+    max_bad_words: int = option(128, "most bad_words of a request")
+    max_bad_word_length: int = option(64, "longest of the bad_words, in characters and in tokens")
     max_n: int = option(64, "largest n and best_of")
     max_beam_width: int = option(64, "most beams of a beam search")
     max_body_prompts: int = option(1024, "most prompts of one body")
@@ -66,6 +76,10 @@ class RequestLimits:
             least = 1 if limit.name in _AT_LEAST_ONE else 0
             if value < least:
                 raise ConfigError(f"{limit.name} must be at least {least}, got {value}")
+        if self.max_bad_word_length > MOST_BAD_WORD_TOKENS:
+            raise ConfigError(
+                f"max_bad_word_length must be at most {MOST_BAD_WORD_TOKENS}, got {self.max_bad_word_length}"
+            )
 
     def check_sampling(self, params: Limited) -> None:
         """Refuse sampling parameters that are over a limit. O(1) but for the stop strings, which it counts first.
@@ -78,8 +92,18 @@ class RequestLimits:
             self._at_most("max_stop_token_ids", "stop_token_ids", len(params.stop_token_ids), "token ids")
         if params.logit_bias:
             self._at_most("max_logit_bias", "logit_bias", len(params.logit_bias), "entries")
+        if params.allowed_token_ids:
+            self._at_most("max_allowed_token_ids", "allowed_token_ids", len(params.allowed_token_ids), "token ids")
+        if params.bad_words:
+            self._at_most("max_bad_words", "bad_words", len(params.bad_words), "words")
+            longest = max((len(word) for word in params.bad_words if isinstance(word, str)), default=0)
+            self._at_most("max_bad_word_length", "bad_words", longest, "characters in one word")
         if params.stop:
             self._check_stop((params.stop,) if isinstance(params.stop, str) else params.stop)
+
+    def check_bad_word_tokens(self, num_tokens: int) -> None:
+        """Refuse a bad word that is spelled with too many tokens."""
+        self._at_most("max_bad_word_length", "bad_words", num_tokens, "tokens in one word")
 
     def check_context(self, priority: object, cache_salt: object) -> None:
         """Refuse a priority or a cache salt that is no such thing, or over its limit."""

@@ -257,6 +257,7 @@ class Request:
         cache_scope: made from these; requests share cached blocks only within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         seed: of the first sequence; sequence i uses seed + i.
+        bad_word_ids: the token sequences that `params.bad_words` are spelled with.
         pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
         cache_report: why it was not more; None before first admission.
@@ -274,6 +275,7 @@ class Request:
     cache_group: str | None = None
     weight: float = 1.0
     seed: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     pins: tuple[PinRequest, ...] = ()
     traceparent: str | None = None
     full_blocks: object = None

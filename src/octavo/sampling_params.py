@@ -41,6 +41,10 @@ class SamplingParams:
         logprobs: number of most likely tokens reported beside each output token; None is off.
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: added to the logits of the given token ids.
+        allowed_token_ids: the only tokens that may be drawn; None: all.
+        bad_words: texts that the output must not hold, as words of their own or within one: of each, the last token is
+            not drawn where it would complete the word's tokens.
+        include_stop_str_in_output: keep the stop string that ended the output, or the text of the token that did.
         detokenize: False returns token ids only (text stays empty, `stop` is not allowed).
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -66,17 +70,22 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Collection[int] | None = None
+    bad_words: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        token_ids = _tuple("stop_token_ids", self.stop_token_ids)
-        for token_id in token_ids:
-            # Before they become a set, in which 1, 1.0 and True are the same.
-            _require_int("stop_token_ids", token_id, 0, None)
-        object.__setattr__(self, "stop_token_ids", frozenset(token_ids))
+        object.__setattr__(self, "stop_token_ids", _token_id_set("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _token_id_set("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(
@@ -116,12 +125,19 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _require_int(name, value, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "use_beam_search"):
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "use_beam_search",
+            "include_stop_str_in_output",
+        ):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {shown(text)}", param="stop")
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} must hold non-empty strings, got {shown(text)}", param=name)
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         for token_id, bias in (self.logit_bias or {}).items():
@@ -172,12 +188,25 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty depends on which tokens a sequence has."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        """Whether a penalty, or what must not be said, depends on which tokens a sequence has."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.bad_words)
+        )
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """The same parameters under a definite output limit."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
+
+def _token_id_set(name: str, value: object) -> frozenset[int]:
+    token_ids = _tuple(name, value)
+    for token_id in token_ids:
+        # Before they become a set, in which 1, 1.0 and True are the same.
+        _require_int(name, token_id, 0, None)
+    return frozenset(token_ids)  # type: ignore[arg-type]
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:

@@ -413,3 +413,28 @@ def test_logprobs_come_only_where_asked_for() -> None:
 
 def test_a_step_that_samples_nothing_gives_nothing() -> None:
     assert Sampler().sample(torch.zeros(0, 5), batch_of([])) == StepResult()
+
+
+def test_only_allowed_tokens_are_drawn_whatever_their_logits() -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0, 8.0], [9.0, 1.0, 2.0, 8.0]])
+    seqs = [make_sequence(temperature=0.0, allowed_token_ids=[1, 2, 99]), make_sequence(temperature=0.0)]
+    assert draw(logits, seqs) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [([], 2), ([3], 2), ([1], 0), ([0, 1], 0), ([3, 1], 1), ([1, 3], 2)],
+)
+def test_a_bad_words_last_token_is_masked_where_the_output_has_the_others(output: list[int], expected: int) -> None:
+    """Bad words are [1, 2], [3, 1, 0] and [3]; token 3 is the likeliest, then 2, 0, 1."""
+    snapshot = SamplingSnapshot(
+        RequestId("r"),
+        SamplingParams(temperature=0.0, bad_words=["…"]),
+        seed=0,
+        num_prompt_tokens=2,
+        bad_word_ids=((1, 2), (3, 1, 0), (3,)),
+    )
+    # The prompt ends in the first word's beginning, which does not count.
+    state = SamplingState.of(snapshot, np.array([0, 1, *output]))
+    batch = SamplingBatch.of([state], [len(output)])
+    assert Sampler().sample(torch.tensor([[2.0, 1.0, 3.0, 4.0]]), batch).token_ids == (expected,)

@@ -106,6 +106,44 @@ def test_echo_repeats_the_message_that_the_answer_continues(server: Running) -> 
     assert answer["choices"][0]["message"]["content"].startswith("Sure: ")
 
 
+def test_a_final_message_may_be_continued(server: Running) -> None:
+    messages = [USER, {"role": "assistant", "content": "Sure: "}]
+    answer = chat(server, *messages, continue_final_message=True)
+    assert rendered(server) == "#user: hello\n#assistant: Sure: "
+    echoed = chat(server, *messages, continue_final_message=True, add_generation_prompt=False, echo=True)
+    assert echoed["choices"][0]["message"]["content"] == "Sure: " + answer["choices"][0]["message"]["content"]
+    tokenized = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert tokenized == server.engine.received[-1]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"add_generation_prompt": True}, "cannot both be true"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "whose content the chat template prints"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(server: Running, fields: dict[str, Any], says: str) -> None:
+    error = server.error(PATH, {"messages": [USER], "continue_final_message": True, **fields}, 400)
+    assert error["param"] == "continue_final_message"
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(("kept", "length"), [(5, 5), (-1, 4086), (4096, 4077)])
+def test_a_prompt_is_cut_down_to_its_end(server: Running, kept: int, length: int) -> None:
+    long = {"role": "user", "content": "y" * 5000 if kept == -1 else "y" * 4057}
+    answer = chat(server, long, truncate_prompt_tokens=kept, max_tokens=10)
+    assert answer["usage"]["prompt_tokens"] == length
+    assert rendered(server).endswith("ant: ")
+
+
+@pytest.mark.parametrize("kept", [0, -2, 4097])
+def test_a_prompt_cannot_be_cut_down_to_more_than_the_model_reads(server: Running, kept: int) -> None:
+    error = server.error(PATH, {"messages": [USER], "truncate_prompt_tokens": kept}, 400)
+    assert error["param"] == "truncate_prompt_tokens"
+    assert f"between 1 and 4096, this model's maximum context length, got {kept}" in error["message"]
+
+
 def test_features_that_are_switched_off_are_accepted(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     chat(server, tools=[tool], tool_choice="none", response_format={"type": "text"}, modalities=["text"])

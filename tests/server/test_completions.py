@@ -211,3 +211,12 @@ def test_events_are_ascii_so_that_no_client_splits_them(start_server: Any) -> No
     response = server.post(PATH, body)
     assert response.content.isascii()
     assert "\u2028" in joined(events(response))[0]
+
+
+def test_a_prompt_may_be_cut_down_to_its_last_tokens(server: Running) -> None:
+    body = {"prompt": ["abcdef", "123", "x"], "truncate_prompt_tokens": 2, "max_tokens": 1, "echo": True}
+    response = server.post(PATH, body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["text"][:-1] for choice in answer["choices"]] == ["ef", "23", "x"]
+    assert answer["usage"]["prompt_tokens"] == 6

@@ -264,6 +264,13 @@ stops = st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=4)
 
 @settings(max_examples=400, deadline=None)
 @given(pieces=st.lists(st.text("ab<", max_size=6), max_size=10), stop=stops)
+def test_a_stop_string_that_is_kept_is_given_out_too(pieces: list[str], stop: list[str]) -> None:
+    cut, whole = StopStringMatcher(stop), StopStringMatcher(stop, keep=True)
+    without = "".join(map(cut.feed, pieces)) + cut.flush()
+    assert "".join(map(whole.feed, pieces)) + whole.flush() == without + (cut.matched or "")
+
+
+@given(pieces=st.lists(st.text("ab<", max_size=6), max_size=10), stop=stops)
 @example(pieces=["aab"], stop=["ab"])
 @example(pieces=["abab", "abc"], stop=["ababc"])
 def test_text_is_given_out_up_to_the_first_stop_string(pieces: list[str], stop: list[str]) -> None:

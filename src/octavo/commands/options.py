@@ -41,6 +41,9 @@ _SAMPLING_HELP = {
     "logprobs": "report this many most likely tokens beside each output token",
     "prompt_logprobs": "the same for the prompt's tokens",
     "logit_bias": "added to the logits of token ids, as '{\"42\": -100}'",
+    "allowed_token_ids": "the only token ids that may be drawn, as 1,2,3",
+    "bad_words": "a text that the output must not hold; may be given several times",
+    "include_stop_str_in_output": "keep the stop string that ended the output",
     "detokenize": "turn the output into text; --no-detokenize gives token ids only",
     "skip_special_tokens": "leave special tokens out of the text",
 }

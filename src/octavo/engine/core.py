@@ -32,6 +32,7 @@ from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
+from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
 from octavo.text.tokenizer import Tokenizer
 
@@ -98,12 +99,23 @@ class EngineCore:
         token_ids = self._tokenize(prompt, add_special_tokens)
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
         check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
+        bad_word_ids = self._bad_word_ids(params.bad_words)
         if params.min_tokens and len(self._eos_token_ids.union(params.stop_token_ids)) >= self.vocab_size:
             raise RequestError(
                 f"stop_token_ids and the model's end-of-sequence are all {self.vocab_size} tokens of the vocabulary: "
                 f"nothing is left for the first {params.min_tokens} tokens (min_tokens)",
                 param="stop_token_ids",
             )
+        if params.allowed_token_ids is not None:
+            ends = self._eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
+            never = ends.union(ids[0] for ids in bad_word_ids if len(ids) == 1)
+            if never.issuperset(params.allowed_token_ids):
+                raise RequestError(
+                    f"none of the {len(params.allowed_token_ids)} allowed_token_ids could be drawn: bad_words, or "
+                    "min_tokens where they end the output, rule them all out",
+                    param="allowed_token_ids",
+                )
         if params.use_beam_search and params.num_sequences > self.vocab_size:
             raise RequestError(
                 f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
@@ -128,10 +140,20 @@ class EngineCore:
             pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             traceparent=context.traceparent,
+            bad_word_ids=bad_word_ids,
         )
         # Here, because the thread that steps shall not do it.
         self.scheduler.kv.hash_prompt(request)
         return request
+
+    def _bad_word_ids(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this model came without one", param="bad_words")
+        found = bad_word_token_ids(self.tokenizer, words)
+        self.config.check_bad_word_tokens(max(map(len, found), default=0))
+        return found
 
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
         """Queue a request that `make_request` made, whose outputs `step` and `abort` return."""

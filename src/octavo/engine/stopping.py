@@ -14,8 +14,9 @@ FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> str:
     """The text that an update adds; of one that ends its sequence all that was held back too."""
-    # The token that ended the sequence is not part of its text.
-    ended_by_token = update.finish_reason is FinishReason.STOP
+    # The token that ended the sequence is not part of its text, unless the request wants it.
+    keeps_end = update.seq.request.params.include_stop_str_in_output
+    ended_by_token = update.finish_reason is FinishReason.STOP and not keeps_end
     text = detokenizer.append(update.token_ids[:-1] if ended_by_token else update.token_ids)
     return text if update.finish_reason is None else text + detokenizer.flush()
 

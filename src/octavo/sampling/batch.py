@@ -36,10 +36,11 @@ _MASK_64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """One sequence's parameters, and its token counts where a penalty needs them."""
+    """One sequence's parameters, token counts where a penalty needs them, and the tokens it may draw if not all."""
 
     snapshot: SamplingSnapshot
     counts: TokenCounts | None = None
+    allowed: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, snapshot: SamplingSnapshot, token_ids: npt.NDArray[np.integer]) -> SamplingState:
@@ -47,7 +48,9 @@ class SamplingState:
         counts = None
         if snapshot.params.counts_tokens:
             counts = TokenCounts(token_ids, snapshot.num_prompt_tokens)
-        return cls(snapshot, counts)
+        given = snapshot.params.allowed_token_ids
+        allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
+        return cls(snapshot, counts, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class SamplingTable:
         self._records[child] = self._records[parent]
         self._records[child]["seed"] = seed & _MASK_64
         self._counting[child] = counts is not None
-        self._states[child] = SamplingState(state.snapshot, counts)
+        self._states[child] = SamplingState(state.snapshot, counts, state.allowed)
 
     def clear(self, row: int) -> None:
         self._counting[row] = False
@@ -165,5 +168,5 @@ def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
         params.greedy,
         params.use_beam_search,
         params.needs_logprobs,
-        params.counts_tokens or bool(params.logit_bias),
+        params.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None,
     )

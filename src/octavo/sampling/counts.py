@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
+from octavo.limits import MOST_BAD_WORD_TOKENS
+
 TokenIds = npt.NDArray[np.int64]
+
+# Of an output's end, as many tokens as the longest bad word has before its last.
+MAX_TAIL = MOST_BAD_WORD_TOKENS - 1
 
 
 class TokenCounts:
@@ -14,13 +21,14 @@ class TokenCounts:
         prompt_ids        [ 3 17 90 ]        sorted; the same array for all forks
         output_ids        [ 4 90 … |   ]     further ones in order of first occurrence, with room to grow
         output_counts     [ 1  2 … |   ]
+        tail              [ 4  7  4 ]        the output's last tokens, in their order
 
     Args:
         token_ids: all tokens so far.
         num_prompt_tokens: how many of them are the prompt's.
     """
 
-    __slots__ = ("_counts", "_ids", "_places", "num_tokens", "prompt_ids")
+    __slots__ = ("_counts", "_ids", "_places", "num_tokens", "prompt_ids", "tail")
 
     def __init__(self, token_ids: npt.NDArray[np.integer], num_prompt_tokens: int) -> None:
         # Counting by id takes a tenth of the time of sorting.
@@ -30,6 +38,7 @@ class TokenCounts:
         self._ids: TokenIds = np.flatnonzero(counts)
         self._counts: TokenIds = counts[self._ids].astype(np.int64)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+        self.tail: deque[int] = deque(token_ids[num_prompt_tokens:][-MAX_TAIL:].tolist(), MAX_TAIL)
 
     @property
     def output_ids(self) -> TokenIds:
@@ -42,6 +51,7 @@ class TokenCounts:
     def append(self, token_id: int) -> None:
         """Count one more output token."""
         self.num_tokens += 1
+        self.tail.append(token_id)
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             self._ids = _grown(self._ids)
@@ -53,6 +63,7 @@ class TokenCounts:
         """A copy of the counts for a forked sequence. O(distinct tokens of the output)."""
         child = TokenCounts.__new__(TokenCounts)
         child.prompt_ids, child.num_tokens = self.prompt_ids, self.num_tokens
+        child.tail = self.tail.copy()
         child._ids, child._counts, child._places = self._ids.copy(), self._counts.copy(), self._places.copy()
         return child
 

@@ -1,7 +1,7 @@
-"""Logit adjustments before a token is chosen: minimum length, biases and penalties.
+"""Logit adjustments before a token is chosen: what may be drawn at all, minimum length, biases and penalties.
 
-Each touches a few tokens of a row, so all of it is index arithmetic on flat positions `row * vocab + token_id`,
-one gather and one scatter per kind for the whole batch.
+Each touches a few tokens of a row (but `allowed_token_ids` all others), so all of it is index arithmetic on flat
+positions `row * vocab + token_id`, one gather and one scatter per kind for the whole batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _Ids = npt.NDArray[np.int64]
 def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     """Change float32 [rows, vocab] in place, in vLLM's order; row i belongs to draw i.
 
-    1. `min_tokens`: end-of-sequence and stop token ids to -inf, until that many tokens are out (with `ignore_eos`
+    1. `allowed_token_ids`: all others to -inf.
+    2. `bad_words`: the last token of each to -inf, where the output ends in those before it.
+    3. `min_tokens`: end-of-sequence and stop token ids to -inf, until that many tokens are out (with `ignore_eos`
        too, whose end-of-sequence would not end anything).
-    2. `logit_bias`: added.
-    3. `repetition_penalty`, over prompt and output: x / r where x > 0, x * r elsewhere (Keskar et al. 2019, CTRL, 4.1).
-    4. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
+    4. `logit_bias`: added.
+    5. `repetition_penalty`, over prompt and output: x / r where x > 0, x * r elsewhere (Keskar et al. 2019, CTRL, 4.1).
+    6. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
        subtracted (OpenAI).
 
     Token ids outside the vocabulary are passed over: nothing can draw them.
@@ -37,6 +39,8 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     ending = np.flatnonzero(batch.positions < batch.records["min_tokens"]).tolist()
     flat = logits.view(-1)
     vocab = logits.shape[1]
+    _allow_only(logits, rows)
+    _mask_bad_words(flat, vocab, rows)
     _mask_ends(flat, vocab, [(i, batch.states[i]) for i in ending])
     _add_biases(flat, vocab, rows)
     _penalise_repetition(flat, vocab, rows)
@@ -44,6 +48,27 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 _Rows = list[tuple[int, SamplingState]]
+
+
+def _allow_only(logits: torch.Tensor, rows: _Rows) -> None:
+    for i, state in rows:
+        if (allowed := state.allowed) is not None:
+            kept = _to(logits, allowed[allowed < logits.shape[1]])
+            values = logits[i, kept]
+            logits[i] = -torch.inf
+            logits[i, kept] = values
+
+
+def _mask_bad_words(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
+    pieces = []
+    for i, state in rows:
+        if words := state.snapshot.bad_word_ids:
+            tail = list(_counts(state).tail)
+            ends = [ids[-1] for ids in words if len(ids) == 1 or tail[1 - len(ids) :] == list(ids[:-1])]
+            pieces.append((i, _ids(ends)))
+    index, _ = _flat_index(pieces, vocab)
+    if index.size:
+        flat.index_fill_(0, _to(flat, index), -torch.inf)
 
 
 def _mask_ends(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:

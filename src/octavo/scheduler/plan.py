@@ -43,6 +43,7 @@ class SamplingSnapshot:
     Attributes:
         seed: with the number of the output token, all that a draw's randomness comes from.
         eos_token_ids: which `min_tokens` keeps from being drawn.
+        bad_word_ids: token sequences that must not be completed by what is drawn.
         num_candidates: of a beam: how many of the most likely tokens are wanted; 0 where a token is drawn.
     """
 
@@ -52,6 +53,7 @@ class SamplingSnapshot:
     num_prompt_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     num_candidates: int = 0
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class SequenceForked(NamedTuple):

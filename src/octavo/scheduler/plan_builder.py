@@ -207,6 +207,7 @@ class PlanBuilder:
             seq.num_prompt_tokens,
             request.eos_token_ids,
             num_candidates(request) if params.use_beam_search else 0,
+            request.bad_word_ids,
         )
         token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens else b""
         self._new.append(NewSequence(seq.seq_id, sampling, tuple(map(tuple, tables)), token_ids))

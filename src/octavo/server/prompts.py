@@ -123,3 +123,19 @@ def check_template_variables(variables: Mapping[str, Any]) -> None:
 def common_length(a: list[int], b: list[int]) -> int:
     """How many elements two lists have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def end_in_message(rendered: str, message: Mapping[str, Any]) -> str:
+    """The rendered chat up to the end of its last message's content, which the answer is to go on with.
+
+    As transformers does it: spaces around the content count where the template keeps them.
+    """
+    content = str(message["content"])
+    where = rendered.rfind(content.strip())
+    if not content.strip() or where < 0:
+        raise RequestError(
+            "continue_final_message needs a last message whose content the chat template prints",
+            param="continue_final_message",
+        )
+    whole = content.lstrip()
+    return rendered[: where + len(whole if rendered.startswith(whole, where) else whole.rstrip())]

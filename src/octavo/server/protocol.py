@@ -80,6 +80,7 @@ SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "skip_special_tokens"),
+    *("allowed_token_ids", "bad_words", "include_stop_str_in_output"),
 )
 
 
@@ -109,6 +110,10 @@ class GenerationBody(RequestBody):
     stop_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -132,19 +137,16 @@ class GenerationBody(RequestBody):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    include_stop_str_in_output: Any = None
-    truncate_prompt_tokens: Any = None
 
     names: ClassVar[tuple[str, ...]] = (
         *("model", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     )
-    bulky: ClassVar[tuple[str, ...]] = ("stop", "stop_token_ids", "logit_bias", "metadata", "cache_salt")
+    bulky: ClassVar[tuple[str, ...]] = (
+        *("stop", "stop_token_ids", "logit_bias", "metadata", "cache_salt", "allowed_token_ids", "bad_words"),
+    )
     unsupported: ClassVar[tuple[str, ...]] = (
         *("logits_processors", "structured_outputs", "guided_json", "guided_regex"),
-        *("guided_choice", "guided_grammar", "bad_words", "allowed_token_ids", "include_stop_str_in_output"),
-        "truncate_prompt_tokens",
+        *("guided_choice", "guided_grammar"),
     )
 
     @property
@@ -183,6 +185,7 @@ class GenerationBody(RequestBody):
         if self.logit_bias:
             given["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
         check_token_ids(self.stop_token_ids or (), vocab_size, "stop_token_ids")
+        check_token_ids(self.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         return given
 
 
@@ -224,6 +227,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
@@ -239,7 +243,6 @@ class ChatBody(GenerationBody):
     verbosity: Any = None
     web_search_options: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
     documents: Any = None
 
     names: ClassVar[tuple[str, ...]] = (*GenerationBody.names, "reasoning_effort")
@@ -250,7 +253,7 @@ class ChatBody(GenerationBody):
     unsupported: ClassVar[tuple[str, ...]] = (
         *GenerationBody.unsupported,
         *("audio", "prediction", "functions", "function_call", "verbosity", "web_search_options", "chat_template"),
-        *("continue_final_message", "documents"),
+        "documents",
     )
 
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
@@ -291,6 +294,7 @@ class TokenizeBody(RequestBody):
     messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

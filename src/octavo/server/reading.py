@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from octavo.errors import ContextLengthError, RequestError
+from octavo.errors import ContextLengthError, RequestError, shown
 from octavo.limits import RequestLimits
 from octavo.request import PinRequest
 from octavo.sampling_params import SamplingParams
@@ -31,9 +31,10 @@ from octavo.server.prompts import (
     check_template_variables,
     checked_messages,
     common_length,
+    end_in_message,
     split_prompts,
 )
-from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
+from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, RequestBody, TokenizeBody
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
 logger = logging.getLogger("octavo.server")
@@ -122,10 +123,12 @@ class BodyReader:
     def completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(CompletionBody, raw)
         params = body.sampling_params(self._vocab_size, self._limits)
+        kept = self._kept_tokens(body, params.max_tokens)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
         prompts = [
-            self._encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo)) for prompt in given
+            self._encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo), kept=kept)
+            for prompt in given
         ]
         return CompletionRequest(_without_bulk(body), model, params, prompts, body.cache_salt or "")
 
@@ -136,7 +139,8 @@ class BodyReader:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-        prompt = self._render(body, messages, variables, cache_marks(body.messages))
+        kept = self._kept_tokens(body, params.max_tokens)
+        prompt = self._render(body, messages, variables, cache_marks(body.messages), kept)
         echoed = _echoed(body, messages)
         return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "")
 
@@ -176,21 +180,47 @@ class BodyReader:
         body.check_names(self._limits)
         return body, self.served_name(body.model)
 
-    def _encode(self, prompt: str | list[int], add_special_tokens: bool, *, keeps_text: bool = False) -> EncodedPrompt:
+    def _kept_tokens(self, body: GenerationBody, max_tokens: int | None) -> int | None:
+        """How many tokens at a prompt's end are kept, by `truncate_prompt_tokens`; None: all of them."""
+        longest, kept = self._max_model_len, body.truncate_prompt_tokens
+        if kept is None:
+            return None
+        if kept != -1 and not 1 <= kept <= longest:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1, or between 1 and {longest}, this model's maximum context length, "
+                f"got {shown(kept)}",
+                param="truncate_prompt_tokens",
+            )
+        return max(1, longest - (max_tokens or 1)) if kept == -1 else kept
+
+    def _encode(
+        self,
+        prompt: str | list[int],
+        add_special_tokens: bool,
+        *,
+        keeps_text: bool = False,
+        kept: int | None = None,
+    ) -> EncodedPrompt:
         if isinstance(prompt, list):
             check_token_ids(prompt, self._vocab_size, "prompt")
-            self._check_length(prompt)
-            return EncodedPrompt(prompt)
-        token_ids = self._tokenize(prompt, add_special_tokens)
-        if not token_ids:
-            raise RequestError("prompt must not be empty", param="prompt")
+            token_ids, text = prompt, None
+        else:
+            # All of a text that is cut down is tokenised first: where its tokens begin depends on what precedes them.
+            token_ids = self._tokenize(prompt, add_special_tokens, any_length=kept is not None)
+            if not token_ids:
+                raise RequestError("prompt must not be empty", param="prompt")
+            text = prompt if keeps_text else None
+        if kept is not None and len(token_ids) > kept:
+            token_ids, text = token_ids[-kept:], None
         self._check_length(token_ids)
-        return EncodedPrompt(token_ids, prompt if keeps_text else None)
+        return EncodedPrompt(token_ids, text)
 
-    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> list[int]:
         tokenizer = self.tokenizer
+        if any_length:
+            return tokenizer.encode(text, add_special_tokens)
         check_text_length(text, self._max_model_len, tokenizer.max_kept_token_bytes, tokenizer.dropped_bytes)
-        return self.tokenizer.encode(text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens)
 
     def _check_length(self, token_ids: list[int]) -> None:
         if len(token_ids) > self._max_model_len:
@@ -206,6 +236,7 @@ class BodyReader:
         messages: list[dict[str, Any]],
         variables: dict[str, Any],
         marks: Sequence[CacheMark] = (),
+        kept: int | None = None,
     ) -> EncodedPrompt:
         """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
 
@@ -214,8 +245,19 @@ class BodyReader:
         check_template_variables(variables)
         add_special_tokens = bool(body.add_special_tokens)
         render = self.tokenizer.apply_chat_template
-        text = render(messages, body.add_generation_prompt is not False, **variables)
-        prompt = self._encode(text, add_special_tokens)
+        if body.continue_final_message:
+            if body.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt cannot both be true",
+                    param="continue_final_message",
+                )
+            text = end_in_message(render(messages, False, **variables), messages[-1])
+        else:
+            text = render(messages, body.add_generation_prompt is not False, **variables)
+        prompt = self._encode(text, add_special_tokens, kept=kept)
+        if kept == len(prompt.token_ids):
+            # What was marked to be cached is no beginning of the prompt any more.
+            marks = ()
 
         def measure(index: int) -> int:
             """How many of the prompt's tokens belong to messages up to `index`: they do not depend on what follows."""
@@ -238,7 +280,9 @@ def _without_bulk(body: Body) -> Body:
 
 def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
     """What `echo` puts before the answer: the last message, where the answer continues it (as in vLLM)."""
-    continues = messages[-1]["role"] == "assistant" or body.add_generation_prompt is False
+    continues = (
+        messages[-1]["role"] == "assistant" or body.add_generation_prompt is False or body.continue_final_message
+    )
     return str(messages[-1]["content"]) if body.echo and continues else ""
 
 

@@ -185,7 +185,9 @@ class IncrementalDetokenizer:
             if params.detokenize
             else None
         )
-        self._matcher = StopStringMatcher(tuple(params.stop)) if params.stop else None
+        self._matcher = (
+            StopStringMatcher(tuple(params.stop), keep=params.include_stop_str_in_output) if params.stop else None
+        )
 
     def copy(self) -> IncrementalDetokenizer:
         """Another one, for another output of the same prompt. No token may have been appended."""

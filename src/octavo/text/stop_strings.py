@@ -83,16 +83,20 @@ class StopStringMatcher:
 
         stop "</s>"      in: "ab<"   "/x"     "c</"   "s>d"
                         out: "ab"    "</x"    "c"     ""       matched "</s>"; "d" was never looked at
+
+    Args:
+        keep: give out the stop string too.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
         self.matched: str | None = None
+        self._keep = keep
         self._automaton = automaton_of(tuple(stop))
         self._state = 0
         self._held = ""
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
-        """Take in more text; return what can be given out now. After a match that is what came before it.
+        """Take in more text; return what can be given out now. After a match: what came before it, and it if kept.
 
         Without `may_match`, stop strings that end in this text are passed over and given out.
         """
@@ -105,7 +109,7 @@ class StopStringMatcher:
             if may_match and (completed := automaton.completed(state)):
                 self.matched = completed
                 self._held = ""
-                return pending[: end - len(completed)]
+                return pending[: end if self._keep else end - len(completed)]
         self._state = state
         safe = len(pending) - automaton.num_held(state)
         self._held = pending[safe:]
