@@ -41,7 +41,7 @@ MAX_MODEL_LEN = 4096
 
 def device(load: StepLoad) -> float:
     """Seconds of a step: SmolLM2-135M (GGUF), 2 cores of an Intel Xeon, before its attention used AMX tiles."""
-    return 6.5e-3 + 4e-4 * load.rows + 1e-6 * load.stream_context + 7.5e-7 * load.chunk_work
+    return 6.5e-3 + 4e-4 * load.rows + 1e-6 * load.context + 7.5e-7 * load.chunk_work
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from octavo.scheduler.step_time import WHEN_BROKEN, ChunkTime, LatencyTarget, St
 def device(load: StepLoad) -> float:
     """Weights are read in 5 ms, which hides the arithmetic of 20 rows; streams read context, chunks compute."""
     products = max(0.005, 0.00025 * load.rows)
-    return 0.002 + products + 4e-7 * load.stream_context + 2e-8 * load.chunk_work + 2e-5 * load.num_seqs
+    return 0.002 + products + 4e-7 * load.context + 2e-8 * load.chunk_work + 2e-5 * load.num_seqs
 
 
 def loads(rng: random.Random, count: int) -> list[StepLoad]:
@@ -100,6 +100,7 @@ def test_a_latency_target_holds_for_99_of_100_steps_of_a_noisy_device() -> None:
             budget = StepBudget(2040, target.limit(lengths))
             chunk = budget.chunk(start, 8000 - start)
             assert chunk >= 1
+            budget.take(start, chunk)
             load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
             seconds = device(load) * rng.uniform(0.9, 1.15)
             target.observe(load, seconds)
@@ -122,6 +123,19 @@ def test_a_target_that_streams_alone_exceed_still_lets_prompts_move() -> None:
     assert budget.chunk(WHEN_BROKEN, 384) == 0
 
 
+def test_chunks_grow_again_after_steps_so_late_that_single_tokens_were_left() -> None:
+    target, start, chunk = LatencyTarget(0.02), 0, 0
+    lengths = [500] * 8
+    for step in range(1500):
+        budget = StepBudget(2040, target.limit(lengths))
+        chunk = budget.chunk(start, 10**6)
+        budget.take(start, chunk)
+        slowed = random.Random(step).choice((1.0, 8.0)) if 100 < step < 160 else 1.0
+        target.observe(StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk), slowed * device(StepLoad(8 + chunk)))
+        start = step  # near enough to stand still
+    assert chunk > 20
+
+
 def slow_attention(load: StepLoad) -> float:
     """As measured of SmolLM2 on two cores: from 4,000 tokens on, 16 more take longer than 50 ms beside 8 streams."""
     return 0.01 + 2e-4 * load.rows + 7.5e-7 * load.chunk_work
@@ -132,8 +146,10 @@ def test_a_target_holds_where_even_short_chunks_at_the_end_of_a_long_prompt_exce
     late = steps = start = 0
     while start < 8000:
         lengths = [50 + steps] * 8
-        chunk = StepBudget(2040, target.limit(lengths)).chunk(start, 8000 - start)
+        budget = StepBudget(2040, target.limit(lengths))
+        chunk = budget.chunk(start, 8000 - start)
         assert chunk
+        budget.take(start, chunk)
         load = StepLoad(8, sum(lengths), 0.0, 8).with_chunk(start, chunk)
         seconds = slow_attention(load) * rng.gauss(1.0, 0.08)
         target.observe(load, seconds)

@@ -2,8 +2,8 @@
 
     T =  c0                                       a step with nothing in it, the host's share included
        + Σ_k c_k · max(0, rows - k)               matrix products: reading the weights hides the first rows' arithmetic
-       + a · context tokens read by streams       attention of decodes: bytes of keys and values
-       + b · Σ query · context of chunks          attention of prompts: arithmetic
+       + a · Σ context                            attention: bytes of keys and values
+       + b · Σ (query - 1) · context              attention of chunks: arithmetic, once for each further query
        + d · sequences                            sampling and bookkeeping
 
 All coefficients are at least 0, so the time rises with everything that is added to a step, and the products' term is
@@ -33,38 +33,36 @@ class StepLoad(NamedTuple):
 
     Attributes:
         rows: tokens.
-        stream_context: tokens whose keys and values streams read: the sum of their lengths.
-        chunk_work: sum, over chunks of prompts, of tokens times their mean context.
+        context: tokens whose keys and values are read: the sum of the sequences' lengths.
+        chunk_work: sum, over chunks of prompts, of their tokens but one times their mean context.
         num_seqs: sequences.
     """
 
     rows: int = 0
-    stream_context: int = 0
+    context: int = 0
     chunk_work: float = 0.0
     num_seqs: int = 0
 
-    def with_chunk(self, start: int, num_tokens: int, num_seqs: int = 1) -> StepLoad:
-        """And `num_tokens` tokens of a prompt after `start` computed ones."""
+    def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
+        """And `num_tokens` tokens of a prompt after `start` computed ones; one token of a stream is no different."""
         return StepLoad(
             self.rows + num_tokens,
-            self.stream_context,
-            self.chunk_work + num_tokens * (start + 0.5 * num_tokens),
-            self.num_seqs + num_seqs,
+            self.context + start + num_tokens,
+            self.chunk_work + max(0, num_tokens - 1) * (start + 0.5 * num_tokens),
+            self.num_seqs + 1,
         )
 
     @classmethod
     def of(cls, starts: Iterable[int], lengths: Iterable[int]) -> StepLoad:
         """Of a plan: `starts[i]` tokens of sequence i are computed, and `lengths[i]` more will be."""
-        rows = stream_context = num_seqs = 0
+        rows = context = num_seqs = 0
         chunk_work = 0.0
         for start, length in zip(starts, lengths, strict=True):
             rows += length
             num_seqs += 1
-            if length == 1:
-                stream_context += start + 1
-            else:
-                chunk_work += length * (start + 0.5 * length)
-        return cls(rows, stream_context, chunk_work, num_seqs)
+            context += start + length
+            chunk_work += (length - 1) * (start + 0.5 * length)
+        return cls(rows, context, chunk_work, num_seqs)
 
 
 def _terms(load: StepLoad) -> list[float]:
@@ -74,7 +72,7 @@ def _terms(load: StepLoad) -> list[float]:
         1.0,
         rows / 256,
         *(max(0, rows - knot) / 256 for knot in KNOTS),
-        load.stream_context / 8192,
+        load.context / 8192,
         load.chunk_work / 1e6,
         load.num_seqs / 64,
     ]
@@ -125,6 +123,9 @@ class StepTimeModel:
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
 
 
+_RATIO_GAIN = 0.1
+_LEVEL_GAIN = 0.2  # about the last five steps
+
 WHEN_BROKEN = 16
 """Tokens of prompts in a step that takes longer than the latency target without them."""
 
@@ -132,9 +133,15 @@ WHEN_BROKEN = 16
 class LatencyTarget:
     """Sizes chunks of prompts so that streams wait no longer than `seconds` between two tokens.
 
-    The model predicts a mean. What counts is how far steps lie above it, so the ratio of measured to predicted time is
-    followed at its quantile 1 - `misses`: a step that took longer pushes it up, and every other one lets it sink a
-    little, in such a proportion that just that share of steps lies above (Robbins and Monro 1951).
+    The model predicts a mean over some hundred steps. What counts is how far the next step may lie above it, so two
+    things are followed beside the model:
+
+        level     measured over predicted time, of late: a neighbour on the machine slows many steps in a row
+        ratio     the quantile 1 - `misses` of what is left. A step that took longer pushes it up, and every other one
+                  lets it sink a little, in such a proportion that just that share of steps lies above (Robbins and
+                  Monro 1951)
+
+    Both learn from steps with chunks alone, which vary more than others.
 
     Nothing is extrapolated far: a chunk is at most twice as long as the longest that was measured beside streams.
 
@@ -150,17 +157,22 @@ class LatencyTarget:
         self.seconds = seconds
         self.model = StepTimeModel()
         self._misses = misses
-        self._ratio = 1.15
+        self._level = 1.0
+        self._ratio = 1.3
         self._longest = 16
+        self._planned: ChunkTime | None = None  # of the step whose time is awaited
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took so long, from the end of the one before to its own."""
+        planned, self._planned = self._planned, None
         predicted = self.model.predict(load)
-        chunk_tokens = load.rows - load.num_seqs
-        if chunk_tokens > 0 and self.model.num_observed > NUM_TERMS and predicted > 0:
-            missed = seconds > predicted * self._ratio
-            self._ratio = min(3.0, max(1.0, self._ratio + 0.1 * (missed - self._misses)))
-        self._longest = max(self._longest, chunk_tokens)
+        if planned is not None and planned.num_taken:
+            self._longest = max(self._longest, planned.num_taken)
+            if self.model.num_observed > NUM_TERMS and predicted > 0:
+                residual = seconds / predicted
+                missed = residual > self._level * self._ratio
+                self._ratio = min(2.0, max(1.0, self._ratio + _RATIO_GAIN * (missed - self._misses)))
+                self._level += _LEVEL_GAIN * (min(2.0, max(0.5, residual)) - self._level)
         self.model.observe(load, seconds)
 
     def limit(self, stream_lengths: Iterable[int]) -> ChunkTime:
@@ -168,7 +180,9 @@ class LatencyTarget:
         lengths = list(stream_lengths)
         load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
         least = 1 if self.model.predict(load) <= self.seconds else WHEN_BROKEN
-        return ChunkTime(self.model, load, self.seconds / self._ratio, 2 * self._longest, least)
+        seconds = self.seconds / (self._level * self._ratio)
+        self._planned = ChunkTime(self.model, load, seconds, 2 * self._longest, least)
+        return self._planned
 
 
 class ChunkTime:
@@ -179,6 +193,9 @@ class ChunkTime:
         seconds: that the whole step may take, as the model predicts.
         most: tokens of prompts.
         least: tokens that prompts are given in all, however little time is left.
+
+    Attributes:
+        num_taken: tokens of prompts that became part of the step.
     """
 
     def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int, least: int = 0) -> None:
@@ -187,6 +204,7 @@ class ChunkTime:
         self._seconds = seconds
         self._most = most
         self._least = least
+        self.num_taken = 0
 
     def chunk(self, start: int, most: int) -> int:
         """The longest chunk of at most `most` tokens after `start` computed ones that still fits; maybe 0."""
@@ -203,5 +221,6 @@ class ChunkTime:
     def take(self, start: int, num_tokens: int) -> None:
         """A chunk is part of the step."""
         self._load = self._load.with_chunk(start, num_tokens)
+        self.num_taken += num_tokens
         self._most -= num_tokens
         self._least = max(0, self._least - num_tokens)
