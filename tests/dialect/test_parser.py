@@ -1,0 +1,325 @@
+"""The parser on every format: whole, at every split, cut off anywhere, and on what only looks like a call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.dialect.formats import CALL_FORMATS, CallFormat, call_format, reasoning_format
+from octavo.dialect.parser import Arguments, CallBegins, Content, Dialect, OutputParser, Reasoning
+
+TOOLS = {
+    "get_weather": {"city": "string", "days": "integer", "where": "object"},
+    "stop": {},
+    "write": {"text": "string", "lines": "array", "strict": "boolean"},
+}
+Call = tuple[str, dict[str, Any]]
+
+
+def dialect(name: str, reasoning: str = "none", *, in_reasoning: bool = False) -> Dialect:
+    return Dialect(call_format(name, None), reasoning_format(reasoning, None), in_reasoning, TOOLS)
+
+
+class Told:
+    """What a parser's events add up to."""
+
+    def __init__(self) -> None:
+        self.content = self.reasoning = ""
+        self.names: list[str] = []
+        self.arguments: list[str] = []
+
+    def add(self, events: list[Any]) -> None:
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegins(index, name):
+                    assert index == len(self.names)
+                    self.names.append(name)
+                    self.arguments.append("")
+                case Arguments(index, text):
+                    assert index == len(self.names) - 1
+                    assert text
+                    self.arguments[index] += text
+
+    @property
+    def calls(self) -> list[Call]:
+        return [(name, json.loads(text)) for name, text in zip(self.names, self.arguments, strict=True)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Told) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return repr(vars(self))
+
+
+def parsed(spoken: Dialect, *pieces: str) -> Told:
+    parser, told = OutputParser(spoken), Told()
+    for piece in pieces:
+        told.add(parser.feed(piece))
+    told.add(parser.finish())
+    assert parser.num_calls == len(told.names)
+    return told
+
+
+def written(name: str, calls: list[Call]) -> str:
+    """As a model of that format writes calls."""
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if name == "hermes":
+        return "\n".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>" for each in objects)
+    if name == "qwen3_xml":
+        return "\n".join(
+            f"<tool_call>\n<function={called}>\n"
+            + "".join(f"<parameter={key}>\n{_xml(value)}\n</parameter>\n" for key, value in arguments.items())
+            + "</function>\n</tool_call>"
+            for called, arguments in calls
+        )
+    if name == "mistral":
+        return f"[TOOL_CALLS]{json.dumps(objects)}"
+    if name == "mistral_named":
+        return "".join(f"[TOOL_CALLS]{called}[ARGS]{json.dumps(arguments)}" for called, arguments in calls)
+    if name == "llama3_json":
+        return "; ".join(json.dumps({"name": called, "parameters": arguments}) for called, arguments in calls)
+    assert name == "pythonic"
+    return "[" + ", ".join(f"{called}({_keywords(arguments)})" for called, arguments in calls) + "]"
+
+
+def _xml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _keywords(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
+XML = "<tool_call><function={}><parameter={}>{}</parameter></function></tool_call>"
+NAMES = ["hermes", "qwen3_xml", "mistral", "mistral_named", "llama3_json", "pythonic"]
+EXAMPLES: list[list[Call]] = [
+    [("get_weather", {"city": "Paris", "days": 3, "where": {"lat": 48.5, "tags": ["a", None, True]}})],
+    [("stop", {}), ("write", {"text": 'say "hi"\n<b>{x}</b> \\ \U0001f989', "lines": [], "strict": False})],
+]
+
+
+def spoken(name: str) -> Dialect:
+    return dialect(name.removesuffix("_named"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("calls", EXAMPLES)
+def test_calls_are_read_alike_at_every_split(name: str, calls: list[Call]) -> None:
+    text = written(name, calls)
+    whole = parsed(spoken(name), text)
+    assert whole.calls == calls
+    assert whole.content == ""
+    for cut in range(len(text) + 1):
+        assert parsed(spoken(name), text[:cut], text[cut:]) == whole
+    assert parsed(spoken(name), *text) == whole
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml", "mistral", "mistral_named"])
+def test_text_around_marked_calls_is_content_without_the_spaces_beside_them(name: str) -> None:
+    text = "Let me look: <tool [TOOL 1 < 2\n\n" + written(name, EXAMPLES[1]) + "\n"
+    whole = parsed(spoken(name), text)
+    assert (whole.calls, whole.content) == (EXAMPLES[1], "Let me look: <tool [TOOL 1 < 2")
+    for cut in range(len(text) + 1):
+        assert parsed(spoken(name), text[:cut], text[cut:]) == whole
+    after = parsed(spoken(name), text + "That was it.")
+    assert (after.calls, after.content) == (EXAMPLES[1], whole.content + "\nThat was it.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_come_as_they_are_read(name: str) -> None:
+    text = written(name, [("write", {"text": "a long text " * 20})])
+    parser, told = OutputParser(spoken(name)), Told()
+    for piece in (text[: len(text) // 2], text[len(text) // 2 :]):
+        told.add(parser.feed(piece))
+        assert told.names == ["write"]
+        assert "a long text a long" in told.arguments[0]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_is_cut_off_anywhere_is_read_without_a_loss(name: str) -> None:
+    """What has begun is a call with what there was of its arguments; what has not is content, whole."""
+    text = written(name, EXAMPLES[0])
+    complete = parsed(spoken(name), text).arguments[0]
+    for cut in range(len(text)):
+        told = parsed(spoken(name), text[:cut])
+        if told.names:
+            assert told.names == ["get_weather"]
+            assert told.content == ""
+            given = told.arguments[0].replace(" ", "")
+            assert complete.startswith(given) or name in ("qwen3_xml", "pythonic")
+        else:
+            assert told.content == text[:cut]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>not json</tool_call>"),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f" "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '  <tool_call>\n {"name": "f", "arguments": "no object"}'),
+        ("hermes", "<tool_call><tool_call"),
+        ("qwen3_xml", "<tool_call>\n<function stop>\n</tool_call>"),
+        ("qwen3_xml", "<tool_call>\n<function=a\nb></function></tool_call>"),
+        ("mistral", "[TOOL_CALLS] {}"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("mistral", "[TOOL_CALLS]f[OTHER]{}"),
+        ("mistral", "[TOOL_CALLS]f and more"),
+        ("llama3_json", '{"name": "Bob", "parameters": {}}'),
+        ("llama3_json", '{"age": 3}'),
+        ("llama3_json", '{"name": "stop", "parameters"'),
+        ("llama3_json", 'Look: {"name": "stop", "parameters": {}}'),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[unknown(a=1)]"),
+        ("pythonic", "[stop, stop]"),
+        ("pythonic", "Look: [stop()]"),
+        ("pythonic", "[" * 200),
+    ],
+)
+def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(name: str, text: str) -> None:
+    for told in (parsed(dialect(name), text), parsed(dialect(name), *text)):
+        assert (told.names, told.content) == ([], text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', '{"a":', " oops}}</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}} and so', '{"a":1}', " and so"),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":' + "[" * 65, '{"a":' + "[" * 63, "[["),
+        ("qwen3_xml", "<tool_call><function=f><parameter=a>1</parameter>oops", '{"a":1', "oops"),
+        ("pythonic", "[stop(1)]", "", "1)]"),
+        ("llama3_json", '{"name": "stop", "parameters": {}} Done.', "{}", "Done."),
+    ],
+)
+def test_where_arguments_break_off_the_rest_is_content(name: str, text: str, arguments: str, content: str) -> None:
+    for told in (parsed(dialect(name), text), parsed(dialect(name), *text)):
+        assert told.arguments == [arguments]
+        assert told.content == content
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": 7, "name": "f"}</tool_call>', [("f", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":"\n\\ud83e\\udd89\\ud800"}}', [("f", {"a": "\n\U0001f989\ufffd"})]),  # noqa: E501
+        ("hermes", '<tool_call>{x<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+        ("qwen3_xml", XML.format("f", "a", "True"), [("f", {"a": True})]),
+        ("qwen3_xml", XML.format("f", "a", "NaN"), [("f", {"a": "NaN"})]),
+        ("qwen3_xml", XML.format("write", "text", "1"), [("write", {"text": "1"})]),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", {"a": 1})]),
+        ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', [("other", {})]),
+        ("llama3_json", '{"type": "function", "name": "stop", "parameters": {}}', [("stop", {})]),
+        ("pythonic", "[write(text='it\\'s \\d', lines=(1, 2,),)]", [("write", {"text": "it's \\d", "lines": [1, 2]})]),
+    ],
+)  # fmt: skip
+def test_what_models_write_beside_the_rule_is_read_all_the_same(name: str, text: str, calls: list[Call]) -> None:
+    for told in (parsed(dialect(name), text), parsed(dialect(name), *text)):
+        assert told.calls == calls
+
+
+@pytest.mark.parametrize("in_reasoning", [False, True])
+def test_reasoning_is_told_apart_at_every_split(in_reasoning: bool) -> None:
+    text = "\nHm, <b> </thin k. \n</think>\n\nYes.\n" + written("hermes", EXAMPLES[0])
+    text = text if in_reasoning else "<think>" + text
+    speaks = dialect("hermes", "deepseek_r1", in_reasoning=in_reasoning)
+    whole = parsed(speaks, text)
+    assert (whole.reasoning, whole.content, whole.calls) == ("Hm, <b> </thin k.", "Yes.", EXAMPLES[0])
+    for cut in range(len(text) + 1):
+        assert parsed(speaks, text[:cut], text[cut:]) == whole
+
+
+def test_a_model_that_does_not_reason_may_call_at_once() -> None:
+    text = written("hermes", EXAMPLES[0])
+    assert parsed(dialect("hermes", "qwen3"), text).calls == EXAMPLES[0]
+    assert parsed(dialect("none", "qwen3"), "<thin ice").content == "<thin ice"
+    assert parsed(dialect("none", "qwen3", in_reasoning=True), "to no end").reasoning == "to no end"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from(sorted(TOOLS))
+keys = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
+random_calls = st.lists(st.tuples(names, st.dictionaries(keys, json_values, max_size=3)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named", "llama3_json", "pythonic"])
+@given(calls=random_calls, data=st.data())
+def test_random_calls_come_back_as_they_were(name: str, calls: list[Call], data: st.DataObject) -> None:
+    text = written(name, calls)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(spoken(name), *pieces).calls == calls
+
+
+plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=10)
+xml_calls = st.lists(
+    st.tuples(st.just("write"), st.fixed_dictionaries({"text": plain, "lines": st.lists(st.integers(), max_size=3)})),
+    min_size=1,
+    max_size=2,
+)
+
+
+@given(calls=xml_calls)
+def test_random_calls_in_xml_come_back_as_they_were(calls: list[Call]) -> None:
+    assert parsed(dialect("qwen3_xml"), written("qwen3_xml", calls)).calls == calls
+
+
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", '{"name": "stop", ',
+         '"arguments": {', '"parameters": ', "<function=stop>", "<parameter=a>", "</parameter>", "[ARGS]", "[stop(",
+         "a=", "}", "]", ")", '"', "\\", "\n", " ", "1", "x"]  # fmt: skip
+
+
+@pytest.mark.parametrize("each", CALL_FORMATS, ids=lambda each: each.name)
+@given(parts=st.lists(st.sampled_from(MARKS), max_size=14), cut=st.integers(0, 200))
+def test_whatever_is_said_in_pieces_is_what_is_said_whole(each: CallFormat, parts: list[str], cut: int) -> None:
+    text = "".join(parts)
+    speaks = dialect(each.name, "qwen3")
+    whole = parsed(speaks, text)
+    assert parsed(speaks, *text) == whole
+    assert parsed(speaks, text[:cut], text[cut:]) == whole
+    if not whole.names and not whole.reasoning and "<think>" not in text:
+        assert whole.content == text
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>\\n<function=' }}", "qwen3_xml"),
+        ("… <tool_call></tool_call> XML tags", "hermes"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
+    ],
+)
+def test_the_format_is_found_in_the_chat_template(template: str, name: str) -> None:
+    found = call_format("auto", template)
+    assert found is not None
+    assert found.name == name
+    assert call_format("none", template) is None
+    assert call_format("qwen3_coder", None) == call_format("qwen3_xml", None)
+
+
+def test_a_template_without_tools_or_reasoning_speaks_no_format() -> None:
+    assert call_format("auto", "{{ messages }}") is None
+    assert reasoning_format("auto", "{{ messages }}") is None
+    assert reasoning_format("auto", "{% if '</think>' in content %}").name == "qwen3"
