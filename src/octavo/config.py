@@ -72,9 +72,10 @@ class EngineConfig(RequestLimits):
         "most of --max-waiting-requests and --max-waiting-tokens that one tenant may fill, above 0 to 1, unless its "
         "entry of the keys file says otherwise; default: half where a server has several tenants, else all of it",
     )
-    scheduling_policy: Literal["fcfs", "vtc", "dlpm"] = option(
+    scheduling_policy: Literal["fcfs", "priority", "vtc", "dlpm"] = option(
         "fcfs",
-        "who is admitted next; fcfs: by priority, then arrival; vtc: the tenant (API key) that received least service "
+        "who is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and whoever is more "
+        "urgent takes the place of others; vtc: the tenant (API key) that received least service "
         "for its weight; dlpm: tenants by turns too, and among them the longest cached prefix (docs/fairness.md)",
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(

@@ -238,8 +238,14 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key of service: higher priority (lower number) first, then earlier arrival, then the smaller id."""
-        return (self.request.priority, self.request.arrival_time, self.seq_id)
+        """Sort key of service: higher priority (lower number) first, then earlier arrival, then the smaller id.
+
+        Where priorities age, it is the request's `due_time` that decides.
+        """
+        request = self.request
+        if request.due_time is None:
+            return (request.priority, request.arrival_time, self.seq_id)
+        return (0, request.due_time, self.seq_id)
 
 
 @dataclass(eq=False, slots=True)
@@ -254,6 +260,7 @@ class Request:
         cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
         cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
         weight: of its tenant: how much service it is due, beside others.
+        due_time: its place in the order of service where priorities age, as the scheduler sets it; None where not.
         cache_scope: made from these; requests share cached blocks only within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
         seed: of the first sequence; sequence i uses seed + i.
@@ -274,6 +281,7 @@ class Request:
     cache_salt: str = ""
     cache_group: str | None = None
     weight: float = 1.0
+    due_time: float | None = None
     seed: int = 0
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     pins: tuple[PinRequest, ...] = ()

@@ -18,6 +18,7 @@ from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefi
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.limits import RequestLimits
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
+from octavo.scheduler.claims import ByPriority
 from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.preemption import (
     CheaperWay,
@@ -61,6 +62,9 @@ REACHED: dict[tuple[str, Any], Any] = {
         and isinstance(s.queue, TenantQueue)
         and isinstance(s.victims, MostServed)
         and isinstance(s.victims.within, LowestPriority)
+    ),
+    ("scheduling_policy", "priority"): lambda s: (
+        isinstance(s.claims, ByPriority) and s.config.priority_seconds == 60.0 and not s.queue.short_may_pass
     ),
     ("scheduling_policy", "dlpm"): lambda s: isinstance(s.turns, DeficitRound) and s.queue.turns is s.turns,
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,

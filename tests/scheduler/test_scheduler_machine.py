@@ -19,7 +19,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.ledger import CacheTotals
 from octavo.request import CacheOutcome, FinishReason, PinRequest, Request, Sequence, SequenceStatus
-from octavo.scheduler.assembly import make_queue, make_turns
+from octavo.scheduler.assembly import make_claims, make_queue, make_turns
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.decoding import BeamDecoding, Sampling
 from octavo.scheduler.fairness import MostServed
@@ -58,7 +58,7 @@ POLICIES: dict[str, Any] = {
     "prefix_cache": st.sampled_from(["hashed", "radix", None]),
     "eviction": st.sampled_from(sorted(EVICTION_POLICIES)),
     "mode": st.sampled_from(["swap", "auto", "recompute"]),
-    "policy": st.sampled_from(["fcfs", "fcfs", "vtc", "dlpm"]),
+    "policy": st.sampled_from(["fcfs", "fcfs", "priority", "vtc", "dlpm"]),
 }
 TENANTS = ("", "ada")
 
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_tenant_share: float,
         num_host_blocks: int,
         mode: str,
-        policy: Literal["fcfs", "vtc", "dlpm"],
+        policy: Literal["fcfs", "priority", "vtc", "dlpm"],
         victim: str,
         headroom: int,
         itl_slo_ms: float | None,
@@ -140,12 +140,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         turns = make_turns(policy, kv)
         victims = make_victim_policy(victim, kv.restore_cost)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs, budget, max_model_len=40, headroom_tokens=headroom, itl_slo_ms=itl_slo_ms),
+            SchedulerConfig(
+                max_num_seqs,
+                budget,
+                max_model_len=40,
+                headroom_tokens=headroom,
+                itl_slo_ms=itl_slo_ms,
+                priority_seconds=3.0 if policy == "priority" else None,
+            ),
             kv,
             victims=victims if turns is None else MostServed(turns, victims),
-            waiting=make_queue(turns, CachedPrefixes(kv) if by_prefix else None),
+            waiting=make_queue(turns, CachedPrefixes(kv) if by_prefix else None, by_age=policy == "priority"),
             preemption=modes[mode],  # type: ignore[arg-type]
             turns=turns,
+            claims=make_claims(policy, turns),
         )
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -7,6 +7,7 @@ the tables' references.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -281,18 +282,30 @@ class KVCacheManager:
         Returns:
             The copies, or None where the pool has too few blocks; then nothing has changed.
         """
-        pool, holding = self.pool, self._holdings[seq.seq_id]
-        first = seq.num_computed // self.spec.block_size
-        total = self.spec.blocks_for_tokens(seq.num_computed + num_new_tokens)
-        shared = sum(first < len(table) and pool.ref_counts[table[first]] > 1 for table in holding.tables)
-        needed = shared + sum(max(0, total - len(table)) for table in holding.tables)
-        if needed + self.swap.blocks_to_return(seq.seq_id) + reserve > pool.num_available:
+        if self.swap_in_shortage(seq, num_new_tokens, reserve) > 0:
             return None
+        holding = self._holdings[seq.seq_id]
         unpublished = self.swap.swap_in(seq.seq_id)
         if unpublished is not None:
             holding.num_published = min(holding.num_published, unpublished)
             holding.next_full = 0
         return self.extend(seq, num_new_tokens)
+
+    def swap_in_shortage(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> int:
+        """How many available blocks `swap_in` lacks; 0 or less where it would succeed."""
+        pool, holding = self.pool, self._holdings[seq.seq_id]
+        first = seq.num_computed // self.spec.block_size
+        total = self.spec.blocks_for_tokens(seq.num_computed + num_new_tokens)
+        shared = sum(first < len(table) and pool.ref_counts[table[first]] > 1 for table in holding.tables)
+        needed = shared + sum(max(0, total - len(table)) for table in holding.tables)
+        return needed + self.swap.blocks_to_return(seq.seq_id) + reserve - pool.num_available
+
+    def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that would become available if all of these gave theirs back. O(their blocks)."""
+        counts, pinned = self.pool.ref_counts, self.pool.pin_counts
+        held = Counter(block for seq in sequences for table in self._holdings[seq.seq_id].tables for block in table)
+        held.pop(NULL_BLOCK, None)
+        return sum(counts[block] == references and block not in pinned for block, references in held.items())
 
     def restore_cost(self, seq: Sequence) -> RestoreCost:
         """The cost of preempting this sequence and the blocks it would free. O(blocks of the sequence)."""

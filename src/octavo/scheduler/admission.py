@@ -17,6 +17,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.waiting import WaitingLine, num_missing
 from octavo.scheduler.yielding import Yielding
@@ -51,6 +52,7 @@ class Admission:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         watermark_blocks: int,
+        turns: VirtualTokenCounter | None = None,
     ) -> None:
         self.copies: list[BlockCopy] = []
         self._kv = kv
@@ -59,7 +61,7 @@ class Admission:
         self._yielding = yielding
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark_blocks
-        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens)
+        self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, turns)
         self._refusals: dict[SequenceId, _Refusal] = {}
         self._step = 0
 
@@ -70,6 +72,26 @@ class Admission:
     @property
     def has_place(self) -> bool:
         return self._running.num_places < self._max_num_seqs and len(self._waiting) > 0
+
+    def num_lacking_places(self, seq: Sequence) -> int:
+        """Places that are missing for a waiting sequence and its siblings."""
+        return self._running.num_places + 1 + num_pending_siblings(seq) - self._max_num_seqs
+
+    def num_lacking_blocks(self, seq: Sequence) -> int:
+        """Blocks that are missing for a waiting sequence to be admitted; 0 or less where none is."""
+        kv = self._kv
+        if (refusal := self._refusals.get(seq.seq_id)) is not None:
+            return refusal.shortage - (self._supply() - refusal.supply)
+        most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
+        if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
+            return 0
+        if self._yielding.settle(seq):
+            return kv.swap_in_shortage(seq, 1, self._reserve(seq, seq.num_computed + 1))
+        hit = kv.match(seq) if _may_skip(seq) else kv.no_hit
+        shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
+        if shortage > 0:
+            self._refuse(seq, shortage, hit.num_tokens // kv.spec.block_size)
+        return shortage
 
     def forget(self, seq: Sequence) -> None:
         """A sequence waits no more."""
@@ -87,8 +109,7 @@ class Admission:
         if not self._backfill.may_pass(seq, self._waiting.head, self._step):
             return 0
         is_head = seq is self._waiting.head()
-        pending = num_pending_siblings(seq)
-        if self._running.num_places + 1 + pending > self._max_num_seqs:
+        if self.num_lacking_places(seq) > 0:
             if is_head:
                 self._backfill.hold(seq, self._step, 0)
             return 0

@@ -21,6 +21,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.cached_prefixes import CachedPrefixes
+from octavo.scheduler.claims import ByPriority, ByService, Claims
 from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.preemption import (
     CheaperWay,
@@ -103,12 +104,14 @@ def assemble_scheduler(
             watermark=watermark,
             headroom_tokens=headroom_tokens,
             itl_slo_ms=config.itl_slo_ms,
+            priority_seconds=PRIORITY_SECONDS if config.scheduling_policy == "priority" else None,
         ),
         kv,
         victims=victims if turns is None else MostServed(turns, victims),
-        waiting=make_queue(turns, _prefixes(config, kv)),
+        waiting=make_queue(turns, _prefixes(config, kv), by_age=config.scheduling_policy == "priority"),
         preemption=_preemption_mode(config, kv, restore_speed),
         turns=turns,
+        claims=make_claims(config.scheduling_policy, turns),
     )
 
 
@@ -117,15 +120,36 @@ def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
     return bool(num_host_blocks) and config.preemption_mode == "auto"
 
 
-def make_turns(policy: Literal["fcfs", "vtc", "dlpm"], kv: KVCacheManager) -> VirtualTokenCounter | None:
+PRIORITY_SECONDS = 60.0
+"""What a step of priority is worth under the policy "priority": so long may the less urgent have waited already."""
+
+Policy = Literal["fcfs", "priority", "vtc", "dlpm"]
+
+
+def make_claims(policy: Policy, turns: VirtualTokenCounter | None) -> Claims | None:
+    """Who may take the place of somebody that runs; None where nobody may."""
+    if policy == "priority":
+        return ByPriority()
+    return None if turns is None else ByService(turns)
+
+
+def make_turns(policy: Policy, kv: KVCacheManager) -> VirtualTokenCounter | None:
     """Who says whose turn it is between tenants; None where the order is that of arrival."""
     if policy == "vtc":
         return VirtualTokenCounter()
     return DeficitRound(CachedPrefixes(kv)) if policy == "dlpm" else None
 
 
-def make_queue(turns: VirtualTokenCounter | None, prefixes: CachedPrefixes | None) -> WaitingQueue:
-    """A queue for all, or a line per tenant; by cached prefixes where they are given."""
+def make_queue(
+    turns: VirtualTokenCounter | None, prefixes: CachedPrefixes | None, *, by_age: bool = False
+) -> WaitingQueue:
+    """A queue for all, or a line per tenant; by cached prefixes where they are given.
+
+    Args:
+        by_age: strictly in order of service, whatever is cached and however short others are.
+    """
+    if by_age:
+        return ArrivalOrder(short_may_pass=False)
 
     def line() -> WaitingQueue:
         return ArrivalOrder() if prefixes is None else LongestPrefixFirst(prefixes)

@@ -15,6 +15,10 @@ that promise:
 
 Once the step is over and the head has not started (somebody's blocks were shared, so that their end freed less than was
 thought), nobody passes any more until it has. So a head waits no longer than those that run when it becomes the head.
+
+Passing costs the head no time, and yet it is service that the head's tenant does not receive. Where tenants take turns
+nobody passes whose tenant is ahead of the head's by more than a bound (`VirtualTokenCounter.may_pass`): what is free
+is then left idle, because else tenants of small requests would have the better of one whose requests fill the pool.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Sequence
+from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.waiting import num_missing
 
@@ -42,15 +47,23 @@ class Backfill:
     """The promise to the head of the line.
 
     Args:
-        chunk: tokens of a prompt that are computed in a step, at the least, while others share it.
+        turns: how far ahead of the head's tenant others may be that pass; None: any tenant may.
     """
 
-    def __init__(self, spec: KVCacheSpec, running: RunningSet, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        running: RunningSet,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        turns: VirtualTokenCounter | None = None,
+    ) -> None:
         self._spec = spec
         self._running = running
         self._max_num_seqs = max_num_seqs
         self._max_step = max_num_batched_tokens
         self._chunk = max(1, max_num_batched_tokens // 4)
+        self._turns = turns
         self._promise: _Promise | None = None
 
     def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
@@ -80,7 +93,7 @@ class Backfill:
         promise = self._promise
         if promise is None or seq is promise.head or promise.head is not head():
             return True
-        if now >= promise.step:
+        if now >= promise.step or (self._turns is not None and not self._turns.may_pass(seq, promise.head)):
             return False
         if now + self._steps_left(seq) <= promise.step:
             return True

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from octavo.request import Sequence
+from octavo.request import Request, RequestId, Sequence
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.preemption import VictimPolicy
 
@@ -39,6 +39,7 @@ class VirtualTokenCounter:
 
     def __init__(self) -> None:
         self.version = 0
+        self._to_compute: dict[RequestId, int] = {}  # tokens of prompts that are charged, and not yet computed
         self._received: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._level = 0.0  # of the tenant that had the last turn: where one begins that comes when nobody waits
@@ -70,7 +71,25 @@ class VirtualTokenCounter:
         tenant = seq.request.tenant
         self._level = max(self._level, self._received.get(tenant, 0.0))
         if not seq.index and not seq.num_preemptions:
-            self.charge(tenant, PROMPT_TOKEN * (seq.num_prompt_tokens - seq.num_computed))
+            uncached = seq.num_prompt_tokens - seq.num_computed
+            self._to_compute[seq.request.request_id] = uncached
+            self.charge(tenant, PROMPT_TOKEN * uncached)
+
+    def computed(self, seq: Sequence) -> None:
+        """A sequence has come to its `num_computed`, perhaps not for the first time."""
+        request_id = seq.request.request_id
+        if (before := self._to_compute.get(request_id)) is not None:
+            left = min(before, seq.num_prompt_tokens - seq.num_computed)
+            if left > 0:
+                self._to_compute[request_id] = left
+            else:
+                del self._to_compute[request_id]
+
+    def ended(self, request: Request) -> None:
+        """A request has ended: what was charged of its prompt, and never computed, is given back."""
+        left = self._to_compute.pop(request.request_id, 0)
+        if left and request.tenant in self._received:
+            self.charge(request.tenant, -PROMPT_TOKEN * left)
 
     def drawn(self, sequences: Iterable[Sequence]) -> None:
         """Charge a token for each of these sequences."""
@@ -81,6 +100,25 @@ class VirtualTokenCounter:
         """A tenant has received so much."""
         self.version += 1
         self._received[tenant] = self._received.get(tenant, 0.0) + service / self._weights.get(tenant, 1.0)
+
+    def may_pass(self, seq: Sequence, head: Sequence) -> bool:
+        """Whether a waiting sequence may be admitted before the head of the line, which does not fit yet.
+
+        Its tenant may have received as much more than the head's as computing the head twice is worth. Beyond that it
+        waits too, so that what becomes free is left to the head.
+        """
+        return self._lead(seq, head) <= self._allowance(head)
+
+    def is_far_ahead(self, seq: Sequence, head: Sequence) -> bool:
+        """Whether a running sequence's tenant is ahead of the head's by four times what preempting it may cost."""
+        lost = PROMPT_TOKEN * seq.num_computed / seq.request.weight
+        return self._lead(seq, head) > 2 * self._allowance(head) + 4 * lost
+
+    def _lead(self, seq: Sequence, head: Sequence) -> float:
+        return self.received(seq.request.tenant) - self.received(head.request.tenant)
+
+    def _allowance(self, head: Sequence) -> float:
+        return 2 * PROMPT_TOKEN * head.num_tokens / head.request.weight
 
     def in_order_of_service(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences, those of the least served tenant first."""
@@ -123,6 +161,13 @@ class DeficitRound(VirtualTokenCounter):
             return (self._left.get(tenant, 0.0) <= 0, -self._prefixes.num_tokens(seq), seq.order)
 
         return sorted(heads, key=key)
+
+    def is_far_ahead(self, seq: Sequence, head: Sequence) -> bool:
+        """Never: who is next, cached prefixes decide, and a sequence that was just preempted has the longest."""
+        return False
+
+    def _allowance(self, head: Sequence) -> float:
+        return super()._allowance(head) + self.quantum
 
     def charge(self, tenant: str, service: float) -> None:
         super().charge(tenant, service)

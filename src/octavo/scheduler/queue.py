@@ -41,9 +41,8 @@ class WaitingQueue(Protocol):
 class ArrivalOrder:
     """By priority, then arrival; a preempted sequence comes back to its old place. O(log n) an operation."""
 
-    short_may_pass = True
-
-    def __init__(self) -> None:
+    def __init__(self, *, short_may_pass: bool = True) -> None:
+        self.short_may_pass = short_may_pass
         self._heap = KeyedHeap(_order)
 
     def push(self, seq: Sequence) -> None:

@@ -20,6 +20,7 @@ from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceS
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
+from octavo.scheduler.claims import Claims
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.pinning import Pinning
@@ -50,6 +51,8 @@ class SchedulerConfig:
             comes on top.
         itl_slo_ms: milliseconds between two tokens of a running stream that chunks of prompts leave room for; None:
             the token budget alone sizes them.
+        priority_seconds: what a step of priority is worth in seconds of waiting, so that whoever waits long enough is
+            next; None: priorities do not age.
     """
 
     max_num_seqs: int
@@ -58,6 +61,7 @@ class SchedulerConfig:
     watermark: float = DEFAULT_WATERMARK
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
     itl_slo_ms: float | None = None
+    priority_seconds: float | None = None
 
 
 class Scheduler:
@@ -66,6 +70,7 @@ class Scheduler:
     Attributes:
         capacity: what can never be served.
         turns: whose turn it is, where tenants take turns (`TenantQueue`).
+        claims: who may take places and blocks of those that run; None: nobody.
         on_admitted: told of each request once, when it is given its place for the first time.
     """
 
@@ -77,10 +82,12 @@ class Scheduler:
         waiting: WaitingQueue | None = None,
         preemption: PreemptionMode | None = None,
         turns: VirtualTokenCounter | None = None,
+        claims: Claims | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.turns = turns
+        self.claims = claims
         self._builder = PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
@@ -115,6 +122,7 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark_blocks=int(config.watermark * kv.pool.num_blocks),
+            turns=self.turns,
         )
         self._service = Service(
             kv,
@@ -125,6 +133,7 @@ class Scheduler:
             max_num_batched_tokens=config.max_num_batched_tokens,
             time_limit=None if self._latency is None else self._time_limit,
             turns=self.turns,
+            claims=self.claims,
         )
 
     @property
@@ -211,6 +220,8 @@ class Scheduler:
         self.capacity.check(
             len(request.prompt_token_ids), params.max_tokens or 1, params.num_sequences, params.width_param
         )
+        if self.config.priority_seconds is not None:
+            request.due_time = request.arrival_time + self.config.priority_seconds * request.priority
         self._requests[request.request_id] = request
         if params.use_beam_search:
             self._searches[request.request_id] = BeamDecoding(request)
@@ -276,6 +287,8 @@ class Scheduler:
             self._requests.pop(seq.request.request_id, None)
             self._noted.discard(seq.request.request_id)
             self._searches.pop(seq.request.request_id, None)
+            if self.turns is not None:
+                self.turns.ended(seq.request)
 
     def schedule(self) -> StepPlan:
         """The next step: a token for each running stream, then chunks of prompts (`scheduler/service.py`)."""
@@ -344,6 +357,8 @@ class Scheduler:
         try:
             seq.num_computed = num_computed
             place, size = self._running.places[seq.seq_id], self.kv.spec.block_size
+            if self.turns is not None:
+                self.turns.computed(seq)
             if num_computed >= place.publish_at:
                 self.kv.commit(seq)
                 place.publish_at = 0 if self.kv.slides else num_computed - num_computed % size + size

@@ -6,6 +6,11 @@
 2. **Prompts** share what is left of the tokens, and of the time where streams have a latency to keep (`StepBudget`):
    those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
    order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
+   Where priorities age, it goes by the order of service too; where tenants take turns, to the tenant with the fewest
+   places for its weight, and an eighth to the prompt that arrived first.
+
+Before that, the first in line may have claimed places and blocks of others (`Claims`). It is then served among the
+prompts of the same step.
 
 Why so: shortest remaining first gives the least mean time to a first token (Schrage 1968), and a short prompt is never
 behind a long one. Alone it would starve long prompts under a stream of short ones. The quarter is the ageing: as
@@ -24,6 +29,8 @@ sequence draws is never lost, so each time the first has drawn its token there i
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter
 from collections.abc import Callable
 
 from octavo.kvcache.block import BlockCopy
@@ -31,6 +38,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import StepBudget, TimeLimit
+from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import Rotation
 from octavo.scheduler.running import RunningSet
@@ -39,6 +47,9 @@ from octavo.scheduler.yielding import Yielding
 
 SHARE_OF_FIRST = 4
 """The first prompt in order of service has at least this part of what prompts share: 1 / 4."""
+
+SHARE_OF_FIRST_IN_TURNS = 8
+"""The same where tenants take turns: the rest goes by tenants, so that fewer prompts need it."""
 
 _MOST_REFUSED = 8  # of those that wait, how many may be tried in vain in a step
 
@@ -74,6 +85,7 @@ class Service:
         time_limit: given the streams of a step, how long its prompts may take; None where no latency is to be kept.
         turns: charged with what each tenant receives; where blocks run out, the least served tenant's streams have
             theirs first, and yield to those of others last. None: the order of service decides.
+        claims: who may take the place of somebody that runs. None: nobody.
     """
 
     def __init__(
@@ -87,6 +99,7 @@ class Service:
         max_num_batched_tokens: int,
         time_limit: MakeTimeLimit | None = None,
         turns: VirtualTokenCounter | None = None,
+        claims: Claims | None = None,
     ) -> None:
         self._kv = kv
         self._running = running
@@ -96,6 +109,7 @@ class Service:
         self._max_tokens = max_num_batched_tokens
         self._time_limit = time_limit
         self._turns = turns
+        self._claims = claims
         self._rotation = Rotation()
         self._stalled: Sequence | None = None  # the first in order of service, that found no blocks in the last step
 
@@ -103,7 +117,8 @@ class Service:
         """Who computes how much in the next step; all of it has its blocks."""
         self._admission.begin_step()
         shares = StepShares()
-        self._share(shares)
+        claimant = None if self._claims is None else self._claim(self._claims)
+        self._share(shares, claimant)
         while not shares and len(self._running):
             # Those who have tokens to compute found no blocks, or wait: beams that wait for siblings are in their way.
             order = self._running.order
@@ -113,7 +128,30 @@ class Service:
         shares.copies.extend(self._admission.copies)
         return shares
 
-    def _share(self, shares: StepShares) -> None:
+    def _claim(self, claims: Claims) -> Sequence | None:
+        """Vacate places and blocks for the claimant, where it has a claim on all that it lacks; returns it."""
+        admission, running = self._admission, self._running
+        if not len(running) or not len(self._waiting):
+            return None
+        head = claims.claimant(self._waiting.queue, running.order)
+        if head is None:
+            return None
+        num_places = admission.num_lacking_places(head)
+        if len(running) - max(0, num_places) >= self._max_tokens:
+            return None  # the step would have no token left for it
+        if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
+            return None
+        victims = claims.victims(head, running.order)
+        if num_places > len(victims) or not victims:
+            return None
+        bound = sum(running.places[seq.seq_id].bound for seq in victims)
+        if admission.num_lacking_blocks(head) > self._kv.num_freed_by(victims) + bound:
+            return None
+        while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
+            victims.remove(self._yielding.preempt_one_of(victims))
+        return head
+
+    def _share(self, shares: StepShares, claimant: Sequence | None = None) -> None:
         short = self._serve_stalled(shares)
         streams: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -135,7 +173,10 @@ class Service:
         left = budget - len(shares.streams)
         if left > 0:
             limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
-            self._serve_prompts(prompts, StepBudget(left, limit), shares, short)
+            step = StepBudget(left, limit)
+            if claimant is not None and not short and self._admit(claimant, step, shares, SHARE_OF_FIRST):
+                bisect.insort(prompts, claimant, key=_order)
+            self._serve_prompts(prompts, step, shares, short)
 
     def _serve_stalled(self, shares: StepShares) -> bool:
         """Blocks for the first in order of service, where it found none in the last step. Whether somebody yielded."""
@@ -198,26 +239,27 @@ class Service:
             prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         admission, waiting = self._admission, self._waiting
         head = waiting.head() if admission.has_place and not short else None
-        by_size = sorted(prompts, key=_size)
-        if prompts and (head is None or prompts[0].order < head.order):
+        ranking, share, first = self._precedence(prompts)
+        by_rank = sorted(prompts, key=ranking)
+        if first is not None and (head is None or first.order < head.order):
             if len(prompts) > 1 or head is not None:
-                short |= self._serve_prompt(prompts[0], budget, shares, SHARE_OF_FIRST)
+                short |= self._serve_prompt(first, budget, shares, share)
         elif head is not None:
             alone = not prompts and len(waiting) == 1
-            if self._admit(head, budget, shares, 1 if alone else SHARE_OF_FIRST):
-                by_size = sorted((*by_size, head), key=_size)
-            elif prompts:
+            if self._admit(head, budget, shares, 1 if alone else share):
+                by_rank = sorted((*by_rank, head), key=ranking)
+            elif first is not None:
                 # It does not fit yet: the first of those that run is next.
-                short |= self._serve_prompt(prompts[0], budget, shares, SHARE_OF_FIRST)
+                short |= self._serve_prompt(first, budget, shares, share)
         refused: list[Sequence] = []
         place = 0
         while budget.num_tokens > 0:
-            prompt = by_size[place] if place < len(by_size) else None
+            prompt = by_rank[place] if place < len(by_rank) else None
             newcomer = None
             if not short and admission.has_place and len(refused) < _MOST_REFUSED:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
-            if newcomer is not None and (prompt is None or _size(newcomer) < _size(prompt)):
+            if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):
                 if not self._admit(newcomer, budget, shares, 1):
                     refused.append(newcomer)
             elif prompt is not None:
@@ -226,6 +268,15 @@ class Service:
                     short |= self._serve_prompt(prompt, budget, shares, 1)
             else:
                 break
+
+    def _precedence(
+        self, prompts: list[Sequence]
+    ) -> tuple[Callable[[Sequence], tuple[float, ...]], int, Sequence | None]:
+        """What prompts are ranked by, and which running one has a part of the step anyway: one over how much."""
+        if self._turns is None:
+            return _size, SHARE_OF_FIRST, prompts[0] if prompts else None
+        longest = min(prompts, key=lambda seq: (seq.request.arrival_time, seq.seq_id), default=None)
+        return _FewestPlaces(self._running.order), SHARE_OF_FIRST_IN_TURNS, longest
 
     def _admit(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
         num_new = self._admission.admit(seq, budget, share)
@@ -285,6 +336,29 @@ class Service:
         return True
 
 
+class _FewestPlaces:
+    """Sort key of prompts where tenants take turns: of the tenant with the fewest places for its weight first.
+
+    So the prompt of a tenant that sends little is not computed after those of one that floods the server. Among equals
+    those with the least to compute are first. A client's priority says nothing between tenants.
+    """
+
+    def __init__(self, running: list[Sequence]) -> None:
+        self._places = Counter(seq.request.tenant for seq in running)
+
+    def __call__(self, seq: Sequence) -> tuple[float, ...]:
+        request = seq.request
+        waits = seq.status is not SequenceStatus.RUNNING
+        places = (self._places[request.tenant] + waits) / request.weight
+        return (places, num_missing(seq), request.arrival_time, seq.seq_id)
+
+
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.order
+
+
 def _size(seq: Sequence) -> tuple[float, ...]:
-    """Sort key of prompts: the most urgent first, then those with the least to compute."""
+    """Sort key of prompts: the most urgent first, then those with the least to compute; by age where priorities age."""
+    if seq.request.due_time is not None:
+        return seq.order
     return (seq.request.priority, num_missing(seq), *seq.order)

@@ -43,7 +43,7 @@ class TenantQueue:
 
     def peek(self) -> Sequence | None:
         if self._version != self.turns.version:
-            heads = self._heads()
+            heads = self.heads()
             self._next = heads[self.turns.choose(heads)] if heads else None
             self._version = self.turns.version
         return self._next
@@ -62,7 +62,7 @@ class TenantQueue:
 
     def first(self, count: int) -> list[Sequence]:
         """The first of each line, in the order of turns; then the second of each, and so on."""
-        heads = self._heads()
+        heads = self.heads()
         # Where the choice begins a round, that comes before the ranking.
         if heads and self.peek() is None:
             return []
@@ -73,7 +73,8 @@ class TenantQueue:
     def __len__(self) -> int:
         return self._size
 
-    def _heads(self) -> dict[str, Sequence]:
+    def heads(self) -> dict[str, Sequence]:
+        """The first of each tenant's line."""
         heads = ((tenant, line.peek()) for tenant, line in self._lines.items())
         return {tenant: seq for tenant, seq in heads if seq is not None}
 

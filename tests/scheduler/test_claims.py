@@ -1,0 +1,162 @@
+"""Who may take the place of somebody that runs, on whole schedulers without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.request import Request, SequenceStatus
+from tests.scheduler.test_fairness import Server
+
+
+def urgent(server: Server, priority: int, prompt: int, output: int) -> Request:
+    """A request of this priority."""
+    request = server.request("", prompt, output)
+    request.priority = priority
+    server.scheduler.add(request)
+    return request
+
+
+def running(request: Request) -> bool:
+    return request.sequences[0].status is SequenceStatus.RUNNING
+
+
+def drain(server: Server) -> None:
+    for _ in range(3000):
+        if not server.scheduler.has_work:
+            break
+        server.step()
+    assert not server.scheduler.has_work
+    server.kv.audit()
+
+
+def test_a_more_urgent_request_takes_the_place_of_the_last_less_urgent_one() -> None:
+    server = Server("priority", seqs=2)
+    first, second = (urgent(server, 1, 8, 30) for _ in range(2))
+    server.step()
+    third = urgent(server, 0, 8, 4)
+    server.step()
+    assert [running(request) for request in (first, second, third)] == [True, False, True]
+    drain(server)
+    assert second.sequences[0].num_output_tokens == 30
+
+
+def test_a_more_urgent_request_takes_blocks_only_where_that_suffices() -> None:
+    server = Server("priority", seqs=4, num_blocks=16, headroom=0)
+    held = [urgent(server, 0, 24, 8), urgent(server, 2, 16, 8)]
+    server.step()
+    # Nobody but the second may be taken from, and its 4 blocks and 5 free ones do not hold 40 tokens.
+    large = urgent(server, 1, 40, 4)
+    server.step()
+    assert [running(request) for request in (*held, large)] == [True, True, False]
+    small = urgent(server, -1, 24, 4)
+    server.step()
+    assert running(small)
+    assert not running(held[1])
+    drain(server)
+
+
+@pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
+def test_nobody_takes_the_place_of_those_who_are_as_urgent_or_more(priorities: tuple[int, int]) -> None:
+    server = Server("priority", seqs=1)
+    first = urgent(server, priorities[0], 8, 30)
+    server.step()
+    second = urgent(server, priorities[1], 8, 4)
+    server.step()
+    assert (running(first), running(second)) == (True, False)
+
+
+def test_whoever_waits_long_enough_goes_ahead_of_the_more_urgent() -> None:
+    server = Server("priority", seqs=1)
+    patient = urgent(server, 1, 8, 4)
+    for _ in range(58):
+        next(server.arrivals)
+    # A request as urgent as can be arrives whenever one ends; a step of priority is worth 60 seconds.
+    urgents = [urgent(server, 0, 8, 4) for _ in range(10)]
+    drain_order: list[Request] = []
+    while server.scheduler.has_work:
+        server.step()
+        drain_order += [r for r in (patient, *urgents) if r.finished and r not in drain_order]
+    assert drain_order.index(patient) == 1
+    server.kv.audit()
+
+
+def test_a_tenant_without_a_place_takes_one_of_the_tenant_that_has_most() -> None:
+    server = Server(seqs=4)
+    flood = [server.add("flood", 8, 30) for _ in range(10)]
+    server.step()
+    other = server.add("other", 8, 30)
+    server.step()
+    quiet = server.add("quiet", 8, 4)
+    server.step()
+    assert running(other)
+    assert running(quiet)
+    assert [running(request) for request in flood[:4]] == [True, True, False, False]
+    drain(server)
+
+
+def test_a_tenant_with_few_places_takes_from_one_that_keeps_twice_as_many() -> None:
+    server = Server(seqs=6)
+    for _ in range(8):
+        server.add("flood", 8, 30)
+    server.step()
+    quiet = [server.add("quiet", 8, 30) for _ in range(4)]
+    for _ in range(4):
+        server.step()
+    assert [running(request) for request in quiet] == [True, True, False, False]
+    drain(server)
+
+
+def test_a_weight_counts_where_places_are_taken() -> None:
+    server = Server(seqs=6)
+    for _ in range(8):
+        server.add("flood", 8, 30)
+    server.step()
+    heavy = [server.add("heavy", 8, 30, weight=5.0) for _ in range(6)]
+    for _ in range(6):
+        server.step()
+    assert sum(map(running, heavy)) == 4
+    drain(server)
+
+
+def test_a_request_that_needs_most_of_the_pool_takes_it_from_tenants_far_ahead() -> None:
+    server = Server(num_blocks=20, seqs=4)
+    long = [server.add(tenant, 4, 60) for tenant in "ab"]
+    for _ in range(10):
+        server.step()
+    large = server.add("c", 44, 4)
+    # It lacks blocks, and its tenant, which paused, begins level with the others: they go on until they are ahead.
+    steps = 0
+    while not running(large):
+        server.step()
+        steps += 1
+    assert steps < 60
+    assert any(request.sequences[0].num_preemptions for request in long) or any(r.finished for r in long)
+    drain(server)
+    assert [r.sequences[0].num_output_tokens for r in (*long, large)] == [60, 60, 4]
+
+
+def test_a_tenants_only_place_is_never_taken() -> None:
+    server = Server(seqs=3)
+    requests = [server.add(tenant, 8, 30) for tenant in "abc"]
+    server.step()
+    late = server.add("d", 8, 4)
+    server.step()
+    assert [running(request) for request in (*requests, late)] == [True, True, True, False]
+    drain(server)
+
+
+@pytest.mark.parametrize("policy", ["priority", "vtc", "dlpm"])
+def test_everybody_ends_however_often_places_are_taken(policy: str) -> None:
+    options: dict[str, Any] = {"num_blocks": 24, "seqs": 3, "headroom": 0}
+    server = Server(policy, **options)
+    requests = []
+    for number in range(60):
+        request = server.request(f"t{number % 7 if number % 3 else 0}", 3 + number % 30, 1 + number % 13)
+        request.priority = number % 4
+        server.scheduler.add(request)
+        requests.append(request)
+        server.step()
+    drain(server)
+    assert all(request.sequences[0].num_output_tokens == request.params.max_tokens for request in requests)
