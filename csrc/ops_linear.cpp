@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "linear.h"
@@ -95,6 +96,7 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
 }
 
 #include "level/interleave.h"
+#include "level/with_constant.h"
 constexpr int kMostGroupRows = 32;
 
 // The rows of a group; their number.

@@ -13,7 +13,7 @@
 // Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
 // the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
 
-constexpr float kMasked = -1e33f;   // weighs exactly nothing against any maximum, whatever they are scaled by
+constexpr float kMasked = -1e33f;  // weighs exactly nothing against any maximum, whatever they are scaled by
 constexpr int kVectors = kTile / 16;
 constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
 
@@ -269,14 +269,8 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
 template <Storage S, bool Ask>
 inline void dispatch_rows(int count, const AttendTask& task, const TilePair& tiles, int first_row,
                           const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
-    switch (count) {
-        case 1: return tile_rows<S, 1, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 2: return tile_rows<S, 2, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 3: return tile_rows<S, 3, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 4: return tile_rows<S, 4, Ask>(task, tiles, first_row, query, rows, scratch);
-        case 5: return tile_rows < S, kMaxRows < 5 ? 1 : 5, Ask > (task, tiles, first_row, query, rows, scratch);
-        case 6: return tile_rows < S, kMaxRows < 6 ? 1 : 6, Ask > (task, tiles, first_row, query, rows, scratch);
-    }
+    with_constant<kMaxRows>(
+        count, [&](auto constant) { tile_rows<S, constant, Ask>(task, tiles, first_row, query, rows, scratch); });
 }
 
 // All rows of one KV head over one tile of the context, in vectors.

@@ -78,13 +78,6 @@ void coded_tile(const GemmTask& task, const char* panel, const Escape* escape, c
     store_sums(task.out, row, index, acc);
 }
 
-template <int R = kGemmRows>
-inline void coded_group(int rows, const GemmTask& task, const char* panel, const Escape* escape, const uint32_t* x,
-                        int64_t row, int64_t index, const Ahead& ahead) {
-    if (rows == R) return coded_tile<R>(task, panel, escape, x, row, index, ahead);
-    if constexpr (R > 1) coded_group<R - 1>(rows, task, panel, escape, x, row, index, ahead);
-}
-
 // As `gemm`, with coded panels.
 inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                        int64_t panel_end) {
@@ -94,8 +87,11 @@ inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             const char* weight = task.weight + panel * panel_bytes;
-            coded_group<>(static_cast<int>(rows), task, weight, task.coded.escapes + task.coded.first_escape[panel],
-                          task.x + (row - task.first_row) * task.units, row, panel,
-                          ahead.of(weight + panel_bytes, group - group_begin));
+            const Escape* escape = task.coded.escapes + task.coded.first_escape[panel];
+            const uint32_t* x = task.x + (row - task.first_row) * task.units;
+            with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
+                coded_tile<count>(task, weight, escape, x, row, panel,
+                                  ahead.of(weight + panel_bytes, group - group_begin));
+            });
         }
 }

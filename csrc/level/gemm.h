@@ -66,13 +66,6 @@ inline void gemm_tile(const GemmTask& task, const char* panel, const uint32_t* x
     store_sums(task.out, row, panel_index, acc);
 }
 
-template <Storage S, int R = kGemmRows>
-inline void gemm_group(int rows, const GemmTask& task, const char* panel, const uint32_t* x, int64_t row, int64_t index,
-                       const Ahead& ahead) {
-    if (rows == R) return gemm_tile<S, R>(task, panel, x, row, index, ahead);
-    if constexpr (R > 1) gemm_group<S, R - 1>(rows, task, panel, x, row, index, ahead);
-}
-
 // Row groups [group_begin, group_end) times panels [panel_begin, panel_end).
 template <Storage S>
 void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin, int64_t panel_end) {
@@ -82,8 +75,10 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
         const char* weight = task.weight + panel * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            gemm_group<S>(static_cast<int>(rows), task, weight, task.x + (row - task.first_row) * task.units, row,
-                          panel, ahead.of(weight + panel_bytes, group - group_begin));
+            const uint32_t* x = task.x + (row - task.first_row) * task.units;
+            with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
+                gemm_tile<S, count>(task, weight, x, row, panel, ahead.of(weight + panel_bytes, group - group_begin));
+            });
         }
     }
 }

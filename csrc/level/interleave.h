@@ -18,29 +18,19 @@ inline void transpose_quads(const char* const* rows, int64_t unit, uint32_t* to,
 
 // rows of `units` units -> [unit][row]
 template <int R> void interleave_rows(const char* const* rows, int64_t units, uint32_t* packed) {
-    int64_t unit = 0;
-    for (; unit + 4 <= units; unit += 4) {
+    const int64_t whole = units / 4 * 4;
+    for (int64_t unit = 0; unit < whole; unit += 4) {
         int r = 0;
         for (; r + 4 <= R; r += 4) transpose_quads(rows + r, unit, packed + unit * R + r, R);
         for (; r < R; ++r)
             for (int64_t u = unit; u < unit + 4; ++u) __builtin_memcpy(packed + u * R + r, rows[r] + u * 4, 4);
     }
-    for (; unit < units; ++unit)
+    for (int64_t unit = whole; unit < units; ++unit)
         for (int r = 0; r < R; ++r) __builtin_memcpy(packed + unit * R + r, rows[r] + unit * 4, 4);
 }
+
+constexpr int kMostInterleavedRows = 12;
 inline void interleave(const char* const* rows, int64_t count, int64_t units, uint32_t* packed) {
-    switch (count) {
-        case 1: return interleave_rows<1>(rows, units, packed);
-        case 2: return interleave_rows<2>(rows, units, packed);
-        case 3: return interleave_rows<3>(rows, units, packed);
-        case 4: return interleave_rows<4>(rows, units, packed);
-        case 5: return interleave_rows<5>(rows, units, packed);
-        case 6: return interleave_rows<6>(rows, units, packed);
-        case 7: return interleave_rows<7>(rows, units, packed);
-        case 8: return interleave_rows<8>(rows, units, packed);
-        case 9: return interleave_rows<9>(rows, units, packed);
-        case 10: return interleave_rows<10>(rows, units, packed);
-        case 11: return interleave_rows<11>(rows, units, packed);
-        case 12: return interleave_rows<12>(rows, units, packed);
-    }
+    with_constant<kMostInterleavedRows>(static_cast<int>(count),
+                                        [&](auto constant) { interleave_rows<constant>(rows, units, packed); });
 }

@@ -14,6 +14,7 @@ namespace OCTAVO_LEVEL {
 #include "level/simd/common.h"
 #include OCTAVO_SIMD
 #include "level/simd/types.h"
+#include "level/with_constant.h"
 #ifdef OCTAVO_TILES
 #include OCTAVO_TILES
 #endif
@@ -31,6 +32,8 @@ namespace OCTAVO_LEVEL {
 #include "level/tile_quant.h"
 #endif
 // clang-format on
+
+static_assert(kGemmRows <= kMostInterleavedRows);
 
 }  // namespace OCTAVO_LEVEL
 

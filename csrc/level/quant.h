@@ -101,10 +101,9 @@ void quantise_group(QuantFormat format, const char* const* bytes, int width, con
         }
     }
 }
-template <Storage S, int R = kQuantRows>
+template <Storage S>
 void quantise_rows(QuantFormat format, const char* const* rows, int count, int width, const QuantRows& to) {
-    if (count == R) return quantise_group<S, R>(format, rows, width, to);
-    if constexpr (R > 1) quantise_rows<S, R - 1>(format, rows, count, width, to);
+    with_constant<kQuantRows>(count, [&](auto constant) { quantise_group<S, constant>(format, rows, width, to); });
 }
 
 // Products of R rows with T tiles `stride` bytes apart. Each broadcast activation meets all T: one port loads, one
@@ -174,24 +173,21 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
         for (int t = 0; t < T; ++t) results[r][t] = totals[r][t] * F16::set1(group.scales[r]);
 }
 
-// 32 outputs of up to kQuantRows rows; the last 16 repeat the first where there are no more (`stride` 0).
-template <QuantFormat F, int R = kQuantRows>
-inline void quant_group(int rows, const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
-                        const Ahead& ahead) {
-    if (rows == R) {
-        ask_to_write_rows<R>(task.out, row, pair);
-        F16 results[R][2];
-        if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
-            quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
-        } else {
-            quant_tiles<F, R, 1>(task, tile, 0, row, ahead, results);
-            F16 others[R][2];
-            quant_tiles<F, R, 1>(task, tile + stride, 0, row, ahead, others);
-            for (int r = 0; r < R; ++r) results[r][1] = others[r][0];
-        }
-        return store_rows(task.out, row, pair, results);
+// 32 outputs of R rows; the last 16 repeat the first where there are no more (`stride` 0).
+template <QuantFormat F, int R>
+inline void quant_pair(const QuantTask& task, const uint8_t* tile, int64_t stride, int64_t row, int64_t pair,
+                       const Ahead& ahead) {
+    ask_to_write_rows<R>(task.out, row, pair);
+    F16 results[R][2];
+    if constexpr (kQuantTiles == 2 && R > kQuantRowsThatWait) {
+        quant_tiles<F, R, 2>(task, tile, stride, row, ahead, results);
+    } else {
+        quant_tiles<F, R, 1>(task, tile, 0, row, ahead, results);
+        F16 others[R][2];
+        quant_tiles<F, R, 1>(task, tile + stride, 0, row, ahead, others);
+        for (int r = 0; r < R; ++r) results[r][1] = others[r][0];
     }
-    if constexpr (R > 1) quant_group<F, R - 1>(rows, task, tile, stride, row, pair, ahead);
+    store_rows(task.out, row, pair, results);
 }
 
 // Row groups [group_begin, group_end) times pairs of tiles [pair_begin, pair_end).
@@ -204,8 +200,10 @@ void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end,
         const int64_t stride = pair * 2 + 1 < task.tiles ? tile_bytes : 0;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            quant_group<F>(static_cast<int>(rows), task, weight, stride, row, pair,
-                           ahead.of(weight + 2 * tile_bytes, group - group_begin));
+            with_constant<kQuantRows>(static_cast<int>(rows), [&](auto count) {
+                quant_pair<F, count>(task, weight, stride, row, pair,
+                                     ahead.of(weight + 2 * tile_bytes, group - group_begin));
+            });
         }
     }
 }

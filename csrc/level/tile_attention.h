@@ -9,7 +9,8 @@
 // Keys are tiles as they lie in a block, 16 units x 16 tokens. Values of 32 tokens lie in two blocks of 16, and may be
 // nobody's yet: those of a tile are copied first, with zeros for what no row sees and a column of ones behind them:
 //
-//     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the column's product is the sum of the weights
+//     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the column's product is the sum of the
+//     weights
 //                        pair 1    | ..                            |
 //
 // Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
@@ -72,8 +73,7 @@ class TilePasses {
             for (int r = 0; r < num_rows; ++r) {
                 if (rescale[r] == 1.0f) continue;
                 float* values = rows.values(first + r);
-                for (int d = 0; d < stride_; d += 16)
-                    (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
+                for (int d = 0; d < stride_; d += 16) (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
             }
             add_values(visible, first, rows, scratch);
         }
@@ -197,11 +197,8 @@ class TilePasses {
         };
         int column = 0;
         for (; column + 64 <= stride_; column += 64) add.template operator()<4>(column);
-        switch ((stride_ - column) / 16) {
-            case 1: return add.template operator()<1>(column);
-            case 2: return add.template operator()<2>(column);
-            case 3: return add.template operator()<3>(column);
-        }
+        if (column < stride_)
+            with_constant<3>((stride_ - column) / 16, [&](auto columns) { add.template operator()<columns>(column); });
     }
 
     int stride_;  // of scratch.values, in units

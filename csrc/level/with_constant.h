@@ -1,0 +1,9 @@
+// A number known at run time as an argument of a template. Included inside a namespace.
+
+// Calls f with `n`, which is 1 to Max, as a std::integral_constant.
+template <int Max, class F> [[gnu::always_inline]] inline void with_constant(int n, const F& f) {
+    static_assert(Max >= 1);
+    if constexpr (Max > 1)
+        if (n < Max) return with_constant<Max - 1>(n, f);
+    f(std::integral_constant<int, Max>{});
+}
