@@ -5,6 +5,7 @@ A limit keeps the work that a few bytes of a body can cause small enough that no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -54,6 +55,9 @@ class RequestLimits:
     max_body_prompts: int = option(1024, "most prompts of one body")
     max_body_sequences: int = option(1024, "most completions computed for one body: its prompts times n (or best_of)")
     max_messages: int = option(4096, "most messages, and most content parts in all, of a chat")
+    max_tools: int = option(128, "most tools of a chat")
+    max_tools_bytes: int = option(262_144, "most bytes (UTF-8) of all tools of a chat together, as JSON")
+    max_tools_depth: int = option(32, "deepest nesting of objects and arrays in a chat's tools, or in a call of one")
     max_priority: int = option(1000, "a request's priority lies between minus this and this")
     max_cache_salt_length: int = option(256, "longest cache_salt, in characters")
     max_name_length: int = option(
@@ -127,6 +131,18 @@ class RequestLimits:
         """Refuse a chat of too many messages, or of too many content parts."""
         self._at_most("max_messages", "messages", count, what)
 
+    def check_tools(self, count: int, tools: object) -> None:
+        """Refuse a chat of too many tools, or too large ones."""
+        self._at_most("max_tools", "tools", count, "tools")
+        # The list itself is a level.
+        if nesting(tools, self.max_tools_depth + 2) > self.max_tools_depth + 1:
+            raise RequestError(
+                f"tools are nested more than {self.max_tools_depth} levels deep ({flag('max_tools_depth')})",
+                param="tools",
+            )
+        size = len(json.dumps(tools, ensure_ascii=False).encode(errors="replace"))
+        self._at_most("max_tools_bytes", "tools", size, "bytes")
+
     def check_prompts(self, num_prompts: int, width: int, width_param: str) -> None:
         """Refuse a body of too many prompts, or of too many completions.
 
@@ -190,6 +206,16 @@ class RequestLimits:
             raise RequestError(
                 f"{param} holds {count} {what}, but at most {most} are allowed ({flag(limit)})", param=param
             )
+
+
+def nesting(value: object, most: int) -> int:
+    """How many levels of objects and arrays a JSON value has, counted up to `most`."""
+    depth = 0
+    level = [value]
+    while depth < most and (level := [each for each in level if isinstance(each, dict | list)]):
+        depth += 1
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 # Without these no request at all would pass.

@@ -27,6 +27,7 @@ class ByteTokenizer:
 
     max_kept_token_bytes = None
     dropped_bytes = b""
+    chat_template_text = ""
     special_ids = frozenset({EOS, BOS})
     eos_token_ids = frozenset({EOS})
 

@@ -147,14 +147,13 @@ def test_a_prompt_cannot_be_cut_down_to_more_than_the_model_reads(server: Runnin
 def test_features_that_are_switched_off_are_accepted(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     chat(server, tools=[tool], tool_choice="none", response_format={"type": "text"}, modalities=["text"])
-    chat(server, tools=None, tool_choice="auto", audio=None, functions=None, parallel_tool_calls=True)
+    chat(server, tools=[], tool_choice="auto", audio=None, functions=None, parallel_tool_calls=True)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("audio", {"voice": "alloy"}),

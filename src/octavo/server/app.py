@@ -121,6 +121,8 @@ class Api:
             limits=engine.limits,
             names=self._names,
             strict=config.strict_requests,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         self._ignored = IgnoredFields()
         self._intake = BodyIntake(config.body_limit, config.total_body_limit)

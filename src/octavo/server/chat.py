@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.server.choices import CallIds, Choice, deltas, message
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
 from octavo.server.generation import Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
 from octavo.server.keys import Client
 from octavo.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from octavo.server.protocol import ChatBody
 from octavo.server.reading import ChatRequest
 
 
@@ -31,18 +31,22 @@ class ChatCompletions:
         context = client.context(new_id("chatcmpl"), read.body.priority, read.cache_salt, read.prompt.pins)
         context = replace(context, traceparent=traceparent)
         job = Job(read.model, [read.prompt], read.params, context)
-        return ChatAnswer(self._engine, self._texts, read.body, job, read.echoed)
+        return ChatAnswer(self._engine, self._texts, read, job)
 
 
 class ChatAnswer:
     """One chat request, answered whole or as a stream."""
 
-    def __init__(self, engine: EngineClient, texts: TokenTexts, body: ChatBody, job: Job, echoed: str) -> None:
+    def __init__(self, engine: EngineClient, texts: TokenTexts, read: ChatRequest, job: Job) -> None:
+        body = read.body
         self._engine = engine
         self._texts = texts
         self._body = body
         self._job = job
-        self._echoed = echoed
+        self._echoed = read.echoed
+        # One for each choice, where there is something to take apart.
+        self._choices = [Choice(read.speech) for _ in range(job.params.n)] if read.speech else []
+        self._ids = CallIds(read.speech.dialect)
         self._usage = Usage(job.prompts)
         self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))
 
@@ -54,7 +58,11 @@ class ChatAnswer:
     async def whole(self) -> list[bytes]:
         """The response body, in pieces."""
         (output,) = await self._job.results(self._engine)
-        return await offload(weight_of(output), lambda: self._assemble(output))
+        return await offload(self._weight(output), lambda: self._assemble(output))
+
+    def _weight(self, output: RequestOutput) -> int:
+        parsed = sum(len(completion.text) for completion in output.outputs) if self._choices else 0
+        return weight_of(output) + parsed // 2
 
     def _assemble(self, output: RequestOutput) -> list[bytes]:
         self._usage.add(0, output)
@@ -73,14 +81,19 @@ class ChatAnswer:
         return json_pieces(response)
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
-        return {"index": completion.index, "message": message, **self._reported(completion)}
+        if self._choices:
+            told = message(self._choices[completion.index].read(completion), self._ids, self._echoed)
+        else:
+            told = {"role": "assistant", "content": self._echoed + completion.text, "refusal": None}
+        return {"index": completion.index, "message": told, **self._reported(completion)}
 
     def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
         """The fields of a choice besides its text, for whole answers and for chunks."""
         reported: dict[str, Any] = {
             "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": (
+                self._choices[completion.index].finish_reason(completion) if self._choices else completion.finish_reason
+            ),
             "stop_reason": completion.stop_reason,
         }
         if completion.logprobs is not None:
@@ -95,7 +108,7 @@ class ChatAnswer:
         begun = False
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for _, output in outputs:
-                weight = weight_of(output)
+                weight = self._weight(output)
                 if not begun and self._body.return_token_ids:
                     weight += len(output.prompt_token_ids)
                 yield await offload(weight, partial(self._events_of, output, head, first=not begun))
@@ -113,9 +126,10 @@ class ChatAnswer:
             tail = f'],"usage":{dumps(self._usage.report()) if continuous else "null"}}}'
         chunks = self._roles(head, tail, output) if first else []
         chunks += [
-            event(head + self._delta(completion) + tail)
+            event(head + delta + tail)
             for completion in output.outputs
             if completion.token_ids or completion.text or completion.finish_reason
+            for delta in (self._parsed_deltas(completion) if self._choices else [self._delta(completion)])
         ]
         return "".join(chunks).encode()
 
@@ -144,6 +158,17 @@ class ChatAnswer:
             for index in range(self._job.params.n)
         ]
         return [event(head + dumps(choice) + tail) for choice in choices]
+
+    def _parsed_deltas(self, completion: CompletionOutput) -> list[str]:
+        """The choices of the events that say what a completion adds; what is said of all of it, the last one says."""
+        told = deltas(self._choices[completion.index].read(completion), self._ids)
+        plain = {"logprobs": None, "finish_reason": None}
+        says_more = completion.finish_reason or completion.logprobs is not None or self._body.return_token_ids
+        chunks = [{"index": completion.index, "delta": delta, **plain} for delta in told]
+        if says_more:
+            last = chunks.pop() if chunks and completion.finish_reason is None else {"index": completion.index}
+            chunks.append({"delta": {}, **last, **self._reported(completion)})
+        return [dumps(chunk) for chunk in chunks]
 
     def _delta(self, completion: CompletionOutput) -> str:
         if completion.finish_reason is None and completion.logprobs is None and not self._body.return_token_ids:

@@ -9,6 +9,7 @@ from math import inf
 from typing import Literal
 
 from octavo.config import parse_bytes
+from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.errors import ConfigError, shown
 from octavo.option import option
 from octavo.server.keys import check_key
@@ -21,6 +22,8 @@ MAX_UNIX_PATH = 107
 
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 METRICS_ACCESS = ("open", "admin")
+PARSER_CHOICES = ("auto", "none", *TOOL_CALL_PARSERS)
+REASONING_CHOICES = ("auto", "none", *REASONING_PARSERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,12 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
     )
+    tool_call_parser: Literal[*PARSER_CHOICES] = option(  # type: ignore[valid-type]
+        "auto", "format in which the model writes tool calls; auto: the one that its chat template shows"
+    )
+    reasoning_parser: Literal[*REASONING_CHOICES] = option(  # type: ignore[valid-type]
+        "auto", "format of the model's reasoning, which becomes reasoning_content; auto: as its chat template shows"
+    )
     strict_requests: bool = option(
         False, "refuse fields of a request that are not known (400), instead of ignoring them with a warning"
     )
@@ -151,6 +160,7 @@ class ServerConfig:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
         choices_of = {"log_level": LOG_LEVELS, "log_format": LOG_FORMATS, "metrics_access": METRICS_ACCESS}
+        choices_of |= {"tool_call_parser": PARSER_CHOICES, "reasoning_parser": REASONING_CHOICES}
         for name, choices in choices_of.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

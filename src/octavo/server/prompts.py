@@ -10,6 +10,7 @@ from typing import Any
 from octavo.errors import RequestError, shown
 from octavo.limits import RequestLimits
 from octavo.request import PinRequest
+from octavo.server.tool_use import checked_calls
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a body must not pass to the template: the server and the tokenizer do.
@@ -17,6 +18,8 @@ _TEMPLATE_VARIABLES = (
     *("messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"),
     *("template", "chat_template", "self"),
 )
+# Members of messages that are no part of the prompt, or come in another form.
+_LEFT_OUT = ("cache_control", "tool_calls")
 _UNPACKED_AT_ONCE = 16384
 _PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
@@ -79,15 +82,18 @@ def checked_messages(messages: list[dict[str, Any]], limits: RequestLimits) -> l
         for name in ("role", "name", "tool_call_id"):
             if isinstance(value := message.get(name), str):
                 limits.check_name(f"messages[{i}].{name}", value)
-    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_checked_message(message, f"messages[{i}]", limits) for i, message in enumerate(messages)]
 
 
-def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES:
         roles = ", ".join(map(repr, _ROLES))
         raise RequestError(f"{where}.role must be one of {roles}, got {shown(role)}", param=f"{where}.role")
     content = message.get("content")
+    calls = {}
+    if role == "assistant" and message.get("tool_calls"):
+        calls = {"tool_calls": checked_calls(message["tool_calls"], f"{where}.tool_calls", limits)}
     if content is None:
         if role != "assistant":
             raise RequestError(f"{where}.content is required", param=f"{where}.content")
@@ -97,7 +103,7 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
     # Templates would make `cache_control` part of the prompt, where they print what they do not know.
-    return {name: value for name, value in message.items() if name != "cache_control"} | {"content": content}
+    return {name: value for name, value in message.items() if name not in _LEFT_OUT} | {"content": content} | calls
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -228,6 +228,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
@@ -260,7 +261,6 @@ class ChatBody(GenerationBody):
         """Raises `RequestError` naming the field."""
         given = self.common_sampling(vocab_size, limits)
         _require_text_format(self.response_format)
-        self._refuse_tools()
         if any(modality != "text" for modality in self.modalities or ()):
             raise RequestError(
                 f"modalities other than text are not supported, got {shown(self.modalities)}", param="modalities"
@@ -278,17 +278,11 @@ class ChatBody(GenerationBody):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return SamplingParams(**given, max_tokens=limit, logprobs=logprobs)
 
-    def _refuse_tools(self) -> None:
-        if self.tool_choice not in (None, "none") and not (self.tool_choice == "auto" and not self.tools):
-            raise RequestError('tool_choice other than "none" is not supported by this server', param="tool_choice")
-        if self.tools and self.tool_choice != "none":
-            raise RequestError('tools are not supported by this server, unless tool_choice is "none"', param="tools")
-
 
 class TokenizeBody(RequestBody):
     """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them."""
 
-    bulky: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chat_template_kwargs")
+    bulky: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chat_template_kwargs", "tools")
 
     prompt: str | None = None
     messages: Objects | None = None
@@ -296,6 +290,7 @@ class TokenizeBody(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Objects | None = None
     return_token_strs: bool | None = None
 
 

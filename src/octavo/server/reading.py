@@ -13,7 +13,8 @@ import pickle
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from octavo.errors import ContextLengthError, RequestError, shown
@@ -21,6 +22,8 @@ from octavo.limits import RequestLimits
 from octavo.request import PinRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.body_worker import BodyWorker
+from octavo.server.choices import Speech
+from octavo.server.dialects import Dialects, RenderedChat
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ApiError, ModelMissingError
 from octavo.server.generation import json_bytes
@@ -35,6 +38,7 @@ from octavo.server.prompts import (
     split_prompts,
 )
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, RequestBody, TokenizeBody
+from octavo.server.tool_use import checked_tools
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
 logger = logging.getLogger("octavo.server")
@@ -65,6 +69,7 @@ class ChatRequest:
 
     Attributes:
         echoed: what `echo` puts before the answer.
+        speech: how the answer is to be read.
     """
 
     body: ChatBody
@@ -73,6 +78,7 @@ class ChatRequest:
     prompt: EncodedPrompt
     echoed: str
     cache_salt: str
+    speech: Speech = field(default_factory=Speech)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class BodyReader:
         tokenizer: None where the model has none: prompts must be token ids then.
         names: what the model is called here; the first is used where a body names none.
         strict: refuse fields that nobody here knows, instead of ignoring them.
+        tool_call_parser, reasoning_parser: names of formats; "auto": by the chat template.
     """
 
     def __init__(
@@ -104,6 +111,8 @@ class BodyReader:
         limits: RequestLimits,
         names: Sequence[str],
         strict: bool = False,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -111,6 +120,8 @@ class BodyReader:
         self._limits = limits
         self._names = tuple(names)
         self._strict = strict
+        template = "" if tokenizer is None else tokenizer.chat_template_text
+        self._dialects = Dialects(template, tool_call_parser, reasoning_parser)
 
     def served_name(self, model: str | None) -> str:
         """The name to answer under; a client that names none means the one model there is."""
@@ -136,13 +147,20 @@ class BodyReader:
         body, model = self._parse(ChatBody, raw)
         params = body.sampling_params(self._vocab_size, self._limits)
         messages = checked_messages(body.messages, self._limits)
+        tools = checked_tools(body.tools, body.tool_choice, self._limits)
+        calls = self._dialects.calls_for(tools)
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         kept = self._kept_tokens(body, params.max_tokens)
-        prompt = self._render(body, messages, variables, cache_marks(body.messages), kept)
+        chat = self._dialects.chat(messages, tools)
+        prompt, text = self._render(body, chat, variables, cache_marks(body.messages), kept)
+        dialect = self._dialects.of_answer(calls, tools, text)
+        if dialect.keeps_special_tokens and body.skip_special_tokens is None:
+            params = replace(params, skip_special_tokens=False)
+        speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
         echoed = _echoed(body, messages)
-        return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "")
+        return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "", speech)
 
     def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)
@@ -150,7 +168,10 @@ class BodyReader:
             raise RequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
             messages = checked_messages(body.messages, self._limits)
-            token_ids = self._render(body, messages, body.chat_template_kwargs or {}).token_ids
+            tools = checked_tools(body.tools, None, self._limits)
+            self._dialects.calls_for(tools)
+            chat = self._dialects.chat(messages, tools)
+            token_ids = self._render(body, chat, body.chat_template_kwargs or {})[0].token_ids
         else:
             token_ids = self._tokenize(body.prompt or "", body.add_special_tokens is not False)
         to_token = self.tokenizer.id_to_token
@@ -233,18 +254,21 @@ class BodyReader:
     def _render(
         self,
         body: ChatBody | TokenizeBody,
-        messages: list[dict[str, Any]],
+        chat: RenderedChat,
         variables: dict[str, Any],
         marks: Sequence[CacheMark] = (),
         kept: int | None = None,
-    ) -> EncodedPrompt:
-        """The chat as the model's template renders it; raises `RequestError`, also for what the template refuses.
+    ) -> tuple[EncodedPrompt, str]:
+        """The chat as the model's template renders it, in tokens and as text; raises `RequestError`, also for what the
+        template refuses.
 
         Special tokens are normally in the template already. The prefixes that `marks` end are measured in tokens.
         """
         check_template_variables(variables)
         add_special_tokens = bool(body.add_special_tokens)
-        render = self.tokenizer.apply_chat_template
+        messages = chat.messages
+        marks = [replace(mark, index=mark.index + chat.num_added) for mark in marks]
+        render = partial(self.tokenizer.apply_chat_template, tools=chat.tools)
         if body.continue_final_message:
             if body.add_generation_prompt:
                 raise RequestError(
@@ -257,7 +281,7 @@ class BodyReader:
         prompt = self._encode(text, add_special_tokens, kept=kept)
         if kept == len(prompt.token_ids):
             # What was marked to be cached is no beginning of the prompt any more.
-            marks = ()
+            marks = []
 
         def measure(index: int) -> int:
             """How many of the prompt's tokens belong to messages up to `index`: they do not depend on what follows."""
@@ -271,7 +295,7 @@ class BodyReader:
             return common_length(prompt.token_ids, self.tokenizer.encode(beginning, add_special_tokens))
 
         pins = [PinRequest(measure(mark.index), mark.ttl_seconds) for mark in marks]
-        return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens))
+        return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens)), text
 
 
 def _without_bulk(body: Body) -> Body:

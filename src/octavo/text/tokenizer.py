@@ -121,6 +121,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")
 
+    @property
+    def chat_template_text(self) -> str:
+        """All chat templates that there are, one after the other."""
+        return "\n".join(self._chat_templates.values())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written out in it become those tokens either way;
         `add_special_tokens` adds what the model puts around a text, such as a leading BOS.
