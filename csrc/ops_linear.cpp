@@ -95,8 +95,10 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
     });
 }
 
-#include "level/interleave.h"
+// clang-format off
 #include "level/with_constant.h"
+#include "level/interleave.h"
+// clang-format on
 constexpr int kMostGroupRows = 32;
 
 // The rows of a group; their number.
