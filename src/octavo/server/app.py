@@ -30,6 +30,8 @@ from octavo.server.ignored_fields import IGNORED_HEADER, IgnoredFields
 from octavo.server.intake import BodyIntake
 from octavo.server.logprobs import TokenTexts
 from octavo.server.logs import RequestLog
+from octavo.server.messages import MessagesAnswer, MessageStream, message_error
+from octavo.server.messages_body import MessagesBody
 from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.origin import RefuseWebPages
 from octavo.server.protocol import GenerationBody
@@ -140,12 +142,16 @@ class Api:
         return [
             ("POST", "/v1/completions", self.create_completion),
             ("POST", "/v1/chat/completions", self.create_chat_completion),
+            ("POST", "/v1/messages", self.create_message),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens),
             ("GET", "/v1/models", self.list_models),
             ("GET", "/v1/models/{model:path}", self.retrieve_model),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
             ("GET", "/ready", self.ready),
+            ("GET", "/ping", self.health),
+            ("GET", "/load", self.load),
             ("GET", "/version", self.show_version),
             ("GET", "/metrics", self.metrics),
             ("GET", "/debug/kv", self.debug_kv),
@@ -167,6 +173,26 @@ class Api:
         answer = self._chat.answer(read, client_of(request.scope), self._traceparent(request))
         charge_of(request.scope).begin(answer.usage)
         return await self._respond(request, read.body, answer)
+
+    async def create_message(self, request: Request) -> Response:
+        try:
+            read: ChatRequest = await self._read(request, "message")
+            answer = MessagesAnswer(self._engine, read, client_of(request.scope), self._traceparent(request))
+            charge_of(request.scope).begin(answer.usage)
+            body = read.origin
+            assert isinstance(body, MessagesBody)
+            if body.streams:
+                events = MessageStream(answer.events(), self._in_flight)
+                return self._ignored.told(body, events)
+            return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
+        except OctavoError as error:
+            return message_error(error)
+
+    async def count_tokens(self, request: Request) -> Response:
+        try:
+            return self._answer_read(await self._read(request, "count_tokens"))
+        except OctavoError as error:
+            return message_error(error)
 
     async def _respond(self, request: Request, body: GenerationBody, answer: Answer) -> Response:
         """The answer, whole or as a stream, as the body asks for it."""
@@ -225,6 +251,11 @@ class Api:
         if self._engine.stats.hung_step_seconds is not None:
             raise ApiError(503, "A step of the engine hangs.", type="server_error", code="step_hangs")
         return _json(b'{"status":"ready"}')
+
+    async def load(self, request: Request) -> Response:
+        stats = self._engine.stats
+        load = {"server_load": len(self._in_flight), "running": stats.num_running, "waiting": stats.num_waiting}
+        return _json(json_bytes({**load, "kv_cache_usage": stats.kv_usage}))
 
     async def show_version(self, request: Request) -> Response:
         return _json(json_bytes({"version": octavo.__version__}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -128,7 +128,12 @@ class EventStream(Response):
     The status is sent with the first piece: an error before it is an ordinary error response, one after it an event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], in_flight: InFlight) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        in_flight: InFlight,
+        error_event: Callable[[ApiError], bytes] | None = None,
+    ) -> None:
         super().__init__(
             status_code=HTTPStatus.OK,
             media_type="text/event-stream",
@@ -138,6 +143,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._in_flight = in_flight
+        self._error_event = error_event or _error_event
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,7 +154,9 @@ class EventStream(Response):
         except Exception as error:
             if not self._started:
                 raise
-            await send({"type": "http.response.body", "body": _error_event(to_api_error(error)), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": self._error_event(to_api_error(error)), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:

@@ -8,11 +8,14 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from octavo.server.messages_body import CountTokensBody, MessagesBody
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts"),
     "/v1/chat/completions": (ChatBody, "Answer a chat"),
+    "/v1/messages": (MessagesBody, "Answer a chat, by Anthropic's API"),
+    "/v1/messages/count_tokens": (CountTokensBody, "How many tokens the prompt of a message has"),
     "/tokenize": (TokenizeBody, "A prompt's or a chat's token ids"),
     "/detokenize": (DetokenizeBody, "The text of token ids"),
 }
@@ -21,6 +24,8 @@ _PLAIN = {
     "/v1/models/{model}": "One model",
     "/health": '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
     "/ready": "200 while the server takes requests, 503 while it stops or its engine does not run",
+    "/ping": "As /health",
+    "/load": "Requests in flight, running and waiting, and the share of the KV cache in use",
     "/version": "The version of Octavo",
     "/debug/kv": "Who holds which bytes of the KV cache, and how much it helped (admin key)",
     "/debug/pins": "Every pinned prefix (admin key)",

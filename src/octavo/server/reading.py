@@ -27,6 +27,7 @@ from octavo.server.dialects import Dialects, RenderedChat
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ApiError, ModelMissingError
 from octavo.server.generation import json_bytes
+from octavo.server.messages_body import CountTokensBody, MessagesBody
 from octavo.server.parsing import parse_body
 from octavo.server.pinning import CacheMark, cache_marks
 from octavo.server.prompts import (
@@ -48,6 +49,8 @@ SMALL_BODY = 1024
 MEDIUM_BODY = 64 * 1024
 # Large bodies that are read at once; and chats, which have processes of their own.
 NUM_WORKERS = 2
+# What makes a prompt by the model's chat template.
+_RENDERED = frozenset({"chat", "message", "count_tokens"})
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -70,6 +73,7 @@ class ChatRequest:
     Attributes:
         echoed: what `echo` puts before the answer.
         speech: how the answer is to be read.
+        origin: the body of another API that stands for this chat.
     """
 
     body: ChatBody
@@ -79,6 +83,7 @@ class ChatRequest:
     echoed: str
     cache_salt: str
     speech: Speech = field(default_factory=Speech)
+    origin: RequestBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,25 @@ class BodyReader:
 
     def chat(self, raw: bytes) -> ChatRequest:
         body, model = self._parse(ChatBody, raw)
+        return self._read_chat(body, model)
+
+    def message(self, raw: bytes) -> ChatRequest:
+        body, model = self._parse(MessagesBody, raw)
+        self._limits.check_messages(len(body.messages))
+        return self._translated(body, model, body.chat())
+
+    def count_tokens(self, raw: bytes) -> ReadAnswer:
+        body, model = self._parse(CountTokensBody, raw)
+        self._limits.check_messages(len(body.messages))
+        chat = self._translated(body, model, body.chat())
+        return ReadAnswer(_without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
+
+    def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
+        """A chat that another API's body stands for; its `origin` is that body."""
+        read = self._read_chat(ChatBody.model_validate({**chat, "model": model}), model)
+        return replace(read, origin=_without_bulk(body))
+
+    def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:
         params = body.sampling_params(self._vocab_size, self._limits)
         messages = checked_messages(body.messages, self._limits)
         tools = checked_tools(body.tools, body.tool_choice, self._limits)
@@ -333,7 +357,7 @@ class BodyReading:
         """What `BodyReader.<method>(raw)` returns; raises what it raises."""
         if len(raw) >= MEDIUM_BODY:
             return await self._large.read(method, raw)
-        if method == "chat" or (method == "tokenize" and b'"messages"' in raw):
+        if method in _RENDERED or (method == "tokenize" and b'"messages"' in raw):
             return await self._chats.read(method, raw)
         if len(raw) < SMALL_BODY:
             return getattr(self._reader, method)(raw)

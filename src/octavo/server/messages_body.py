@@ -1,0 +1,162 @@
+"""The body of `POST /v1/messages`, Anthropic's API, and the chat that it stands for.
+
+system, messages      ->  messages: tool results become messages of the role "tool", tool uses calls of an assistant's
+tools, tool_choice    ->  tools, tool_choice, parallel_tool_calls
+stop_sequences        ->  stop
+thinking              ->  chat_template_kwargs.enable_thinking
+cache_control         ->  stays where it is: the prefix up to there is kept cached
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from octavo.errors import RequestError, shown
+from octavo.server.protocol import Objects, RequestBody, Texts
+
+
+class CountTokensBody(RequestBody):
+    """`POST /v1/messages/count_tokens`."""
+
+    messages: Objects
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    mcp_servers: Any = None
+
+    bulky: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking")
+    unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers",)
+
+    def chat(self) -> dict[str, Any]:
+        """The fields of the chat body that asks the same; raises `RequestError` naming what has no counterpart."""
+        self.refuse_unsupported()
+        fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        fields |= _tool_choice(self.tool_choice)
+        if self.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.get("type") in ("enabled", "adaptive")}
+        # A last message of the assistant's is what the answer begins with.
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            fields["continue_final_message"] = True
+        return fields
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for i, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{i}]")
+        return messages
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    names: ClassVar[tuple[str, ...]] = ("model", "service_tier")
+    bulky: ClassVar[tuple[str, ...]] = (*CountTokensBody.bulky, "stop_sequences", "metadata")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    def chat(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "metadata")}
+        return {**super().chat(), **fields, "stop": self.stop_sequences}
+
+
+def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """One message, or several where it holds results of tools."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
+    if not isinstance(content, list):
+        return [message]
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thinking: list[str] = []
+    for i, block in enumerate(content):
+        at = f"{where}.content[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result":
+            results.append(_tool_result(block, at))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, at))
+        elif kind == "thinking" and role == "assistant":
+            thinking.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            parts.append(block)  # text passes, and anything else is refused where parts are checked
+    told: dict[str, Any] = {"role": role, "content": parts}
+    if calls:
+        told["tool_calls"] = calls
+        # What is marked to be cached may be the call.
+        told["cache_control"] = next((b["cache_control"] for b in content if b.get("cache_control")), None)
+    if thinking:
+        told["reasoning_content"] = "\n".join(thinking)
+    return results + ([told] if parts or calls or thinking or not results else [])
+
+
+def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    identifier = block.get("tool_use_id")
+    if not isinstance(identifier, str):
+        raise RequestError(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
+    result = {"role": "tool", "tool_call_id": identifier, "content": block.get("content") or ""}
+    return result if block.get("cache_control") is None else {**result, "cache_control": block["cache_control"]}
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}.input must be an object", param=f"{where}.input")
+    function = {"name": block.get("name"), "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"{where} of type {shown(tool['type'])} is not supported by this server, only 'custom'", param=where
+        )
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    fields: dict[str, Any] = {}
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    if kind == "tool":
+        return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
+    known = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in known:
+        raise RequestError(
+            f'tool_choice.type must be "auto", "any", "tool" or "none", got {shown(kind)}', param="tool_choice"
+        )
+    return {**fields, "tool_choice": known[kind]}
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """A call's arguments as an object; those that broke off, and are no JSON, under one name."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
