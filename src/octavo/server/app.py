@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -36,7 +37,18 @@ from octavo.server.openapi import DOCS_PAGE, describe
 from octavo.server.origin import RefuseWebPages
 from octavo.server.protocol import GenerationBody
 from octavo.server.quota import Metered, Quotas, charge_of
-from octavo.server.reading import BodyReader, BodyReading, ChatRequest, CompletionRequest, ReadAnswer
+from octavo.server.reading import (
+    BodyReader,
+    BodyReading,
+    ChatRequest,
+    CompletionRequest,
+    FollowUp,
+    ReadAnswer,
+    after,
+)
+from octavo.server.response_store import ResponseStore, StoredResponse
+from octavo.server.responses import ResponseAnswer
+from octavo.server.responses_body import ResponsesBody
 
 # Of a damaged cache's audit, which may name every block.
 _MAX_HEALTH_DETAIL = 1000
@@ -45,6 +57,9 @@ _MAX_HEALTH_DETAIL = 1000
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+StreamableBody = GenerationBody | ResponsesBody
 
 
 class Answer(Protocol):
@@ -127,6 +142,7 @@ class Api:
             reasoning_parser=config.reasoning_parser,
         )
         self._ignored = IgnoredFields()
+        self._responses = ResponseStore(config.stored_responses_limit, config.stored_tenant_responses_limit)
         self._intake = BodyIntake(config.body_limit, config.total_body_limit)
         self._reading = BodyReading(reader, config.max_body_seconds, config.body_memory)
         self._admin = AdminAccess(access.admins)
@@ -142,6 +158,9 @@ class Api:
         return [
             ("POST", "/v1/completions", self.create_completion),
             ("POST", "/v1/chat/completions", self.create_chat_completion),
+            ("POST", "/v1/responses", self.create_response),
+            ("GET", "/v1/responses/{response_id}", self.retrieve_response),
+            ("DELETE", "/v1/responses/{response_id}", self.delete_response),
             ("POST", "/v1/messages", self.create_message),
             ("POST", "/v1/messages/count_tokens", self.count_tokens),
             ("GET", "/v1/models", self.list_models),
@@ -174,6 +193,42 @@ class Api:
         charge_of(request.scope).begin(answer.usage)
         return await self._respond(request, read.body, answer)
 
+    async def create_response(self, request: Request) -> Response:
+        tenant = client_of(request.scope).tenant
+        async with self._intake.body(request) as raw:
+            read: ChatRequest | FollowUp = await self._reading.read("response", raw)
+            if isinstance(read, FollowUp):
+                before = self._stored(tenant, read.previous_response_id, "previous_response_id")
+                read = await self._reading.read("next_response", after(before.items, raw))
+        assert isinstance(read, ChatRequest)
+        store = partial(self._responses.put, tenant)
+        answer = ResponseAnswer(self._engine, read, client_of(request.scope), self._traceparent(request), store)
+        charge_of(request.scope).begin(answer.usage)
+        body = read.origin
+        assert isinstance(body, ResponsesBody)
+        return await self._respond(request, body, answer)
+
+    async def retrieve_response(self, request: Request) -> Response:
+        tenant = client_of(request.scope).tenant
+        return _json(self._stored(tenant, request.path_params["response_id"], "response_id").response)
+
+    async def delete_response(self, request: Request) -> Response:
+        tenant, response_id = client_of(request.scope).tenant, request.path_params["response_id"]
+        self._stored(tenant, response_id, "response_id")
+        self._responses.delete(tenant, response_id)
+        return _json(json_bytes({"id": response_id, "object": "response", "deleted": True}))
+
+    def _stored(self, tenant: str, response_id: str, param: str) -> StoredResponse:
+        if (stored := self._responses.get(tenant, response_id)) is None:
+            raise ApiError(
+                404,
+                f"There is no response `{shortened(response_id)}`; it may have made room for newer ones "
+                "(--max-stored-responses, --max-stored-tenant-responses), or been lost with a restart.",
+                param=param,
+                code="response_not_found",
+            )
+        return stored
+
     async def create_message(self, request: Request) -> Response:
         try:
             read: ChatRequest = await self._read(request, "message")
@@ -194,7 +249,7 @@ class Api:
         except OctavoError as error:
             return message_error(error)
 
-    async def _respond(self, request: Request, body: GenerationBody, answer: Answer) -> Response:
+    async def _respond(self, request: Request, body: StreamableBody, answer: Answer) -> Response:
         """The answer, whole or as a stream, as the body asks for it."""
         if body.streams:
             return self._ignored.told(body, EventStream(answer.events(), self._in_flight))

@@ -95,6 +95,10 @@ class ServerConfig:
     request_timeout: float | None = option(
         None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
     )
+    max_stored_responses: int | str = option(
+        "64MiB", "memory for responses that previous_response_id may name, of all tenants; 0: none are stored"
+    )
+    max_stored_tenant_responses: int | str = option("16MiB", "the same of one tenant; the oldest make room")
     tool_call_parser: Literal[*PARSER_CHOICES] = option(  # type: ignore[valid-type]
         "auto", "format in which the model writes tool calls; auto: the one that its chat template shows"
     )
@@ -141,6 +145,11 @@ class ServerConfig:
                 object.__setattr__(self, name, parse_bytes(value))
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("max_stored_responses", "max_stored_tenant_responses"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, parse_bytes(value))
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.total_body_limit < self.body_limit:
             raise ConfigError(
                 f"max_total_body_size ({self.total_body_limit}) must be at least max_body_size ({self.body_limit}): no "
@@ -185,6 +194,16 @@ class ServerConfig:
     def total_body_limit(self) -> int:
         """`max_total_body_size` as a number of bytes."""
         return int(self.max_total_body_size)
+
+    @property
+    def stored_responses_limit(self) -> int:
+        """`max_stored_responses` as a number of bytes."""
+        return int(self.max_stored_responses)
+
+    @property
+    def stored_tenant_responses_limit(self) -> int:
+        """`max_stored_tenant_responses` as a number of bytes."""
+        return int(self.max_stored_tenant_responses)
 
     @property
     def body_memory(self) -> int:

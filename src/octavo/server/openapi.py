@@ -10,10 +10,12 @@ from pydantic.json_schema import models_json_schema
 
 from octavo.server.messages_body import CountTokensBody, MessagesBody
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.responses_body import ResponsesBody
 
 _BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts"),
     "/v1/chat/completions": (ChatBody, "Answer a chat"),
+    "/v1/responses": (ResponsesBody, "Answer a chat, by OpenAI's responses API"),
     "/v1/messages": (MessagesBody, "Answer a chat, by Anthropic's API"),
     "/v1/messages/count_tokens": (CountTokensBody, "How many tokens the prompt of a message has"),
     "/tokenize": (TokenizeBody, "A prompt's or a chat's token ids"),
@@ -34,6 +36,8 @@ _PLAIN = {
     "/docs": "A page that shows it",
 }
 _ACTIONS = {
+    ("/v1/responses/{response_id}", "get"): "A stored response",
+    ("/v1/responses/{response_id}", "delete"): "Forget a stored response",
     ("/debug/pins/{pin_id}", "delete"): "Let a pin go before its time (admin key)",
     ("/reset_prefix_cache", "post"): "Give up every cached block (admin key)",
 }
@@ -56,7 +60,7 @@ def describe(version: str) -> dict[str, Any]:
     for path, summary in _PLAIN.items():
         paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
     for (path, method), summary in _ACTIONS.items():
-        paths[path] = {method: {"summary": summary, "responses": _RESPONSES}}
+        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _RESPONSES}
     for path, methods in paths.items():
         if named := re.findall(r"{(\w+)}", path):
             for operation in methods.values():

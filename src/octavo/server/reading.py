@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from octavo.errors import ContextLengthError, RequestError, shown
 from octavo.limits import RequestLimits
 from octavo.request import PinRequest
@@ -39,6 +41,7 @@ from octavo.server.prompts import (
     split_prompts,
 )
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, RequestBody, TokenizeBody
+from octavo.server.responses_body import ResponsesBody
 from octavo.server.tool_use import checked_tools
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
@@ -50,7 +53,7 @@ MEDIUM_BODY = 64 * 1024
 # Large bodies that are read at once; and chats, which have processes of their own.
 NUM_WORKERS = 2
 # What makes a prompt by the model's chat template.
-_RENDERED = frozenset({"chat", "message", "count_tokens"})
+_RENDERED = frozenset({"chat", "message", "count_tokens", "response", "next_response"})
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -74,6 +77,8 @@ class ChatRequest:
         echoed: what `echo` puts before the answer.
         speech: how the answer is to be read.
         origin: the body of another API that stands for this chat.
+        items: of a response, all its input, as the inside of a JSON list; empty where it is not to be stored.
+        instructions: of a response.
     """
 
     body: ChatBody
@@ -84,6 +89,8 @@ class ChatRequest:
     cache_salt: str
     speech: Speech = field(default_factory=Speech)
     origin: RequestBody | None = None
+    items: bytes = b""
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,13 @@ class ReadAnswer:
 
     body: RequestBody
     content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """A response's body that cannot be read without the response that it goes on from."""
+
+    previous_response_id: str
 
 
 class BodyReader:
@@ -162,6 +176,26 @@ class BodyReader:
         self._limits.check_messages(len(body.messages))
         chat = self._translated(body, model, body.chat())
         return ReadAnswer(_without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
+
+    def response(self, raw: bytes) -> ChatRequest | FollowUp:
+        body, model = self._parse(ResponsesBody, raw)
+        if body.previous_response_id:
+            return FollowUp(body.previous_response_id)
+        return self._read_response(body, model, b"")
+
+    def next_response(self, framed: bytes) -> ChatRequest:
+        """A response that goes on from another: `framed` is `after(items, raw)`."""
+        size = int.from_bytes(framed[:8], "little")
+        body, model = self._parse(ResponsesBody, framed[8 + size :])
+        return self._read_response(body, model, framed[8 : 8 + size])
+
+    def _read_response(self, body: ResponsesBody, model: str, before: bytes) -> ChatRequest:
+        given = body.items()
+        earlier = from_json(b"[" + before + b"]")
+        self._limits.check_messages(len(earlier) + len(given), "items")
+        read = self._translated(body, model, body.chat(earlier + given))
+        items = b",".join(part for part in (before, json_bytes(given)[1:-1]) if part) if body.is_stored else b""
+        return replace(read, items=items, instructions=body.instructions)
 
     def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
         """A chat that another API's body stands for; its `origin` is that body."""
@@ -332,6 +366,11 @@ def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
         messages[-1]["role"] == "assistant" or body.add_generation_prompt is False or body.continue_final_message
     )
     return str(messages[-1]["content"]) if body.echo and continues else ""
+
+
+def after(items: bytes, raw: bytes) -> bytes:
+    """A body behind the items that precede its own."""
+    return len(items).to_bytes(8, "little") + items + raw
 
 
 class BodyReading:

@@ -1,0 +1,172 @@
+"""The body of `POST /v1/responses`, OpenAI's newer API, and the chat that it stands for.
+
+instructions, the items of previous_response_id, input    ->  messages
+tools (flat), tool_choice, text.format, reasoning.effort  ->  tools, tool_choice, response_format, reasoning_effort
+max_output_tokens                                         ->  max_tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from octavo.errors import RequestError, shown
+from octavo.server.protocol import Objects, RequestBody, Texts
+
+# Chat fields of the same name and meaning.
+_SAME = (
+    *("temperature", "top_p", "parallel_tool_calls", "user", "metadata", "prompt_cache_key", "safety_identifier"),
+    *("service_tier", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt"),
+    "chat_template_kwargs",
+)
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponsesBody(RequestBody):
+    """`POST /v1/responses`. `input`: a string, or a list of items."""
+
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+
+    # Extensions, as in chat completions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Of no consequence here.
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    include: Texts | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    truncation: str | None = None
+
+    # OpenAI's, not Octavo's.
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+
+    names: ClassVar[tuple[str, ...]] = (
+        *("model", "previous_response_id", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+        "truncation",
+    )
+    bulky: ClassVar[tuple[str, ...]] = (
+        *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include"),
+    )
+    unsupported: ClassVar[tuple[str, ...]] = ("background", "conversation", "prompt")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as items; raises `RequestError` for another form."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        if not isinstance(self.input, list) or not all(isinstance(item, dict) for item in self.input):
+            raise RequestError("input must be a string or a list of items", param="input")
+        return self.input
+
+    def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of the chat body that asks the same of all items; raises `RequestError` naming the field."""
+        self.refuse_unsupported()
+        if self.truncation not in (None, "auto", "disabled"):
+            raise RequestError(
+                f'truncation must be "auto" or "disabled", got {shown(self.truncation)}', param="truncation"
+            )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        fields["messages"] = instructions + _messages(items)
+        fields["max_tokens"] = self.max_output_tokens
+        fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
+        fields["tool_choice"] = self.tool_choice
+        fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
+        fields["response_format"] = _response_format((self.text or {}).get("format"))
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
+        return fields
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A flat tool in chat completions' form; what is no function is refused there."""
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _response_format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items as messages: what one answer said, thought and called is one message of the assistant's."""
+    messages: list[dict[str, Any]] = []
+    open_answer: dict[str, Any] | None = None
+
+    def answer() -> dict[str, Any]:
+        nonlocal open_answer
+        if open_answer is None:
+            open_answer = {"role": "assistant", "content": ""}
+            messages.append(open_answer)
+        return open_answer
+
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            answer().setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            answer()["reasoning_content"] = _text(parts, where)
+        elif kind == "function_call_output":
+            open_answer = None
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
+            )
+        elif kind == "message" and item.get("role") == "assistant":
+            told = answer()
+            told["content"] = f"{told['content']}{_text(item.get('content'), where)}"
+        elif kind == "message":
+            open_answer = None
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+        else:
+            raise RequestError(f"{where} of type {shown(kind)} is not supported by this server", param=where)
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must have a text, or a list of text parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where} has a part of type {shown(kind)}, and only text is supported", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,197 @@
+"""/v1/responses with OpenAI's own client, unchanged, against a real socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from octavo.server.response_store import ResponseStore, StoredResponse
+from tests.server.conftest import Running, running_server
+from tests.server.fake_engine import FakeEngine
+from tests.server.scripted_engine import ScriptedEngine
+
+PATH = "/v1/responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running_server(ScriptedEngine(CALL), shutdown_timeout=0) as running:
+        yield running
+
+
+def client_of(server: Running, key: str = "unused") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+def rendered(server: Running) -> str:
+    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
+
+
+def test_a_text_is_answered(client: openai.OpenAI, server: Running) -> None:
+    answer = client.responses.create(model="fake", input="weather?", instructions="be brief", max_output_tokens=100)
+    assert (answer.object, answer.status, answer.output_text) == ("response", "completed", CALL)
+    assert rendered(server) == "#system: be brief#user: weather?#assistant: "
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == len(rendered(server)) + len(CALL) + 1
+    assert server.engine.received[-1]["params"].max_tokens == 100
+    assert answer.instructions == "be brief"
+
+
+def test_a_tool_loop_goes_on_from_the_previous_response(client: openai.OpenAI, server: Running) -> None:
+    first = client.responses.create(model="fake", input="weather?", tools=[TOOL])
+    text, call = first.output
+    assert text.type == "message"
+    assert first.output_text == "Let me see."
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    second = client.responses.create(model="fake", input=[result], previous_response_id=first.id, tools=[TOOL])
+    assert second.previous_response_id == first.id
+    expected = (
+        '#user: weather?#assistant: Let me see.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    )
+    assert expected + "\n</tool_call>#tool: rain#assistant: " in rendered(server)
+    client.responses.create(model="fake", input="and now?", previous_response_id=second.id, tools=[TOOL])
+    assert rendered(server).count("#assistant: Let me see.") == 2
+    stateless: Any = [{"role": "user", "content": "weather?"}, *(item.to_dict() for item in first.output), result]
+    client.responses.create(model="fake", input=stateless, tools=[TOOL], store=False)
+    assert expected + "\n</tool_call>#tool: rain#assistant: " in rendered(server)
+
+
+def test_a_stream_adds_up_to_the_response(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="fake", input="weather?", tools=[TOOL], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    final = events[-1].response
+    whole = client.responses.create(model="fake", input="weather?", tools=[TOOL])
+    assert final.output_text == whole.output_text
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 1
+    assert "".join(pieces) == final.output[1].arguments == whole.output[1].arguments
+    with client.responses.stream(model="fake", input="weather?", tools=[TOOL]) as stream:
+        assert stream.get_final_response().output_text == "Let me see."
+    assert client.responses.retrieve(final.id).output_text == "Let me see."
+
+
+def test_a_response_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="weather?", max_output_tokens=2)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    *_, last = client.responses.create(model="fake", input="weather?", max_output_tokens=2, stream=True)
+    assert last.type == "response.incomplete"
+
+
+def test_reasoning_is_an_item_of_its_own(start_server: Callable[..., Running]) -> None:
+    server = start_server(ScriptedEngine("<think>Hm.</think>Yes.", template="{{ messages[0].content }}</think>"))
+    with client_of(server) as client:
+        answer = client.responses.create(model="fake", input="x")
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+        events = list(client.responses.create(model="fake", input="x", stream=True))
+        assert "response.reasoning_text.delta" in {event.type for event in events}
+        assert client.responses.create(model="fake", input="y", previous_response_id=answer.id).output_text == "Yes."
+
+
+def test_a_stored_response_may_be_retrieved_and_deleted(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x")
+    assert client.responses.retrieve(answer.id).output_text == answer.output_text
+    client.responses.delete(answer.id)
+    for ask in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="There is no response"):
+            ask(answer.id)
+
+
+def test_a_response_that_is_not_to_be_stored_is_not(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x", store=False)
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.responses.create(model="fake", input="y", previous_response_id=answer.id)
+    assert missing.value.param == "previous_response_id"
+
+
+def test_another_tenants_response_is_not_there(start_server: Callable[..., Running]) -> None:
+    server = start_server(FakeEngine(), api_key=["one-key", "another-key"])
+    with client_of(server, "one-key") as one, client_of(server, "another-key") as other:
+        answer = one.responses.create(model="fake", input="secret", max_output_tokens=3)
+        unknown = "resp_" + "0" * 32
+        for asked in (answer.id, unknown):
+            with pytest.raises(openai.NotFoundError) as missing:
+                other.responses.create(model="fake", input="x", previous_response_id=asked)
+            assert missing.value.message.replace(asked, "") == missing.value.message.replace(asked, "")
+            for ask in (other.responses.retrieve, other.responses.delete):
+                with pytest.raises(openai.NotFoundError):
+                    ask(asked)
+        assert one.responses.retrieve(answer.id).id == answer.id
+        server.assert_nothing_runs()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": None}, "input", "a string or a list of items"),
+        ({"input": [1]}, "input", "a string or a list of items"),
+        ({"input": []}, "messages", "must not be empty"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference' is not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "'input_image'"),
+        ({"input": [{"role": "user"}]}, "input[0]", "must have a text"),
+        ({"input": [{"role": "user", "content": "x"}] * 4097}, "messages", "4097 items, but at most 4096"),
+        ({"background": True}, "background", "background is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
+        ({"truncation": "some"}, "truncation", '"auto" or "disabled"'),
+        ({"max_output_tokens": 0}, "max_tokens", "at least 1, got 0"),
+        ({"previous_response_id": "x" * 257}, "previous_response_id", "257 characters, but at most 256"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(server: Running, fields: dict[str, Any], param: str, says: str) -> None:
+    error = server.error(PATH, {"model": "fake", "input": "x", **fields}, 400)
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def stored(size: int) -> StoredResponse:
+    return StoredResponse(b"x" * (size - 512), b"")
+
+
+def test_the_oldest_responses_make_room_within_a_tenant() -> None:
+    store = ResponseStore(10_000, 3000)
+    for name in ("a", "b", "c"):
+        store.put("one", name, stored(1400))
+    store.put("one", "too large", stored(3001))
+    assert [store.get("one", name) is None for name in ("a", "b", "c", "too large")] == [True, False, False, True]
+    assert store.size == 2800
+
+
+def test_whoever_stores_most_makes_room_for_others() -> None:
+    store = ResponseStore(4000, 3000)
+    store.put("small", "a", stored(1000))
+    for name in ("b", "c", "d", "e"):
+        store.put("large", name, stored(1000))
+    assert store.get("small", "a") is not None
+    assert [store.get("large", name) is None for name in ("b", "c", "d", "e")] == [True, False, False, False]
+    store.put("third", "f", stored(1000))
+    assert store.get("large", "c") is None
+    assert store.get("small", "a") is not None
+    assert store.size == 4000
+    assert store.get("other", "a") is None
+    assert not store.delete("other", "a")
+    assert store.delete("small", "a")
+    assert store.size == 3000
