@@ -23,6 +23,7 @@ from octavo.scheduler.assembly import make_claims, make_queue, make_turns
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.decoding import BeamDecoding, Sampling
 from octavo.scheduler.fairness import MostServed
+from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.preemption import (
     VICTIM_POLICIES,
@@ -53,6 +54,8 @@ LIMITS: dict[str, Any] = {
     "victim": st.sampled_from(VICTIM_POLICIES),
     "headroom": st.sampled_from([0, 0, 3]),
     "itl_slo_ms": st.sampled_from([None, None, 20.0]),
+    # Floor and cap of the second tenant, and the floor of the first, as parts of the pool.
+    "kv_shares": st.sampled_from([None, None, (0.5, None, 0.0), (0.0, 0.5, 0.0), (0.3, 0.6, 0.3), (0.5, 0.5, 0.5)]),
 }
 POLICIES: dict[str, Any] = {
     "prefix_cache": st.sampled_from(["hashed", "radix", None]),
@@ -120,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         victim: str,
         headroom: int,
         itl_slo_ms: float | None,
+        kv_shares: tuple[float, float | None, float] | None,
     ) -> None:
         self.clock = Clock()
         caching = (prefix_cache is not None, prefix_cache or "", eviction)
@@ -155,6 +159,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             turns=turns,
             claims=make_claims(policy, turns),
         )
+        self.limits: dict[str, KVLimits] = {}
+        if kv_shares is not None:
+            floor, cap, other = (None if part is None else int(part * (num_blocks - 1)) for part in kv_shares)
+            self.limits = {TENANTS[0]: KVLimits(other or 0), TENANTS[1]: KVLimits(floor or 0, cap)}
+            self.scheduler.set_limits(self.limits)
         self.requests: list[Request] = []
         self.computed: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -443,6 +452,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             promised = [seq for seq in pending if seq.request.sequences[0].status is SequenceStatus.RUNNING]
             assert scheduler.num_promised_places == len(promised)
             assert scheduler.num_running + len(promised) <= scheduler.config.max_num_seqs
+
+    @invariant()
+    def floors_stay_free_and_caps_hold(self) -> None:
+        if hasattr(self, "scheduler") and self.limits:
+            pool, running = self.scheduler.kv.pool, list(self.scheduler._running)
+            assert pool.owners is not None
+            unused = 0
+            for tenant, limit in self.limits.items():
+                held, own = pool.owners.held(tenant), [seq for seq in running if seq.request.tenant == tenant]
+                unused += max(0, limit.floor - held)
+                assert limit.cap is None or held <= limit.cap or len(own) <= 1
+            assert pool.num_available + pool.num_pinned >= unused
 
     @invariant()
     def every_byte_is_somebodys(self) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 
 EOS = 256
 BOS = 257
@@ -103,6 +105,12 @@ class FakeEngine:
 
     async def shutdown(self, drain_seconds: float) -> None:
         self.is_alive = False
+
+    def resolve_kv_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
+        return resolve_limits(amounts, KVCacheSpec.build([LayerKVSpec(1, 8, 8)], 16, "float32"), 100, 512)
+
+    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        self.kv_limits = dict(limits)
 
     async def reset_prefix_cache(self) -> int:
         self.cached.clear()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.scheduler.kv_limits import KVLimits
 from octavo.server.access import Access
 from octavo.server.config import ServerConfig
 from octavo.server.keys import Client, read_keys_file, tenant_of
+from octavo.server.listening import bound
+from octavo.server.run import serve_on
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine
 
@@ -106,6 +111,16 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a.tokens_per_minute must be a number"),
         ('[tenants.a]\nkeys = ["s"]\nweight = 0', "tenants.a.weight must be positive, got 0"),
         ('[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf', "tenants.a.requests_per_minute must be positive"),
+        (
+            '[tenants.a]\nkeys = ["s"]\nkv_floor = 0',
+            "tenants.a.kv_floor must be a positive number of tokens, or a part",
+        ),
+        (
+            '[tenants.a]\nkeys = ["s"]\nkv_cap = "101%"',
+            "tenants.a.kv_cap must be a positive number of tokens, or a part",
+        ),
+        ('[tenants.a]\nkeys = ["s"]\nkv_cap = "10"', "tenants.a.kv_cap must be a positive number of tokens, or a part"),
+        ('[tenants.a]\nkeys = ["s"]\nkv_cap = 0.5', "tenants.a.kv_cap must be a positive number of tokens, or a part"),
         ("[tenants.a\nkeys = 'secret'", "is not valid TOML"),
     ],
 )
@@ -149,6 +164,57 @@ def test_a_bad_file_on_rereading_keeps_the_old_keys_and_says_why(
     assert access.clients.find("sk-ada-1") is not None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "the keys stay as they were" in record.getMessage()
+
+
+LIMITED = """
+[tenants.ada]
+keys = ["sk-ada-1", "sk-ada-2"]
+kv_floor = "12.5%"
+kv_cap = 800
+
+[tenants.bob]
+keys = ["sk-bob"]
+"""
+
+
+class Unstarted(FakeEngine):
+    """An engine that does not start."""
+
+    async def start(self) -> None:
+        raise ChildProcessError
+
+
+def serve_briefly(engine: Any, keys_file: Path) -> None:
+    config = ServerConfig(port=0, keys_file=str(keys_file))
+    with bound(config) as listener:
+        asyncio.run(serve_on(listener, engine, config))
+
+
+def test_floors_and_caps_come_to_the_engine_before_it_serves(keys_file: Path) -> None:
+    keys_file.write_text(LIMITED)
+    assert Access(ServerConfig(keys_file=str(keys_file))).kv_amounts == {"ada": (0.125, 800)}
+    engine = Unstarted()
+    with pytest.raises(ChildProcessError):
+        serve_briefly(engine, keys_file)
+    assert engine.kv_limits == {"ada": KVLimits(12, 50)}
+
+
+def test_floors_beyond_the_cache_on_rereading_keep_the_old_keys(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys_file.write_text(LIMITED)
+    access = Access(ServerConfig(keys_file=str(keys_file)))
+    keys_file.write_text(LIMITED.replace("12.5%", "60%").replace('"sk-bob"]', '"sk-new"]\nkv_floor = "50%"'))
+    assert not access.reread(FakeEngine().resolve_kv_limits)
+    assert access.clients.find("sk-bob") is not None
+    assert access.clients.find("sk-new") is None
+    assert "kv_cap of tenant ada is 50 KV blocks of 16 tokens, below its kv_floor of 60" in caplog.text
+
+
+def test_floors_beyond_the_cache_stop_the_server_at_its_start(keys_file: Path) -> None:
+    keys_file.write_text('[tenants.a]\nkeys = ["s"]\nkv_floor = 1_000_000')
+    with pytest.raises(ConfigError, match="kv_floor add up to 62500 KV blocks of 16 tokens, but the cache has 100: a"):
+        serve_briefly(Unstarted(), keys_file)
 
 
 def test_a_key_given_alone_is_a_tenant_of_its_own() -> None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from octavo.request import RequestId
+from octavo.server.keys import tenant_of
 from tests.engine.faults import injected
 from tests.engine.tiny_engine import MAX_MODEL_LEN, POISON, VOCAB_SIZE, break_after, poison, slow_down
 from tests.server.conftest import wait_until
@@ -224,6 +225,19 @@ class TestTenants:
         assert cached_tokens("two") == 0
         assert cached_tokens(None) == 0
         assert cached_tokens("two") > 0
+
+    def test_a_request_that_its_tenants_cap_cannot_hold_is_a_400_with_the_numbers(self) -> None:
+        with real_server({"api_key": ["sk"]}) as server:
+            server.client.headers["x-api-key"] = "sk"
+            engine = server.engine
+            engine.core.scheduler.set_limits(engine.resolve_kv_limits({tenant_of("sk"): (None, 64)}))
+            answer = server.post("/v1/completions", {"prompt": [5] * 60, "max_tokens": 30})
+            assert answer.status_code == 400
+            assert "this API key's tenant may hold" in answer.json()["error"]["message"]
+            # Without a number of its own, an output is as long as the cap allows.
+            answer = server.post("/v1/completions", {"prompt": [5] * 60, "max_tokens": None, "ignore_eos": True})
+            assert answer.json()["usage"]["completion_tokens"] <= 5
+            server.assert_nothing_runs()
 
     def test_of_those_that_wait_the_more_important_is_served_first(self) -> None:
         from concurrent.futures import ThreadPoolExecutor

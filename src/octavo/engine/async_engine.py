@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,7 @@ from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,17 @@ class AsyncEngine:
     async def unpin(self, pin_id: str) -> bool:
         """Let a pin go; False where there is none of that id."""
         return await self._ask(lambda core: core.unpin(pin_id))
+
+    def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
+        """Tenants' floors and caps in blocks of this engine's cache; raises `ConfigError` where they do not fit."""
+        return self.core.scheduler.resolve_limits(amounts)
+
+    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Tenants' floors and caps from now on; may be called before `start`."""
+        if self._loop is None:
+            self.core.scheduler.set_limits(limits)
+        else:
+            await self._ask(lambda core: core.scheduler.set_limits(limits))
 
     async def reset_prefix_cache(self) -> int:
         """Give up every cached block that is neither used nor pinned; returns how many."""

@@ -123,9 +123,11 @@ class EngineCore:
             )
         max_tokens = params.max_tokens
         if max_tokens is None:
-            max_tokens = self._longest_output(len(token_ids))
+            max_tokens = self._longest_output(len(token_ids), context.tenant)
             params = params.with_max_tokens(max_tokens)
-        self.scheduler.capacity.check(len(token_ids), max_tokens, params.num_sequences, params.width_param)
+        self.scheduler.capacity.check(
+            len(token_ids), max_tokens, params.num_sequences, params.width_param, context.tenant
+        )
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
             prompt_token_ids=token_ids,
@@ -306,8 +308,8 @@ class EngineCore:
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
 
-    def _longest_output(self, num_prompt_tokens: int) -> int:
-        """Output tokens that fit beside a prompt: as many as both the model's length and the KV cache allow."""
+    def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:
+        """Output tokens that fit beside a prompt: as many as the model's length, the cache and a tenant's cap allow."""
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_model_len} tokens, "
@@ -315,7 +317,7 @@ class EngineCore:
                 param="prompt",
             )
         # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
-        return max(1, self.scheduler.capacity.max_sequence_tokens - num_prompt_tokens)
+        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

@@ -180,21 +180,36 @@ class KVCacheManager:
         holding = self._holding(seq)
         if any(holding.tables):
             raise CacheError(f"sequence {seq.seq_id} is admitted while it holds blocks")
-        pool = self.pool
+        pool, tenant = self.pool, seq.request.tenant
         if self.shortage(hit, num_new_tokens, reserve) > 0:
             return False
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         for table in hit.tables:
             if table:
-                pool.acquire_all(table)
+                pool.acquire_all(table, tenant)
                 pool.note_hit(table, seq.request.priority)
         holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
         holding.tables = [table[:] for table in hit.tables]
         for table in holding.tables:
-            table.extend(pool.allocate(total - len(table)))
+            table.extend(pool.allocate(total - len(table), tenant))
         holding.num_published = hit.num_tokens // self.spec.block_size
         holding.room = total * self.spec.block_size
         return True
+
+    def count_owners(self, requests: Iterable[Request]) -> None:
+        """Count from now on which tenant each block in use counts for; `requests` are all that have not ended."""
+        sequences = (seq for request in requests for seq in request.sequences)
+        holdings = ((seq.request.tenant, self._holdings.get(seq.seq_id)) for seq in sequences)
+        self.pool.count_owners(
+            (tenant, table) for tenant, holding in holdings if holding is not None for table in holding.tables
+        )
+
+    def num_needed(self, hit: PrefixHit, num_new_tokens: int) -> int:
+        """Blocks that `admit` takes and nobody uses: new ones, and those of the hit."""
+        total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
+        counts = self.pool.ref_counts
+        unused = sum(counts[block] == 0 for table in hit.tables for block in table if block != NULL_BLOCK)
+        return sum(total - len(table) for table in hit.tables) + unused
 
     def shortage(self, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> int:
         """How many available blocks `admit` lacks; 0 or less where it would succeed.
@@ -206,11 +221,16 @@ class KVCacheManager:
         revived = sum(map(self.pool.num_evictable, hit.tables))
         return needed + revived + reserve - self.pool.num_available
 
-    def extend(self, seq: Sequence, num_new_tokens: int) -> Seq[BlockCopy] | None:
+    def extend(
+        self, seq: Sequence, num_new_tokens: int, room: Callable[[Sequence], int] | None = None
+    ) -> Seq[BlockCopy] | None:
         """Make room for the tokens `num_computed .. num_computed + num_new_tokens`.
 
         Where the first of them falls into a block that another sequence also holds, that block is replaced by a
         copy: the copies returned must be done before anything is written.
+
+        Args:
+            room: how many blocks the sequence may take; by default all that are available.
 
         Returns:
             The copies, or None where the pool has too few blocks; then nothing has changed.
@@ -222,16 +242,17 @@ class KVCacheManager:
         first, total = start // size, -(-(start + num_new_tokens) // size)
         shared = [table for table in tables if first < len(table) and pool.ref_counts[table[first]] > 1]
         needed = len(shared) + sum(total - len(table) for table in tables if total > len(table))
-        if needed > pool.num_available:
+        if needed > (pool.num_available if room is None else room(seq)):
             return None
+        tenant = seq.request.tenant
         copies = []
         for table in shared:
-            source, table[first] = table[first], pool.allocate(1)[0]
+            source, table[first] = table[first], pool.allocate(1, tenant)[0]
             pool.release((source,))
             copies.append(BlockCopy(source, table[first]))
         for table in tables:
             if total > len(table):
-                table.extend(pool.allocate(total - len(table)))
+                table.extend(pool.allocate(total - len(table), tenant))
         holding.room = total * size
         return copies
 
@@ -249,7 +270,7 @@ class KVCacheManager:
         if child.seq_id in self._holdings:
             raise CacheError(f"sequence {child.seq_id} is forked into while it holds blocks")
         for table in source.tables:
-            self.pool.acquire_all(table)
+            self.pool.acquire_all(table, child.request.tenant)
         # The next to write looks whether its block is shared.
         source.room = 0
         self._holdings[child.seq_id] = _Holding(
@@ -285,7 +306,7 @@ class KVCacheManager:
         if self.swap_in_shortage(seq, num_new_tokens, reserve) > 0:
             return None
         holding = self._holdings[seq.seq_id]
-        unpublished = self.swap.swap_in(seq.seq_id)
+        unpublished = self.swap.swap_in(seq.seq_id, seq.request.tenant)
         if unpublished is not None:
             holding.num_published = min(holding.num_published, unpublished)
             holding.next_full = 0

@@ -12,6 +12,7 @@ from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, as_array
 from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.owners import BlockOwners
 
 # From so many blocks on, whole arrays of counts are changed at once.
 _MANY = 64
@@ -31,6 +32,7 @@ class BlockPool:
     Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
 
     Attributes:
+        owners: whom each block in use counts for, where somebody asks for it (`count_owners`); else None.
         num_freed: how often a block became available, since the start.
         num_published_ever: how often a block was published, since the start.
     """
@@ -44,6 +46,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = array("i", bytes(4 * num_blocks))
         self.pin_counts: dict[BlockId, int] = {}  # of blocks with a pin, referenced or not
+        self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
         self._num_pinned = 0
@@ -79,8 +82,18 @@ class BlockPool:
     def num_active(self) -> int:
         return self.num_blocks - 1 - self.num_available - self._num_pinned
 
-    def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks, each with one reference; all or nothing.
+    def count_owners(self, held: Iterable[tuple[str, BlockTable]]) -> None:
+        """Count from now on whom each block in use counts for; `held` are all tables, with whose they are."""
+        self.owners = owners = BlockOwners(self.num_blocks)
+        seen = bytearray(self.num_blocks)
+        seen[NULL_BLOCK] = 1
+        for tenant, table in held:
+            owners.took((block for block in dict.fromkeys(table) if not seen[block]), tenant)
+            for block in table:
+                seen[block] = 1
+
+    def allocate(self, count: int, tenant: str = "") -> list[BlockId]:
+        """Take `count` blocks for a tenant, each with one reference; all or nothing.
 
         Raises:
             CacheError: fewer are available. Callers ask `num_available` first.
@@ -93,15 +106,19 @@ class BlockPool:
             taken = cast(list[BlockId], free[: -count - 1 : -1].tolist())
             del free[-count:]
             self._count_of[taken] = 1
+            if self.owners is not None:
+                self.owners.took(taken, tenant)
             return taken
         for _ in range(count):
             block_id = BlockId(free.pop()) if free else self._evict()
             self.ref_counts[block_id] = 1
             taken.append(block_id)
+        if self.owners is not None:
+            self.owners.took(taken, tenant)
         return taken
 
-    def acquire(self, block_id: BlockId) -> None:
-        """Add a reference to an active, cached or pinned block."""
+    def acquire(self, block_id: BlockId, tenant: str = "") -> None:
+        """Add a tenant's reference to an active, cached or pinned block."""
         count = self.ref_counts[block_id]
         if count == 0:
             if not self._published[block_id]:
@@ -110,23 +127,27 @@ class BlockPool:
                 self._num_pinned -= 1
             else:
                 self._eviction.remove(block_id)
+            if self.owners is not None:
+                self.owners.took((block_id,), tenant)
         self.ref_counts[block_id] = count + 1
 
-    def acquire_all(self, block_ids: Sequence[BlockId]) -> None:
-        """Add a reference to each; null blocks are skipped. No other block may stand in a table twice."""
+    def acquire_all(self, block_ids: Sequence[BlockId], tenant: str = "") -> None:
+        """Add a tenant's reference to each; null blocks are skipped. No other block may stand in a table twice."""
         if len(block_ids) <= _MANY:
             for block_id in block_ids:
                 if block_id != NULL_BLOCK:
-                    self.acquire(block_id)
+                    self.acquire(block_id, tenant)
             return
         ids = as_array(block_ids)
         ids = ids[ids != NULL_BLOCK]
         unused = ids[self._count_of[ids] == 0]
         if unused.size and (self.pin_counts or not self._is_published[unused].all()):
             for block_id in ids.tolist():
-                self.acquire(block_id)
+                self.acquire(block_id, tenant)
             return
         self._eviction.remove_all(unused)
+        if self.owners is not None:
+            self.owners.took(unused.tolist(), tenant)
         self._count_of[ids] += 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
@@ -135,7 +156,7 @@ class BlockPool:
         Raises:
             CacheError: a block has no reference left: it was freed twice.
         """
-        available = self.num_available
+        available, owners = self.num_available, self.owners
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -144,6 +165,8 @@ class BlockPool:
                 raise CacheError(f"block {block_id} is freed twice (it is {self.state(block_id).value})")
             self.ref_counts[block_id] = count
             if count == 0:
+                if owners is not None:
+                    owners.gave_back((block_id,))
                 if not self._published[block_id]:
                     self._free.append(block_id)
                 elif block_id in self.pin_counts:
@@ -164,6 +187,8 @@ class BlockPool:
             self.release(reversed(block_ids))  # says which is freed twice
         self._count_of[ids] = counts - 1
         last = ids[counts == 1]
+        if self.owners is not None:
+            self.owners.gave_back(last.tolist())
         published = self._is_published[last] != 0
         self._free.frombytes(last[~published].tobytes())
         cached = last[published]
@@ -297,6 +322,9 @@ class BlockPool:
                         f"but free stack: {bool(free[i])}, eviction policy: {bool(cached[i])}"
                     )
             yield None
+
+        if self.owners is not None:
+            yield from self.owners.check(self.ref_counts)
 
     def _evict(self) -> BlockId:
         block_id = self._eviction.evict()

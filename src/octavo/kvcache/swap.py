@@ -135,8 +135,8 @@ class SwapSpace:
         away = self._away[seq_id]
         return len(away.host) + sum(self._pool.state(block) is BlockState.CACHED for block in away.cached.values())
 
-    def swap_in(self, seq_id: SequenceId) -> int | None:
-        """Put a sequence's blocks back into its tables; the pool has `blocks_to_return` available.
+    def swap_in(self, seq_id: SequenceId, tenant: str = "") -> int | None:
+        """Put the blocks of a tenant's sequence back into its tables; the pool has `blocks_to_return` available.
 
         Returns:
             The lowest index of a block that came from the host, hence is not published; None where none did.
@@ -145,10 +145,10 @@ class SwapSpace:
         # Those found again first: taking new ones may evict cached blocks.
         for (group, index), block in away.cached.items():
             self._forget_hope(block, seq_id)
-            self._pool.acquire(block)
+            self._pool.acquire(block, tenant)
             away.tables[group][index] = block
         places = sorted(away.host)
-        for (group, index), block in zip(places, self._pool.allocate(len(places)), strict=True):
+        for (group, index), block in zip(places, self._pool.allocate(len(places), tenant), strict=True):
             self.host.swap_in(away.host[group, index], block)
             away.tables[group][index] = block
         self.counters.sequences_in += 1

@@ -19,6 +19,7 @@ from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, num_missing
 from octavo.scheduler.yielding import Yielding
 
@@ -52,6 +53,7 @@ class Admission:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         watermark_blocks: int,
+        tenants: TenantShares,
         turns: VirtualTokenCounter | None = None,
     ) -> None:
         self.copies: list[BlockCopy] = []
@@ -59,15 +61,18 @@ class Admission:
         self._running = running
         self._waiting = waiting
         self._yielding = yielding
+        self._tenants = tenants
         self._max_num_seqs = max_num_seqs
         self._watermark = watermark_blocks
         self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, turns)
         self._refusals: dict[SequenceId, _Refusal] = {}
+        self._over_cap: dict[str, int] = {}  # of tenants over their caps, what they held and were bound to take then
         self._step = 0
 
     def begin_step(self) -> None:
         self._step += 1
         self.copies = []
+        self._waiting.line_up(self._may_fit_cap)
 
     @property
     def has_place(self) -> bool:
@@ -97,6 +102,10 @@ class Admission:
         """A sequence waits no more."""
         self._refusals.pop(seq.seq_id, None)
 
+    def forget_refusals(self) -> None:
+        """Tenants' floors or caps have changed."""
+        self._refusals.clear()
+
     def admit(self, seq: Sequence, budget: StepBudget, share: int = 1) -> int:
         """Give a waiting sequence a place, and blocks for its first chunk.
 
@@ -106,7 +115,12 @@ class Admission:
         Returns:
             How many of its tokens are to be computed in this step; 0: it does not fit, and nothing has changed.
         """
-        if not self._backfill.may_pass(seq, self._waiting.head, self._step):
+        if not self._backfill.may_pass(seq, self._waiting.head, self._step) and not self._is_within_floor(seq):
+            return 0
+        if self.is_over_cap(seq):
+            tenant = seq.request.tenant
+            self._over_cap[tenant] = self._tenants.use_of(tenant)
+            self._waiting.set_aside(seq)
             return 0
         is_head = seq is self._waiting.head()
         if self.num_lacking_places(seq) > 0:
@@ -135,7 +149,10 @@ class Admission:
     def _take_blocks(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
         """How many tokens it has blocks for now; 0 where it does not fit, None where the step has no room for it."""
         kv, running = self._kv, self._running
-        if len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
+        within_floor = self._is_within_floor(seq)
+        if within_floor:
+            self._tenants.restore_floor(seq.request.tenant)
+        elif len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
             return 0
         if self._yielding.settle(seq):
             return self._swap_in(seq, budget, share)
@@ -173,7 +190,41 @@ class Admission:
         """Blocks that must stay available when a newcomer has blocks for its first `num_tokens` tokens."""
         if not len(self._running):
             return 0
-        return max(self._watermark, self._running.reserve_with(seq, num_tokens))
+        kept = self._tenants.kept_for_others(seq.request.tenant) if self._tenants else 0
+        if self._is_within_floor(seq):
+            return kept
+        return max(self._watermark, self._running.reserve_with(seq, num_tokens), kept)
+
+    def _may_fit_cap(self, seq: Sequence) -> bool:
+        """Whether its tenant holds, and is bound to take, less than when a waiting sequence did not fit its cap."""
+        tenant = seq.request.tenant
+        return self._tenants.use_of(tenant) < self._over_cap[tenant]
+
+    def is_over_cap(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence does not fit its tenant's cap, beside what else runs of the tenant."""
+        tenants, kv = self._tenants, self._kv
+        if not tenants.is_capped(seq.request.tenant):
+            return False
+        bound = self._bound(seq)
+        whole = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
+        if not tenants.num_over_cap(seq, whole + bound):
+            return False
+        if seq.seq_id in self._yielding.swapped or not _may_skip(seq):
+            return True
+        hit = kv.match(seq)
+        return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0
+
+    def _is_within_floor(self, seq: Sequence) -> bool:
+        """Whether its tenant's floor holds a waiting sequence, beside what else runs of the tenant."""
+        tenant, spec = seq.request.tenant, self._kv.spec
+        if not (unused := self._tenants.unused_floor(tenant)):
+            return False
+        whole = spec.blocks_for_tokens(seq.num_tokens) * len(spec.groups)
+        return whole + self._bound(seq) + self._tenants.bound_of(tenant) <= unused
+
+    def _bound(self, seq: Sequence) -> int:
+        """Blocks that a newcomer is bound to take beyond those of the tokens that it has."""
+        return self._running.reserve_with(seq, seq.num_tokens) - self._running.reserve
 
     def _is_refused(self, seq: Sequence) -> bool:
         refusal = self._refusals.get(seq.seq_id)

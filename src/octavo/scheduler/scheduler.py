@@ -10,7 +10,7 @@ resumption after preemption differ only in how far behind they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +23,7 @@ from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
@@ -32,6 +33,7 @@ from octavo.scheduler.restart import HeldBack, MayRun
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.service import Service
 from octavo.scheduler.step_time import LatencyTarget, StepLoad
+from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine
 from octavo.scheduler.yielding import SchedulerCounters, Yielding
 
@@ -91,6 +93,7 @@ class Scheduler:
         self._builder = PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
+        self._limits: Mapping[str, KVLimits] = {}
         self._compose(queue, victims or LowestPriority(), preemption or Recompute())
         self._requests: dict[RequestId, Request] = {}
         self._pinning = Pinning(kv, self._fail)
@@ -112,7 +115,8 @@ class Scheduler:
         """The parts that know who runs and who waits: nobody, over an empty queue."""
         config, kv = self.config, self.kv
         self._running = RunningSet(kv, config.headroom_tokens, on_leave=self._builder.drop)
-        self._waiting = WaitingLine(queue)
+        self._tenants = TenantShares(kv, self._running, self._limits)
+        self._waiting = WaitingLine(queue, lambda tenant: self._tenants.is_capped(tenant))
         self._yielding = Yielding(kv, self._running, self._waiting, victims, mode)
         self._admission = Admission(
             kv,
@@ -122,6 +126,7 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark_blocks=int(config.watermark * kv.pool.num_blocks),
+            tenants=self._tenants,
             turns=self.turns,
         )
         self._service = Service(
@@ -131,6 +136,7 @@ class Scheduler:
             self._yielding,
             self._admission,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            tenants=self._tenants,
             time_limit=None if self._latency is None else self._time_limit,
             turns=self.turns,
             claims=self.claims,
@@ -218,7 +224,11 @@ class Scheduler:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         params = request.params
         self.capacity.check(
-            len(request.prompt_token_ids), params.max_tokens or 1, params.num_sequences, params.width_param
+            len(request.prompt_token_ids),
+            params.max_tokens or 1,
+            params.num_sequences,
+            params.width_param,
+            request.tenant,
         )
         if self.config.priority_seconds is not None:
             request.due_time = request.arrival_time + self.config.priority_seconds * request.priority
@@ -226,6 +236,30 @@ class Scheduler:
         if params.use_beam_search:
             self._searches[request.request_id] = BeamDecoding(request)
         self._waiting.push(request.sequences[0])
+
+    def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
+        """Floors and caps in blocks of this cache; raises `ConfigError` where they do not go into it. Thread-safe."""
+        return resolve_limits(amounts, self.kv.spec, self.kv.pool.num_blocks - 1, self.config.max_num_batched_tokens)
+
+    def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Tenants' floors and caps from now on.
+
+        What runs goes on. A floor that was raised is whole once others have given back what they hold beyond theirs,
+        and a cap that was lowered once some of the tenant's requests have ended.
+        """
+        waiting = [seq for r in self._requests.values() for seq in r.sequences if seq.status is SequenceStatus.WAITING]
+        before = self._limits
+        moving = [seq for seq in waiting if before.get(seq.request.tenant) != limits.get(seq.request.tenant)]
+        for seq in moving:
+            self._waiting.discard(seq)
+        self._limits = limits
+        self.capacity.set_limits(limits)
+        self._tenants.set_limits(limits)
+        if limits and self.kv.pool.owners is None:
+            self.kv.count_owners(self._requests.values())
+        for seq in moving:
+            self._waiting.push(seq)
+        self._admission.forget_refusals()
 
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None where it is not (any more) known."""

@@ -42,6 +42,7 @@ from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import Rotation
 from octavo.scheduler.running import RunningSet
+from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, num_missing
 from octavo.scheduler.yielding import Yielding
 
@@ -97,6 +98,7 @@ class Service:
         admission: Admission,
         *,
         max_num_batched_tokens: int,
+        tenants: TenantShares,
         time_limit: MakeTimeLimit | None = None,
         turns: VirtualTokenCounter | None = None,
         claims: Claims | None = None,
@@ -106,6 +108,7 @@ class Service:
         self._waiting = waiting
         self._yielding = yielding
         self._admission = admission
+        self._tenants = tenants
         self._max_tokens = max_num_batched_tokens
         self._time_limit = time_limit
         self._turns = turns
@@ -134,14 +137,14 @@ class Service:
         if not len(running) or not len(self._waiting):
             return None
         head = claims.claimant(self._waiting.queue, running.order)
-        if head is None:
+        if head is None or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
         if len(running) - max(0, num_places) >= self._max_tokens:
             return None  # the step would have no token left for it
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
             return None
-        victims = claims.victims(head, running.order)
+        victims = [seq for seq in claims.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
         bound = sum(running.places[seq.seq_id].bound for seq in victims)
@@ -149,6 +152,7 @@ class Service:
             return None
         while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
             victims.remove(self._yielding.preempt_one_of(victims))
+            victims = [seq for seq in victims if self._tenants.helps(seq, head)]
         return head
 
     def _share(self, shares: StepShares, claimant: Sequence | None = None) -> None:
@@ -196,7 +200,10 @@ class Service:
 
     def _others(self, first: Sequence) -> list[Sequence]:
         """Who may yield to the first: those behind it, or else those ahead, beams that wait for their siblings."""
-        return self._running.after(first)[1:] or [seq for seq in self._running.order if seq is not first]
+        behind, helps = self._running.after(first)[1:], self._tenants.helps
+        others = [seq for seq in self._running.order if seq is not first]
+        # Whatever the tenants' floors and caps: it must go on.
+        return [seq for seq in behind if helps(seq, first)] or [seq for seq in others if helps(seq, first)] or others
 
     def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
         """One token for each, in order of service; returns whether somebody had to yield blocks."""
@@ -225,14 +232,17 @@ class Service:
 
     def _behind(self, seq: Sequence, shares: StepShares) -> list[Sequence]:
         """Itself and those who may yield to it, in order of service."""
+        helps = self._tenants.helps
         if self._turns is None:
-            return self._running.after(seq)
+            return [other for other in self._running.after(seq) if helps(other, seq)]
         first, served = self._first(), set(map(id, shares.streams))
-        return [other for other in self._running.order if other is not first and id(other) not in served]
+        others = (other for other in self._running.order if other is not first and id(other) not in served)
+        return [other for other in others if helps(other, seq)]
 
     def _may_run_out(self, num_streams: int) -> bool:
         """Whether the pool may lack blocks for a token of each stream: a new block, or a copy of a shared one."""
-        return self._kv.pool.num_available < 2 * num_streams * len(self._kv.spec.groups)
+        available = self._kv.pool.num_available - self._tenants.num_kept
+        return available < 2 * num_streams * len(self._kv.spec.groups)
 
     def _serve_prompts(self, prompts: list[Sequence], budget: StepBudget, shares: StepShares, short: bool) -> None:
         if short:
@@ -312,13 +322,14 @@ class Service:
             if self._extend(seq, has + chunk, shares):
                 return chunk
             place = self._running.places[seq.seq_id]
-            blocks = self._kv.pool.num_available // len(self._kv.spec.groups)
+            blocks = self._tenants.room(seq) // len(self._kv.spec.groups)
             fits = place.capacity + blocks * self._kv.spec.block_size - seq.num_computed - has
             if 0 < fits < chunk and self._extend(seq, has + fits, shares):
                 return fits
             if has:
                 return 0
             behind = [s for s in self._running.after(seq)[1:] if s.seq_id not in shares.chunks and num_missing(s) != 1]
+            behind = [s for s in behind if self._tenants.helps(s, seq)]
             if behind:
                 self._yielding.preempt_one_of(behind)
             elif len(self._running) > 1 or not self._yielding.free_more():
@@ -326,7 +337,10 @@ class Service:
 
     def _extend(self, seq: Sequence, num_tokens: int, shares: StepShares) -> bool:
         """Room for a running sequence's next tokens; False where there are too few blocks."""
-        copies = self._kv.extend(seq, num_tokens)
+        kv, tenants = self._kv, self._tenants
+        copies = kv.extend(seq, num_tokens, tenants.room)
+        if copies is None and tenants.restore_floor(seq.request.tenant):
+            copies = kv.extend(seq, num_tokens, tenants.room)
         if copies is None:
             return False
         self._running.grew(seq)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 
 from octavo.errors import ConfigError
+from octavo.scheduler.kv_limits import KVAmounts
 from octavo.server.config import ServerConfig
 from octavo.server.keys import Client, Digest, KeyRing, clients_of_keys, read_keys_file, sharing_all
 
@@ -33,23 +35,39 @@ class Access:
         """Whether clients must send a key."""
         return bool(self.clients.clients)
 
-    def reread(self) -> None:
-        """Reread the keys file; if it is unusable, keep the present keys and log why."""
+    @property
+    def kv_amounts(self) -> KVAmounts:
+        """Floors and caps of tenants that have any."""
+        return _kv_amounts(self.clients.clients)
+
+    def reread(self, check: Callable[[KVAmounts], object] = lambda amounts: None) -> bool:
+        """Reread the keys file; if it is unusable, keep the present keys and log why. Returns whether it was usable.
+
+        Args:
+            check: raises `ConfigError` where the tenants' floors and caps do not go into the cache.
+        """
         if self._config.keys_file is None:
-            return
+            return False
         try:
             clients = client_keys(self._config)
+            check(_kv_amounts(clients.values()))
         except ConfigError as error:
             logger.error("the keys stay as they were: %s", error)
-            return
+            return False
         self.clients.replace(clients)
         self.admins.replace(self._with_admin(clients))
         tenants = {client.tenant for client in clients.values()}
         logger.info("reread %s: %d keys of %d tenants", self._config.keys_file, len(clients), len(tenants))
+        return True
 
     def _with_admin(self, clients: dict[Digest, Client]) -> dict[Digest, Client]:
         admin_key = self._config.accepted_admin_key
         return clients if admin_key is None else clients | clients_of_keys([admin_key], admin=True)
+
+
+def _kv_amounts(clients: Iterable[Client]) -> KVAmounts:
+    limited = (client for client in clients if client.kv_floor is not None or client.kv_cap is not None)
+    return {client.tenant: (client.kv_floor, client.kv_cap) for client in limited}
 
 
 def client_keys(config: ServerConfig) -> dict[Digest, Client]:

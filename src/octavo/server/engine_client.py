@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.engine.inspection import PinInfo
@@ -11,6 +11,7 @@ from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.kv_limits import KVAmounts, KVLimits
 
 
 class TokenizerLike(Protocol):
@@ -104,6 +105,14 @@ class EngineClient(Protocol):
 
     async def unpin(self, pin_id: str) -> bool:
         """Remove a pin; False if there is none with that id."""
+        ...
+
+    def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
+        """Tenants' floors and caps in blocks of this engine's cache; raises `ConfigError` where they do not fit."""
+        ...
+
+    async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Tenants' floors and caps from now on; may be called before `start`."""
         ...
 
     async def reset_prefix_cache(self) -> int:

@@ -10,7 +10,7 @@
 
 Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range that its requests
 may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and `max_waiting_tokens`
-limit all its keys together. `_READERS` has every field and how it is read.
+limit all its keys together; `kv_floor` and `kv_cap` are parts of the KV cache. `_READERS` has every field.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MAX_FILE_BYTES = 4 * 2**20
 MAX_KEY_LENGTH = 1024
 # Tenants' names are labels of metrics and parts of log lines.
 _NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?) ?%")
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 Digest = bytes
@@ -61,6 +62,8 @@ class Client:
         max_concurrency: requests being served at once, those that wait among them.
         max_waiting_requests, max_waiting_tokens: requests that may wait for their first step, and their prompt tokens
             together; None: what `queue_tenant_share` of the engine's options leaves a tenant.
+        kv_floor, kv_cap: what its running requests can always hold of the KV cache, and may hold at most: tokens (int),
+            or a part of the cache (float, 0 to 1). In the file a part is written as in "12.5%".
         admin: may use /debug and what resets the cache.
     """
 
@@ -74,6 +77,8 @@ class Client:
     max_waiting_tokens: int | None = None
     min_priority: int | None = 0
     max_priority: int | None = None
+    kv_floor: int | float | None = None
+    kv_cap: int | float | None = None
     admin: bool = False
 
     def context(
@@ -260,6 +265,14 @@ def _positive(value: float, where: str) -> float:
     return value
 
 
+def _kv_amount(name: str, value: object, where: str) -> dict[str, Any]:
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value)) and 0 < float(match[1]) <= 100:
+        return {name: float(match[1]) / 100}
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f'{where} must be a positive number of tokens, or a part of the cache such as "10%"')
+    return {name: value}
+
+
 def _priority(name: str, value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, list) or [type(bound) for bound in value] != [int, int] or value[0] > value[1]:
         raise ConfigError(f"{where} must be a range such as [0, 10], the lower number first")
@@ -277,4 +290,6 @@ _READERS: dict[str, Callable[[str, object, str], dict[str, Any]]] = {
     "max_concurrency": _integer,
     "max_waiting_requests": _integer,
     "max_waiting_tokens": _integer,
+    "kv_floor": _kv_amount,
+    "kv_cap": _kv_amount,
 }

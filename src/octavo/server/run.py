@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -71,7 +72,8 @@ async def serve_on(
     """`serve`, with a bound socket and an engine that is not yet started.
 
     Raises:
-        ConfigError: another process began to listen on the same port meanwhile.
+        ConfigError: another process began to listen on the same port meanwhile, or the tenants' floors and caps do not
+            go into the cache.
         EngineDeadError: the engine died while it served.
     """
     in_flight = InFlight(config.request_timeout)
@@ -80,7 +82,8 @@ async def serve_on(
     server = Server(app, config, in_flight, engine.model_name)
     server.has_engine = lambda: engine.is_alive
     # Without a file to reread, a hangup ends the process, as ever.
-    server.on_hangup = None if config.keys_file is None else access.reread
+    server.on_hangup = None if config.keys_file is None else partial(_reread, access, engine)
+    await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
     with server.handled_signals():
         await engine.start()
         try:
@@ -91,6 +94,18 @@ async def serve_on(
                 raise EngineDeadError("the engine died, and the server with it; the log says why")
         finally:
             await engine.shutdown(0)
+
+
+def _reread(access: Access, engine: EngineClient) -> None:
+    """Reread the keys, and tell the engine of the tenants' floors and caps."""
+    if access.reread(engine.resolve_kv_limits):
+        limits = engine.resolve_kv_limits(access.kv_amounts)
+        _tellings.add(task := asyncio.ensure_future(engine.set_kv_limits(limits)))
+        task.add_done_callback(_tellings.discard)
+
+
+# The event loop itself holds its tasks by weak references only.
+_tellings: set[asyncio.Future[None]] = set()
 
 
 class Server(uvicorn.Server):
