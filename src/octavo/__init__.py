@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncEngine
@@ -33,6 +34,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -12,6 +12,7 @@ OctavoError
 ├── OverloadedError        the queue is full for now; the same request may be sent again
 │   └── TenantOverloadedError  only its tenant's part of the queue is full
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
+│   └── GrammarError           its structured output's grammar cannot be followed any further
 ├── UnreadError            a request was ended because its caller left its outputs unread
 ├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
 ├── ExecutorError          a step failed in the process that computes it, or that process has died
@@ -22,7 +23,7 @@ OctavoError
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # Most characters of a client's own text that an error repeats.
 SHOWN_CHARACTERS = 64
@@ -124,6 +125,19 @@ class LogitsError(OctavoError):
     def __reduce__(self) -> tuple[type[LogitsError], tuple[list[str]]]:
         # Made anew from the ids, not from the message: it may come from another process.
         return type(self), (self.request_ids,)
+
+
+class GrammarError(LogitsError):
+    """Grammars that cannot be followed any further: they have become too complex. `reasons` says why, by request."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(list(reasons))
+        self.reasons = dict(reasons)
+        told = "; ".join(f"{name}: {shortened(reason)}" for name, reason in self.reasons.items())
+        self.args = (f"the grammar of a structured output cannot be followed any further: {told}",)
+
+    def __reduce__(self) -> tuple[type[GrammarError], tuple[dict[str, str]]]:  # type: ignore[override]
+        return type(self), (self.reasons,)
 
 
 class ExecutorError(OctavoError):

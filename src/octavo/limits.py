@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from octavo.errors import ConfigError, OverloadedError, RequestError, shown
 from octavo.option import flag, option
+from octavo.structured_outputs import StructuredOutputsParams
 
 # What the sampler remembers of an output's end is one token less.
 MOST_BAD_WORD_TOKENS = 256
@@ -50,6 +51,11 @@ class RequestLimits:
     max_allowed_token_ids: int = option(4096, "most allowed_token_ids of a request")
     max_bad_words: int = option(128, "most bad_words of a request")
     max_bad_word_length: int = option(64, "longest of the bad_words, in characters and in tokens")
+    max_grammar_bytes: int = option(
+        65_536, "most bytes (UTF-8) of the schema, expression, choices or grammar of a structured output"
+    )
+    max_grammar_depth: int = option(64, "deepest nesting of brackets, or of a JSON Schema's objects and arrays, in it")
+    max_grammar_ms: int = option(2000, "longest time that compiling it may take, in milliseconds")
     max_n: int = option(64, "largest n and best_of")
     max_beam_width: int = option(64, "most beams of a beam search")
     max_body_prompts: int = option(1024, "most prompts of one body")
@@ -108,6 +114,18 @@ class RequestLimits:
     def check_bad_word_tokens(self, num_tokens: int) -> None:
         """Refuse a bad word that is spelled with too many tokens."""
         self._at_most("max_bad_word_length", "bad_words", num_tokens, "tokens in one word")
+
+    def check_structured_outputs(self, wanted: StructuredOutputsParams | None) -> None:
+        """Refuse a structured output whose description is too long or too deeply nested."""
+        if wanted is None:
+            return
+        self._at_most("max_grammar_bytes", "structured_outputs", wanted.num_bytes, f"bytes of {wanted.kind}")
+        if (depth := wanted.depth) > (limit := self.max_grammar_depth):
+            raise RequestError(
+                f"structured_outputs.{wanted.kind} is nested {depth} levels deep, but at most {limit} are allowed "
+                f"({flag('max_grammar_depth')})",
+                param="structured_outputs",
+            )
 
     def check_context(self, priority: object, cache_salt: object) -> None:
         """Refuse a priority or a cache salt that is no such thing, or over its limit."""
@@ -222,7 +240,7 @@ def nesting(value: object, most: int) -> int:
 _AT_LEAST_ONE = frozenset(
     {
         *("max_n", "max_beam_width", "max_body_prompts", "max_body_sequences", "max_messages", "max_name_length"),
-        *("max_waiting_requests", "max_waiting_tokens"),
+        *("max_waiting_requests", "max_waiting_tokens", "max_grammar_ms"),
     }
 )
 DEFAULT_LIMITS = RequestLimits()

@@ -263,6 +263,7 @@ class Request:
         due_time: its place in the order of service where priorities age, as the scheduler sets it; None where not.
         cache_scope: made from these; requests share cached blocks only within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
+        grammar: its structured output compiled, so that it stays as long as the request does; None before.
         seed: of the first sequence; sequence i uses seed + i.
         bad_word_ids: the token sequences that `params.bad_words` are spelled with.
         pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
@@ -287,6 +288,7 @@ class Request:
     pins: tuple[PinRequest, ...] = ()
     traceparent: str | None = None
     full_blocks: object = None
+    grammar: object = None
     num_cached_tokens: int | None = None
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
@@ -297,7 +299,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
-        eos_token_ids: frozenset[int] = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        # A structured output that is complete ends, whatever else was asked for: nothing could follow.
+        goes_on = self.params.ignore_eos and self.params.structured_outputs is None
+        eos_token_ids: frozenset[int] = frozenset() if goes_on else self.eos_token_ids
         self.ending_ids = eos_token_ids.union(self.params.stop_token_ids)
         self.sequences = [
             Sequence(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.errors import RequestError, shown
+from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
@@ -45,6 +46,7 @@ class SamplingParams:
         bad_words: texts that the output must not hold, as words of their own or within one: of each, the last token is
             not drawn where it would complete the word's tokens.
         include_stop_str_in_output: keep the stop string that ended the output, or the text of the token that did.
+        structured_outputs: what the output must look like (`docs/structured_outputs.md`); a dictionary will do.
         detokenize: False returns token ids only (text stays empty, `stop` is not allowed).
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -73,6 +75,7 @@ class SamplingParams:
     allowed_token_ids: Collection[int] | None = None
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -92,6 +95,9 @@ class SamplingParams:
                     f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}", param="logit_bias"
                 )
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        described: object = self.structured_outputs
+        if isinstance(described, Mapping):
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(described))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._validate()
 
@@ -143,7 +149,23 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             _require_int("logit_bias", token_id, 0, None)
             _require_number("logit_bias", bias, -100.0, 100.0)
+        self._validate_structured()
         self._validate_beams()
+
+    def _validate_structured(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}",
+                param="structured_outputs",
+            )
+        # Nothing might be left that both allow.
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise RequestError(f"{name} cannot be combined with a structured output", param=name)
+        if self.use_beam_search:
+            raise RequestError("structured output cannot be combined with use_beam_search", param="structured_outputs")
 
     def _validate_beams(self) -> None:
         if not self.use_beam_search:

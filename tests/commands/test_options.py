@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.option import flag
 from octavo.sampling_params import SamplingParams
 from octavo.server.config import ServerConfig
+from octavo.structured_outputs import StructuredOutputsParams
 
 
 def engine_parser(**keywords: Any) -> argparse.ArgumentParser:
@@ -85,6 +86,7 @@ def test_every_sampling_field_has_a_flag_and_the_defaults_are_its_own() -> None:
 def test_sampling_flags_of_each_kind_are_read() -> None:
     argv = ["--temperature", "0", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos"]
     argv += ["--logit-bias", '{"7": -100}', "--presence-penalty", "-1.5", "--seed", "3"]
+    argv += ["--structured-outputs", '{"choice": ["a", "b"]}']
     params = SamplingParams(**sampling(*argv))
     assert params == SamplingParams(
         temperature=0.0,
@@ -94,10 +96,20 @@ def test_sampling_flags_of_each_kind_are_read() -> None:
         logit_bias={7: -100.0},
         presence_penalty=-1.5,
         seed=3,
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
     )
 
 
-@pytest.mark.parametrize("argv", [["--stop-token-ids", "1;2"], ["--logit-bias", "[1]"], ["--logit-bias", "{"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--stop-token-ids", "1;2"],
+        ["--logit-bias", "[1]"],
+        ["--logit-bias", "{"],
+        ["--structured-outputs", "{"],
+        ["--structured-outputs", '{"choices": ["a"]}'],
+    ],
+)
 def test_a_sampling_value_that_cannot_be_read_is_a_usage_error(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

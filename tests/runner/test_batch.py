@@ -138,7 +138,7 @@ def test_no_step_copies_block_tables() -> None:
     first = builder.build(plan).attention.groups[0].block_tables
     engine.finish_step(plan)
     second = builder.build(engine.scheduler.schedule()).attention.groups[0].block_tables
-    assert first.data_ptr() == second.data_ptr() == builder._sequences.tables[0].ctypes.data
+    assert first.data_ptr() == second.data_ptr() == builder.sequences.tables[0].ctypes.data
 
 
 def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_decode_step_writes_one_entry_of_a_row_and_keeps_the_rest(monkeypatch:
     plan = engine.scheduler.schedule()
     builder.build(plan)
     engine.finish_step(plan)
-    (table,) = builder._sequences.tables
+    (table,) = builder.sequences.tables
     table[0, :9] = 99  # were they written again, it would show
     builder.build(engine.scheduler.schedule())
     assert np.array_equal(table[0, :9], [99] * 9)

@@ -154,13 +154,12 @@ def test_features_that_are_switched_off_are_accepted(server: Running) -> None:
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("response_format", {"type": "structural_tag"}),
         ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]),
         ("functions", [{"name": "f"}]),
         ("web_search_options", {"a": 1}),
-        ("structured_outputs", {"json": {}}),
+        ("structured_outputs", {"structural_tag": "{}"}),
         ("chat_template", "{{ messages }}"),
     ],
 )

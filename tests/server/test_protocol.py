@@ -14,7 +14,7 @@ from octavo.server.parsing import parse_body
 from octavo.server.protocol import SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody
 
 # Of SamplingParams' fields: what the bodies spell or mean otherwise, and so hand over one by one.
-TRANSLATED = {"logit_bias", "max_tokens", "logprobs"}
+TRANSLATED = {"logit_bias", "max_tokens", "logprobs", "structured_outputs"}
 # A server always turns tokens into text.
 NOT_OFFERED = {"detokenize"}
 
@@ -35,7 +35,8 @@ def test_what_a_body_lists_by_name_are_its_fields(body: type[GenerationBody]) ->
 def test_every_text_of_a_body_is_bounded(body: type[GenerationBody]) -> None:
     """A new field that takes a text of any length must say which limit it falls under."""
     texts = {name for name, field in body.model_fields.items() if field.annotation in (str, str | None)}
-    assert texts == {*body.names, "cache_salt"}
+    by_grammar = {"guided_regex", "guided_grammar", "guided_whitespace_pattern"}  # `check_structured_outputs`
+    assert texts == {*body.names, "cache_salt", *by_grammar}
 
 
 @pytest.mark.parametrize(("inside", "name"), [(None, "f0"), ("stream_options", "stream_options.f0")])

@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
 from octavo.option import flag
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 
 _SAMPLING_HELP = {
     "n": "completions of each prompt",
@@ -41,6 +42,7 @@ _SAMPLING_HELP = {
     "logprobs": "report this many most likely tokens beside each output token",
     "prompt_logprobs": "the same for the prompt's tokens",
     "logit_bias": "added to the logits of token ids, as '{\"42\": -100}'",
+    "structured_outputs": 'what the output must look like, as \'{"regex": "[0-9]+"}\' (docs/structured_outputs.md)',
     "allowed_token_ids": "the only token ids that may be drawn, as 1,2,3",
     "bad_words": "a text that the output must not hold; may be given several times",
     "include_stop_str_in_output": "keep the stop string that ended the output",
@@ -130,6 +132,8 @@ def value_keywords(hint: object) -> dict[str, Any]:
     origins = {get_origin(m) for m in members}
     if bool in members:
         return {"action": argparse.BooleanOptionalAction}
+    if StructuredOutputsParams in members:
+        return {"type": _structured_outputs, "metavar": "JSON"}
     if Mapping in origins:
         return {"type": _token_biases, "metavar": "JSON"}
     if Sequence in origins or Collection in origins:
@@ -163,6 +167,13 @@ def _token_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be token ids such as 1,2,3, got {text!r}") from None
+
+
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.of(json.loads(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no description of an output: {error}") from error
 
 
 def _token_biases(text: str) -> dict[int, float]:

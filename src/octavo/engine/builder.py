@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError, ModelNotFoundError
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
@@ -73,6 +75,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     started = time.perf_counter()
     source = resolve_model(config.model)
     runner, facts, tokenizer = _start_runner(config, source)
+    grammars = _grammar_compiler(config, facts, lambda: tokenizer)
+    if isinstance(runner, ModelRunner):
+        runner.grammars = grammars  # one compiles for both
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
@@ -107,13 +112,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
         tokenizer=tokenizer,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        grammars=grammars,
     )
 
 
 def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, Tokenizer | None]:
     """The runner where `config.executor` wants it, and the tokenizer, which is read meanwhile."""
     if config.executor == "process":
-        process = ProcessExecutor(partial(build_runner, config))
+        process = ProcessExecutor(partial(_build_runner_apart, config))
         try:
             tokenizer = _load_tokenizer(source)
         except BaseException:
@@ -126,6 +132,19 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
     with ThreadPoolExecutor(max_workers=1) as beside:
         loading = beside.submit(_load_tokenizer, source)
         return *build_runner(config), loading.result()
+
+
+def _build_runner_apart(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
+    """`build_runner` in a process of its own, which reads the tokenizer itself once a grammar needs it."""
+    runner, facts = build_runner(config)
+    runner.grammars = _grammar_compiler(config, facts, lambda: _load_tokenizer(resolve_model(config.model)))
+    return runner, facts
+
+
+def _grammar_compiler(
+    config: EngineConfig, facts: RunnerFacts, load_tokenizer: Callable[[], Tokenizer | None]
+) -> GrammarCompiler:
+    return GrammarCompiler(load_tokenizer, facts.vocab_size, facts.eos_token_ids, config.max_grammar_ms)
 
 
 def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:

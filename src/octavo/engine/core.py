@@ -19,6 +19,7 @@ from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery
 from octavo.engine.stopping import StopStrings
 from octavo.errors import ContextLengthError, LogitsError, RequestError
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats
 from octavo.request import (
     DEFAULT_CONTEXT,
@@ -32,6 +33,7 @@ from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ class EngineCore:
     Args:
         eos_token_ids: ids that end every request which does not ignore them.
         max_model_len: longest prompt + output, in tokens.
+        grammars: compiles structured outputs; None: none is served.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -68,6 +72,7 @@ class EngineCore:
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
         self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
@@ -95,6 +100,7 @@ class EngineCore:
             ContextLengthError, CapacityError: it could never be served; the message has the numbers.
         """
         self.config.check_sampling(params)
+        self.config.check_structured_outputs(params.structured_outputs)
         self.config.check_context(context.priority, context.cache_salt)
         token_ids = self._tokenize(prompt, add_special_tokens)
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
@@ -145,6 +151,8 @@ class EngineCore:
             bad_word_ids=bad_word_ids,
         )
         # Here, because the thread that steps shall not do it.
+        if params.structured_outputs is not None:
+            request.grammar = self._compile(params.structured_outputs)
         self.scheduler.kv.hash_prompt(request)
         return request
 
@@ -184,6 +192,7 @@ class EngineCore:
             return None
         self._stop_strings.forget(request_id)
         self._recorder.on_ended(request, reason)
+        self._release()
         return Ended(request)
 
     def step(self) -> list[RequestOutput]:
@@ -221,6 +230,7 @@ class EngineCore:
         ended = time.perf_counter()
         self.scheduler.observe(plan, ended - began)
         self._went_on_at = ended if self.scheduler.has_work else None
+        self._release()
         return news
 
     def output_failed(self, request: Request, error: Exception) -> None:
@@ -290,6 +300,21 @@ class EngineCore:
             self.end(request_id)
             self.outputs.forget(request_id)
         self.runner.close()
+
+    def _release(self) -> None:
+        """Once nothing is left to compute, nothing is left of any grammar."""
+        if (plan := self.scheduler.release()) is None:
+            return
+        try:
+            self.runner.execute(plan)
+        except Exception:
+            logger.exception("the runner could not forget the sequences that have ended")
+            self.scheduler.abandon_step()
+
+    def _compile(self, wanted: StructuredOutputsParams) -> object:
+        if self._grammars is None:
+            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
+        return self._grammars.compile(wanted)
 
     def _fail(self, requests: list[Request]) -> list[Ended]:
         """The news of requests that have ended with an error."""

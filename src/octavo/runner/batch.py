@@ -49,15 +49,15 @@ class BatchBuilder:
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self._sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device)
+        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        rows = self._sequences.apply(plan)
+        rows = self.sequences.apply(plan)
         starts = np.array(plan.starts, dtype=np.int64)
         lengths = np.array(plan.lengths, dtype=np.int64)
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        self._sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids)
+        self.sequences.sampling.count(rows, plan.starts, query_start, plan.token_ids)
         return self._with_rows_to_sample(
             plan,
             rows,
@@ -83,7 +83,7 @@ class BatchBuilder:
                 block_tables=on_device,
                 slot_mapping=self._tensor(table[token_rows, blocks].astype(np.int64) * self._block_size + offsets),
             )
-            for table, on_device in zip(self._sequences.tables, self._sequences.device_tables, strict=True)
+            for table, on_device in zip(self.sequences.tables, self.sequences.device_tables, strict=True)
         )
         return AttentionBatch(
             query_start=self._tensor(query_start),
@@ -126,7 +126,7 @@ class BatchBuilder:
             token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
             attention=attention,
             logits_indices=self._tensor(np.concatenate(pieces) if scores else indices),
-            sampling=self._sequences.sampling.batch(rows[drawn_from], ends[drawn_from], seeds),
+            sampling=self.sequences.sampling.batch(rows[drawn_from], ends[drawn_from], seeds),
             sample_rows=sample_rows.tolist(),
             num_sample_rows=len(sampled),
             scores=scores,

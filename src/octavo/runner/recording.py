@@ -20,7 +20,8 @@ class RecordingExecutor(Executor):
         """See `Executor.execute`."""
         began = time.perf_counter()
         result = self.executor.execute(plan)
-        self._log.record(plan, began, time.perf_counter() - began)
+        if plan:
+            self._log.record(plan, began, time.perf_counter() - began)
         return result
 
     def close(self) -> None:

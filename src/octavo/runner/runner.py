@@ -8,6 +8,7 @@ import torch
 
 from octavo import kernels
 from octavo.attention.base import AttentionBackend
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.models.base import CausalLM, LaterLogits
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
@@ -56,12 +57,25 @@ class ModelRunner(Executor):
         self._sampler = Sampler(kernels.argmax if model.device.type == "cpu" and kernels.available() else argmax)
         self._mover = BlockMover(arena, host, model.device)
 
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles the grammars of structured outputs; None where no plan may ask for one."""
+        return self._batches.sequences.grammars
+
+    @grammars.setter
+    def grammars(self, compiler: GrammarCompiler) -> None:
+        self._batches.sequences.grammars = compiler
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Transfers and copies first, then the model over the plan's tokens, then the samples.
 
         What leaves may still be on its way while the model computes; when this returns, or raises, it has arrived.
+        A plan without rows only says which sequences to forget.
         """
+        if not plan:
+            self._batches.sequences.apply(plan)
+            return StepResult()
         try:
             self._mover.begin(plan)
             return self._compute(plan)
@@ -72,7 +86,8 @@ class ModelRunner(Executor):
         batch = self._batches.build(plan)
         step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
         if not batch.scores:
-            return self._sampler.sample(self.model.forward(*step), batch.sampling, batch.sample_rows)
+            logits = self.model.forward(*step)
+            return self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
         logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
         result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
         return replace(result, prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores))

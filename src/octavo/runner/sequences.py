@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.request import SequenceId
 from octavo.sampling.batch import SamplingState, SamplingTable
 from octavo.scheduler.plan import SequenceForked, StepPlan
@@ -29,6 +30,7 @@ class SequenceTable:
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
+        grammars: compiles those of sequences with a structured output; None: there are none.
         device_tables: the same as tensors: the very memory on a CPU, elsewhere a copy that each plan brings up to date.
     """
 
@@ -39,6 +41,7 @@ class SequenceTable:
         self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies do not have
         self.sampling = SamplingTable(max_rows)
+        self.grammars: GrammarCompiler | None = None
         self._lengths = [0] * max_rows  # of the row's tables
         self._rows: dict[SequenceId, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -58,7 +61,7 @@ class SequenceTable:
                 self._drop(change.seq_id)
         for new in plan.new:
             row = self._take_row(new.seq_id)
-            state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32))
+            state = SamplingState.of(new.sampling, np.frombuffer(new.token_ids, dtype=np.int32), self.grammars)
             self.sampling.put(row, state)
             self._write(row, 0, new.tables)
         row_of = self._rows

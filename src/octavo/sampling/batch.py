@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.state import GrammarState
 from octavo.sampling.counts import TokenCounts
 from octavo.scheduler.plan import SamplingSnapshot
 
@@ -29,6 +31,7 @@ _RECORD = np.dtype(
         ("beam", np.bool_),
         ("needs_logprobs", np.bool_),
         ("adjusted", np.bool_),  # by biases or penalties; `min_tokens` apart
+        ("structured", np.bool_),  # by a grammar, which takes care of `min_tokens` too
     ]
 )
 _MASK_64 = 2**64 - 1
@@ -36,21 +39,47 @@ _MASK_64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """One sequence's parameters, token counts where a penalty needs them, and the tokens it may draw if not all."""
+    """One sequence's parameters, and what else its draws depend on.
+
+    Attributes:
+        counts: of its tokens, where a penalty needs them.
+        allowed: the tokens that it may draw, if not all.
+        grammar: of a structured output, after its tokens so far.
+    """
 
     snapshot: SamplingSnapshot
     counts: TokenCounts | None = None
     allowed: npt.NDArray[np.int64] | None = None
+    grammar: GrammarState | None = None
 
     @classmethod
-    def of(cls, snapshot: SamplingSnapshot, token_ids: npt.NDArray[np.integer]) -> SamplingState:
-        """The state of a sequence with these tokens, which are read only if a penalty counts them."""
-        counts = None
-        if snapshot.params.counts_tokens:
+    def of(
+        cls,
+        snapshot: SamplingSnapshot,
+        token_ids: npt.NDArray[np.integer],
+        grammars: GrammarCompiler | None = None,
+    ) -> SamplingState:
+        """The state of a sequence with these tokens, which are read only if a penalty counts them or a grammar does."""
+        counts = grammar = None
+        params = snapshot.params
+        if params.counts_tokens:
             counts = TokenCounts(token_ids, snapshot.num_prompt_tokens)
-        given = snapshot.params.allowed_token_ids
+        if params.structured_outputs is not None:
+            assert grammars is not None, "whoever takes in requests knows that there is no tokenizer"
+            output = token_ids[snapshot.num_prompt_tokens :].tolist()
+            grammar = GrammarState(grammars.begin(params.structured_outputs), output)
+        given = params.allowed_token_ids
         allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
-        return cls(snapshot, counts, allowed)
+        return cls(snapshot, counts, allowed, grammar)
+
+    def fork(self) -> SamplingState:
+        """A copy for a forked sequence."""
+        return SamplingState(
+            self.snapshot,
+            None if self.counts is None else self.counts.fork(),
+            self.allowed,
+            None if self.grammar is None else self.grammar.fork(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +109,16 @@ class SamplingBatch:
 
     @property
     def adjusted(self) -> npt.NDArray[np.bool_]:
-        """bool [draws]: whether something changes the logits before the choice."""
-        adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | (self.positions < self.records["min_tokens"])
+        """bool [draws]: whether biases, penalties or `min_tokens` change the logits before the choice."""
+        adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | self.must_not_end
         return adjusted
+
+    @property
+    def must_not_end(self) -> npt.NDArray[np.bool_]:
+        """bool [draws]: whether `min_tokens` forbids an end; that of a structured output is its grammar's to decide."""
+        forbidden: npt.NDArray[np.bool_] = self.positions < self.records["min_tokens"]
+        forbidden &= ~self.records["structured"]
+        return forbidden
 
     def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
         """Some of the draws."""
@@ -96,42 +132,45 @@ class SamplingTable:
 
     def __init__(self, max_rows: int) -> None:
         self._records = np.zeros(max_rows, dtype=_RECORD)
-        self._counting = np.zeros(max_rows, dtype=np.bool_)
+        self._following = np.zeros(max_rows, dtype=np.bool_)  # the sequence's tokens: to count them, or by a grammar
         self._states: list[SamplingState | None] = [None] * max_rows
 
     def put(self, row: int, state: SamplingState) -> None:
         self._records[row] = _record(state.snapshot)
-        self._counting[row] = state.counts is not None
+        self._following[row] = state.counts is not None or state.grammar is not None
         self._states[row] = state
 
     def fork(self, parent: int, child: int, seed: int) -> None:
         """Copy row `parent` to row `child`, with a seed of its own."""
-        state = self._state(parent)
-        counts = None if state.counts is None else state.counts.fork()
         self._records[child] = self._records[parent]
         self._records[child]["seed"] = seed & _MASK_64
-        self._counting[child] = counts is not None
-        self._states[child] = SamplingState(state.snapshot, counts, state.allowed)
+        self._following[child] = self._following[parent]
+        self._states[child] = self._state(parent).fork()
 
     def clear(self, row: int) -> None:
-        self._counting[row] = False
+        self._following[row] = False
         self._states[row] = None
 
     def count(
         self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
     ) -> None:
-        """Count a step's tokens for penalties; tokens already counted are skipped.
+        """Count a step's tokens for penalties, and let grammars follow them; those that are known are skipped.
 
         Args:
             starts: position of each row's first token.
             bounds: row i's tokens are token_ids[bounds[i] : bounds[i + 1]].
         """
-        for i in np.flatnonzero(self._counting[rows]).tolist():
-            counts = self._state(int(rows[i])).counts
-            assert counts is not None
-            first = int(bounds[i]) + counts.num_tokens - starts[i]
-            for token_id in token_ids[first : int(bounds[i + 1])]:
-                counts.append(token_id)
+        for i in np.flatnonzero(self._following[rows]).tolist():
+            state = self._state(int(rows[i]))
+            begin, end = int(bounds[i]), int(bounds[i + 1])
+            if (counts := state.counts) is not None:
+                for token_id in token_ids[begin + counts.num_tokens - starts[i] : end]:
+                    counts.append(token_id)
+            if (grammar := state.grammar) is not None:
+                of_prompt = max(0, state.snapshot.num_prompt_tokens - starts[i])
+                if begin + of_prompt < end:
+                    first = starts[i] + of_prompt - state.snapshot.num_prompt_tokens
+                    grammar.follow(first, token_ids[begin + of_prompt : end])
 
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
@@ -169,4 +208,5 @@ def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
         params.use_beam_search,
         params.needs_logprobs,
         params.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None,
+        params.structured_outputs is not None,
     )

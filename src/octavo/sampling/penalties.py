@@ -27,7 +27,7 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     1. `allowed_token_ids`: all others to -inf.
     2. `bad_words`: the last token of each to -inf, where the output ends in those before it.
     3. `min_tokens`: end-of-sequence and stop token ids to -inf, until that many tokens are out (with `ignore_eos`
-       too, whose end-of-sequence would not end anything).
+       too, whose end-of-sequence would not end anything). Not where a grammar says which tokens may come.
     4. `logit_bias`: added.
     5. `repetition_penalty`, over prompt and output: x / r where x > 0, x * r elsewhere (Keskar et al. 2019, CTRL, 4.1).
     6. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
@@ -36,7 +36,7 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     Token ids outside the vocabulary are passed over: nothing can draw them.
     """
     rows = [(i, batch.states[i]) for i in np.flatnonzero(batch.records["adjusted"]).tolist()]
-    ending = np.flatnonzero(batch.positions < batch.records["min_tokens"]).tolist()
+    ending = np.flatnonzero(batch.must_not_end).tolist()
     flat = logits.view(-1)
     vocab = logits.shape[1]
     _allow_only(logits, rows)

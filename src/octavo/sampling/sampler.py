@@ -8,6 +8,7 @@ tokens alone or in a batch, before and after preemption.
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
     top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
     beams                        no draw: the largest log-probabilities, for the scheduler to choose from
+    structured outputs           any of the first three, among the tokens that the grammar allows (`grammar_masks`)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
+from octavo.sampling.grammar_masks import GrammarMasks, Words, allowed_ids, mask, split
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.top_k import argmax, largest
@@ -49,30 +51,36 @@ class Sampler:
 
     def __init__(self, greedy: ArgMax = argmax) -> None:
         self._greedy = greedy
+        self._grammars = GrammarMasks()
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, row_of: Seq[int] | None = None) -> StepResult:
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, row_of: Seq[int] | None = None, *, spoil: bool = False
+    ) -> StepResult:
         """The next token of each draw, and its logprobs where the request asks for them.
 
-        Logprobs are those of the model: before temperature, penalties and filters (vLLM's `raw_logprobs`).
+        Logprobs are those of the model: before temperature, penalties, filters and grammars (vLLM's `raw_logprobs`).
 
         Args:
-            logits: [rows, vocab], any floating dtype; not changed.
-            row_of: logits row of each draw; several may share one. None: row i belongs to draw i.
+            logits: [rows, vocab], any floating dtype.
+            row_of: logits row of each draw; several may share one, the first of them is the row's own sequence. None:
+                row i belongs to draw i.
+            spoil: the logits are of no use to the caller afterwards, and may be written over.
 
         Raises:
-            LogitsError: names the requests whose logits make no distribution.
+            LogitsError: names the requests whose logits make no distribution, or whose grammar has failed.
         """
         if not len(batch):
             return StepResult()
+        own = _own_draws(len(batch), row_of)
         logits = _spread(logits, len(batch), row_of)
         is_beam = batch.records["beam"]
         if not is_beam.any():
-            return self._draw(logits, batch)
+            return self._draw(logits, batch, own, spoil=spoil)
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         parts = [(beams, self._candidates(_select(logits, beams), batch.select(beams)))]
         if len(others):
-            parts.append((others, self._draw(_select(logits, others), batch.select(others))))
+            parts.append((others, self._draw(_select(logits, others), batch.select(others), own[others], spoil=True)))
         return _merged(parts, len(batch))
 
     @torch.inference_mode()
@@ -92,13 +100,29 @@ class Sampler:
             scored += _token_logprobs(rows, token_ids, [num_top] * len(some))
         return tuple(scored)
 
-    def _draw(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
+    def _draw(
+        self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, spoil: bool
+    ) -> StepResult:
+        structured = np.flatnonzero(batch.records["structured"])
+        spoil = spoil and not batch.records["needs_logprobs"].any()
         chosen_from = logits
         if batch.adjusted.any():
-            chosen_from = logits.clone()
+            chosen_from = logits if spoil else logits.clone()
             adjust(chosen_from, batch)
-        token_ids, sound = self._choose(chosen_from, batch)
+        if len(structured):
+            words = self._grammars.fill(batch.select(structured), logits.shape[1])
+            token_ids, sound = self._choose_structured(
+                chosen_from, batch, structured, words, spoil=spoil or chosen_from is not logits
+            )
+        else:
+            token_ids, sound = self._choose(chosen_from, batch)
         _require_sound(sound, batch)
+        drawn = token_ids.tolist()
+        forced: dict[int, tuple[int, ...]] = {}
+        if len(structured):
+            draws = structured.tolist()
+            found = self._grammars.drew(batch.select(structured), [drawn[i] for i in draws], own[structured].tolist())
+            forced = {draws[i]: following for i, following in found.items()}
         wanted = np.flatnonzero(batch.records["needs_logprobs"])
         logprobs: dict[int, TokenLogprobs] = {}
         if len(wanted):
@@ -106,7 +130,44 @@ class Sampler:
             num_top = [batch.states[i].snapshot.params.logprobs or 0 for i in draws]
             scored = _token_logprobs(_select(logits, wanted), _select(token_ids, wanted), num_top)
             logprobs = dict(zip(draws, scored, strict=True))
-        return StepResult(tuple(token_ids.tolist()), logprobs)
+        return StepResult(tuple(drawn), logprobs, forced=forced)
+
+    def _choose_structured(
+        self, logits: torch.Tensor, batch: SamplingBatch, structured: Draws, words: Words, *, spoil: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_choose`, for a batch of which the draws `structured` are limited to the tokens of `words`."""
+        few, many = split(words)
+        token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
+        sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
+        if len(few):
+            draws = structured[few]
+            table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[few]))
+            gathered = _select(logits, draws).gather(1, table).masked_fill_(~is_token, -torch.inf)
+            place, proper = self._choose(gathered, batch.select(draws))
+            _place(token_ids, draws, table.gather(1, place.unsqueeze(1)).squeeze(1))
+            _place(sound, draws, proper)
+        is_whole = np.ones(len(batch), dtype=np.bool_)
+        is_whole[structured[few]] = False
+        whole = np.flatnonzero(is_whole)
+        if len(whole):
+            rows = _select(logits, whole)
+            if rows is logits and len(many) and not spoil:
+                rows = logits.clone()
+            if len(many):
+                self._mask_rows(rows, np.searchsorted(whole, structured[many]), words[many])
+            best, proper = self._choose(rows, batch.select(whole))
+            _place(token_ids, whole, best)
+            _place(sound, whole, proper)
+        return token_ids, sound
+
+    @staticmethod
+    def _mask_rows(logits: torch.Tensor, rows: Draws, words: Words) -> None:
+        if len(rows) == len(logits):
+            mask(logits, words)
+            return
+        every = np.full((len(logits), words.shape[1]), 0xFFFF_FFFF, dtype=np.uint32)
+        every[rows] = words
+        mask(logits, every)
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
@@ -161,13 +222,24 @@ def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult
     token_ids = [0] * num_draws
     logprobs: dict[int, TokenLogprobs] = {}
     candidates: dict[int, tuple[Candidate, ...]] = {}
+    forced: dict[int, tuple[int, ...]] = {}
     for draws, result in parts:
         places = draws.tolist()
         for place, token_id in zip(places, result.token_ids, strict=True):
             token_ids[place] = token_id
         logprobs.update((places[i], value) for i, value in result.logprobs.items())
         candidates.update((places[i], found) for i, found in result.candidates.items())
-    return StepResult(tuple(token_ids), logprobs, candidates)
+        forced.update((places[i], following) for i, following in result.forced.items())
+    return StepResult(tuple(token_ids), logprobs, candidates, forced=forced)
+
+
+def _own_draws(num_draws: int, row_of: Seq[int] | None) -> npt.NDArray[np.bool_]:
+    """bool [draws]: whether a draw is the first from its row."""
+    own = np.ones(num_draws, dtype=np.bool_)
+    if row_of is not None and num_draws > 1:
+        rows = np.asarray(row_of)
+        own[1:] = rows[1:] != rows[:-1]
+    return own
 
 
 def _places_to_choose_from(token_ids: list[int], snapshot: SamplingSnapshot) -> list[int]:

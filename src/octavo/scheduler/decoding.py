@@ -62,21 +62,28 @@ class Sampling:
         for sibling in seqs[1:]:
             moves.fork(seqs[0], sibling)
         for seq, sample in zip(seqs, samples, strict=True):
-            seq.append_token(sample.token_id)
             logprobs: tuple[TokenLogprobs, ...] = ()
             if sample.logprobs is not None:
                 logprobs = (sample.logprobs,)
                 seq.cumulative_logprob += sample.logprobs.logprob
-            update = SequenceUpdate(seq, (sample.token_id,), logprobs, seq.cumulative_logprob)
+            token_ids = (sample.token_id, *sample.forced)
+            for length, token_id in enumerate(token_ids, start=1):
+                seq.append_token(token_id)
+                self._check_end(seq, token_id, moves)
+                if seq.finished:
+                    token_ids = token_ids[:length]
+                    break
+            update = SequenceUpdate(seq, token_ids, logprobs, seq.cumulative_logprob)
             updates.append(update)
-            self._check_end(seq, sample.token_id, moves)
             update.note_end()
 
     def _check_end(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> None:
         params = seq.request.params
         num_output = seq.num_output_tokens
-        if num_output >= params.min_tokens:
-            if token_id in seq.request.eos_token_ids and not params.ignore_eos:
+        # A grammar lets an output end before `min_tokens`, or in spite of `ignore_eos`, only where nothing else fits.
+        is_structured = params.structured_outputs is not None
+        if num_output >= params.min_tokens or is_structured:
+            if token_id in seq.request.eos_token_ids and (is_structured or not params.ignore_eos):
                 return moves.finish(seq, FinishReason.STOP)
             if token_id in params.stop_token_ids:
                 return moves.finish(seq, FinishReason.STOP, token_id)

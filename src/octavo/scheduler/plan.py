@@ -75,7 +75,8 @@ class NewSequence(NamedTuple):
 
     Attributes:
         tables: one block table per group.
-        token_ids: all its tokens so far, int32 in the machine's byte order, where penalties count them; else empty.
+        token_ids: all its tokens so far, int32 in the machine's byte order, where penalties count them or a grammar
+            follows them; else empty.
     """
 
     seq_id: SequenceId
@@ -200,11 +201,13 @@ class SampleResult:
 
     Attributes:
         candidates: where the request searches with beams, the most likely tokens, best first; `token_id` is the first.
+        forced: the tokens that must follow it, by the request's grammar.
     """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     candidates: tuple[Candidate, ...] = ()
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +219,14 @@ class StepResult:
         logprobs: by the number of the draw, where the request asked for them.
         candidates: by the number of the draw, where the request searches with beams.
         prompt_logprobs: one list for each of `StepPlan.scores`.
+        forced: by the number of the draw, the tokens that a grammar lets follow it one way only.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:
@@ -232,10 +237,13 @@ class StepResult:
             {i: sample.logprobs for i, sample in enumerate(samples) if sample.logprobs is not None},
             {i: sample.candidates for i, sample in enumerate(samples) if sample.candidates},
             tuple(map(tuple, prompt_logprobs)),
+            {i: sample.forced for i, sample in enumerate(samples) if sample.forced},
         )
 
     def sample(self, draw: int) -> SampleResult:
-        return SampleResult(self.token_ids[draw], self.logprobs.get(draw), self.candidates.get(draw, ()))
+        return SampleResult(
+            self.token_ids[draw], self.logprobs.get(draw), self.candidates.get(draw, ()), self.forced.get(draw, ())
+        )
 
     @property
     def samples(self) -> list[SampleResult]:

@@ -43,6 +43,7 @@ class PlanBuilder:
         self._told: dict[SequenceId, int] = {}  # how many entries of its tables the runner has
         self._changes: list[SequenceForked | SequenceDropped] = []
         self._reset = True
+        self._told_grammars = False  # whether the runner may hold states of grammars
         self._step = 0
         self._in_flight = False
         self._clear()
@@ -174,6 +175,17 @@ class PlanBuilder:
         self._changes.clear()
         self._reset = True
 
+    def release(self) -> StepPlan | None:
+        """A plan without rows that makes the runner forget every sequence, once there is none; None: it need not be.
+
+        What a sequence leaves behind goes with the next plan. Only a grammar's state is too large to wait for that.
+        """
+        if self._told or self._in_flight or not self._told_grammars:
+            return None
+        self._step += 1
+        self._changes, self._reset, self._told_grammars = [], False, False
+        return StepPlan(step=self._step, reset=True)
+
     def drop(self, seq: Sequence) -> None:
         """A sequence stops running: its blocks, or its id, are about to change hands."""
         if self._told.pop(seq.seq_id, None) is not None:
@@ -209,6 +221,8 @@ class PlanBuilder:
             num_candidates(request) if params.use_beam_search else 0,
             request.bad_word_ids,
         )
-        token_ids = array("i", seq.token_ids).tobytes() if params.counts_tokens else b""
+        needs_tokens = params.counts_tokens or params.structured_outputs is not None
+        token_ids = array("i", seq.token_ids).tobytes() if needs_tokens else b""
+        self._told_grammars |= params.structured_outputs is not None
         self._new.append(NewSequence(seq.seq_id, sampling, tuple(map(tuple, tables)), token_ids))
         self._told[seq.seq_id] = len(tables[0])

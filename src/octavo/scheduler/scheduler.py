@@ -353,17 +353,19 @@ class Scheduler:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
         sequences, num_streams, draws = self._builder.settle(plan)
         if self.turns is not None:
-            self.turns.drawn(chain(sequences[:num_streams], *draws))
+            drew = [*sequences[:num_streams], *chain.from_iterable(draws)]
+            self.turns.drawn(drew)
+            self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.swap.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         updates: list[SequenceUpdate] = []
-        places = self._running.places
+        places, forced = self._running.places, result.forced
         # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
         streams = sequences[:num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
             computed, place = seq.num_computed + 1, places.get(seq.seq_id)
-            if place is None or computed >= place.attend_at or token_id in place.ending_ids:
+            if place is None or computed >= place.attend_at or token_id in place.ending_ids or draw in forced:
                 self._advance(seq, computed, (seq,), draw, result, updates)
             else:
                 seq.num_computed = computed
@@ -446,6 +448,10 @@ class Scheduler:
         """A step took so long, from the end of the step before where the engine went straight on to its own end."""
         if self._latency is not None:
             self._latency.observe(StepLoad.of(plan.starts, plan.lengths), seconds)
+
+    def release(self) -> StepPlan | None:
+        """A plan that makes the runner forget every sequence, where nothing is left to compute and it is worth it."""
+        return None if self._requests else self._builder.release()
 
     def abandon_step(self) -> None:
         """Abandon the last planned step, which gave no result: its transfers are done, the runner's state unknown."""

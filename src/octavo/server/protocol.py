@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from octavo.errors import RequestError, shown
 from octavo.limits import RequestLimits
 from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
+from octavo.server.response_format import GUIDED_FIELDS, structured_outputs_of
 from octavo.text.prompt_checks import check_token_ids
 
 # One wrong element says enough: a body of millions of them must not become millions of errors.
@@ -132,22 +133,26 @@ class GenerationBody(RequestBody):
 
     # vLLM's, not (yet) Octavo's.
     logits_processors: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+
+    # What the output must look like: OpenAI's name, vLLM's, and vLLM's older ones.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
 
     names: ClassVar[tuple[str, ...]] = (
         *("model", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        "guided_decoding_backend",
     )
     bulky: ClassVar[tuple[str, ...]] = (
         *("stop", "stop_token_ids", "logit_bias", "metadata", "cache_salt", "allowed_token_ids", "bad_words"),
+        *("response_format", "structured_outputs", *GUIDED_FIELDS),
     )
-    unsupported: ClassVar[tuple[str, ...]] = (
-        *("logits_processors", "structured_outputs", "guided_json", "guided_regex"),
-        *("guided_choice", "guided_grammar"),
-    )
+    unsupported: ClassVar[tuple[str, ...]] = ("logits_processors",)
 
     @property
     def streams(self) -> bool:
@@ -182,6 +187,9 @@ class GenerationBody(RequestBody):
                 param="stream",
             )
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if (wanted := structured_outputs_of(self)) is not None:
+            limits.check_structured_outputs(wanted)
+            given["structured_outputs"] = wanted
         if self.logit_bias:
             given["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
         check_token_ids(self.stop_token_ids or (), vocab_size, "stop_token_ids")
@@ -197,10 +205,9 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     suffix: Any = None
-    response_format: dict[str, Any] | None = None
 
     unsupported: ClassVar[tuple[str, ...]] = (*GenerationBody.unsupported, "suffix")
-    bulky: ClassVar[tuple[str, ...]] = (*GenerationBody.bulky, "prompt", "response_format")
+    bulky: ClassVar[tuple[str, ...]] = (*GenerationBody.bulky, "prompt")
 
     @property
     def scores_only(self) -> bool:
@@ -210,7 +217,6 @@ class CompletionBody(GenerationBody):
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
         """Raises `RequestError` naming the field."""
         given = self.common_sampling(vocab_size, limits)
-        _require_text_format(self.response_format)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             given["prompt_logprobs"] = self.logprobs
         # The engine computes a prompt only to sample after it, so scoring samples one token and drops it.
@@ -233,7 +239,6 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
     modalities: Texts | None = None
-    response_format: dict[str, Any] | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
 
@@ -249,7 +254,7 @@ class ChatBody(GenerationBody):
     names: ClassVar[tuple[str, ...]] = (*GenerationBody.names, "reasoning_effort")
     bulky: ClassVar[tuple[str, ...]] = (
         *GenerationBody.bulky,
-        *("messages", "chat_template_kwargs", "modalities", "response_format", "tools", "tool_choice"),
+        *("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice"),
     )
     unsupported: ClassVar[tuple[str, ...]] = (
         *GenerationBody.unsupported,
@@ -260,7 +265,6 @@ class ChatBody(GenerationBody):
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
         """Raises `RequestError` naming the field."""
         given = self.common_sampling(vocab_size, limits)
-        _require_text_format(self.response_format)
         if any(modality != "text" for modality in self.modalities or ()):
             raise RequestError(
                 f"modalities other than text are not supported, got {shown(self.modalities)}", param="modalities"
@@ -309,12 +313,3 @@ def _token_biases(logit_bias: dict[str, float], vocab_size: int) -> dict[int, fl
         raise RequestError('the keys of logit_bias must be token ids, such as "50256"', param="logit_bias") from None
     check_token_ids(list(biases), vocab_size, "logit_bias")
     return biases
-
-
-def _require_text_format(response_format: dict[str, Any] | None) -> None:
-    if response_format is not None and response_format.get("type") != "text":
-        wanted = response_format.get("type")
-        raise RequestError(
-            f"response_format of type {shown(wanted)} is not supported by this server, only 'text'",
-            param="response_format",
-        )

@@ -176,6 +176,10 @@ class Tokenizer:
         """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def to_json(self) -> str:
+        """All of it as tokenizer.json has it, for libraries that read that."""
+        return str(self._backend.to_str())
+
     def __getstate__(self) -> dict[str, Any]:
         # The pieces are made of functions; whoever gets a copy makes its own on first use.
         return {name: value for name, value in self.__dict__.items() if name != "_spelled_out"}

@@ -1,0 +1,180 @@
+"""Grammars compiled for one tokenizer by llguidance, each once.
+
+    compile ──> [cache: description -> future] ──> CompiledGrammar ──start──> GrammarState, one a sequence
+                          └─ worker thread: llguidance lets go of the interpreter's lock meanwhile
+
+llguidance is imported with the first grammar.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import cached_property
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
+from octavo.option import flag
+from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.tokenizer import Tokenizer
+
+# What the cache keeps, in compiled grammars and in bytes of their descriptions, whoever uses them.
+_KEPT, _KEPT_BYTES = 256, 1 << 20
+# Items of a parse, and steps of a lexer, that one mask may take: about a millisecond of the former, 14 of the latter.
+_STEP_ITEMS, _STEP_FUEL = 20_000, 200_000
+_SHOWN_REASON = 300
+
+
+class CompiledGrammar:
+    """A grammar in its initial state.
+
+    Attributes:
+        matcher: llguidance's, never advanced: every sequence begins with a copy.
+        eos_token_id: what ends an output that cannot go on.
+        eos_token_ids: every token that may end one.
+    """
+
+    def __init__(self, lark: str, tokenizer: Any) -> None:
+        self._lark = lark
+        self._tokenizer = tokenizer
+        self.matcher = self._compiled(lark)
+        self.eos_token_id: int = tokenizer.eos_token
+        self.eos_token_ids: frozenset[int] = frozenset(tokenizer.eos_tokens)
+
+    @cached_property
+    def without_forcing(self) -> Any:
+        """The matcher of `source.without_forcing`, for outputs of which endlessly much is forced."""
+        return self._compiled(without_forcing(self._lark))
+
+    def _compiled(self, lark: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(step_max_items=_STEP_ITEMS, step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
+        return LLMatcher(self._tokenizer, lark, log_level=0, limits=limits)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Thread-safe.
+
+    Args:
+        load_tokenizer: called with the first grammar; None where the model has no tokenizer.
+        vocab_size: rows of the model's logits.
+        eos_token_ids: what ends an output, beside the tokenizer's own.
+        max_ms: how long compiling one grammar may take, in milliseconds.
+    """
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer | None],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_ms: int,
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._max_ms = max_ms
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
+        # Those that fell out of the cache and are still in use.
+        self._used: weakref.WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
+            weakref.WeakValueDictionary()
+        )
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="octavo-grammar")
+
+    def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
+        """The compiled grammar; waits for it.
+
+        Raises:
+            RequestError: it cannot be compiled, nothing satisfies it, it takes too long, or the model has no tokenizer.
+        """
+        try:
+            return self.begin(wanted).result(self._max_ms / 1e3)
+        except FutureTimeoutError:
+            raise RequestError(
+                f"compiling structured_outputs.{wanted.kind} takes longer than {self._max_ms} ms, the most allowed "
+                f"({flag('max_grammar_ms')})",
+                param="structured_outputs",
+            ) from None
+
+    def begin(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """Begin to compile a grammar, unless that has been done."""
+        with self._lock:
+            future = self._compiled.pop(wanted, None)
+            if future is None:
+                if (used := self._used.get(wanted)) is not None:
+                    future = Future()
+                    future.set_result(used)
+                else:
+                    future = self._threads.submit(self._compile, wanted)
+            self._compiled[wanted] = future
+            self._make_room()
+            return future
+
+    def _make_room(self) -> None:
+        total = sum(wanted.num_bytes for wanted in self._compiled) if len(self._compiled) > 1 else 0
+        while len(self._compiled) > 1 and (len(self._compiled) > _KEPT or total > _KEPT_BYTES):
+            oldest, _ = self._compiled.popitem(last=False)
+            total -= oldest.num_bytes
+
+    def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
+        lark = to_lark(wanted)
+        compiled = CompiledGrammar(without_forcing(lark) if may_force_long_runs(wanted) else lark, self._tokenizer)
+        error = _first_error(compiled.matcher)
+        if error and not compiled.matcher.is_error():
+            error = _first_error(compiled.without_forcing)
+        if error:
+            raise RequestError(_reason(wanted, error), param="structured_outputs")
+        with self._lock:
+            self._used[wanted] = compiled
+        return compiled
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        tokenizer = self._load_tokenizer()
+        if tokenizer is None:
+            raise RequestError("structured output needs a tokenizer: this model has none", param="structured_outputs")
+        eos_token_ids = sorted(
+            (self._eos_token_ids | tokenizer.eos_token_ids) & frozenset(range(self._vocab_size)),
+            key=lambda token_id: (token_id not in tokenizer.eos_token_ids, token_id),
+        )
+        if not eos_token_ids:
+            raise RequestError(
+                "this model has no end-of-sequence token: its output cannot be structured", param="structured_outputs"
+            )
+        try:
+            return LLTokenizer(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos_token_ids)
+        except Exception as error:  # llguidance raises ValueError, and whatever its readers do
+            raise RequestError(
+                f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"
+            ) from error
+
+
+def _first_error(matcher: Any) -> str:
+    """What the first mask finds out and compiling did not: that nothing matches, or that it is too complex."""
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.compute_bitmask()
+    return str(first.get_error())
+
+
+def _reason(wanted: StructuredOutputsParams, error: str) -> str:
+    """llguidance's own words, as far as they are of use to whoever wrote the grammar."""
+    if error.startswith("NoExtension"):
+        return f"nothing satisfies structured_outputs.{wanted.kind}"
+    said = error.split("\n<state>")[0].strip()
+    if wanted.kind == "json":
+        # Where in its own text llguidance found it says nothing of the schema.
+        said = said.split("\n")[0].split("failed to compile JSON schema: ")[-1]
+    said = said if len(said) <= _SHOWN_REASON else said[: _SHOWN_REASON - 1] + "…"
+    hint = ""
+    if wanted.kind == "json" and wanted.strict and ("Unimplemented" in said or "oneOf" in said):
+        hint = " (strict: false passes over what cannot be enforced)"
+    return f"structured_outputs.{wanted.kind} cannot be compiled: {said}{hint}"

@@ -1,0 +1,78 @@
+"""What a body says of its answer's form: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from octavo.errors import RequestError, shown
+from octavo.structured_outputs import StructuredOutputsParams
+
+# vLLM's older names, and what they became.
+GUIDED_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class DescribesOutput(Protocol):
+    """The fields of a body that are read here."""
+
+    response_format: dict[str, Any] | None
+    structured_outputs: dict[str, Any] | None
+
+
+def structured_outputs_of(body: DescribesOutput) -> StructuredOutputsParams | None:
+    """What the output must look like; None: nothing is said of it.
+
+    Raises:
+        RequestError: a description is invalid, or there are several.
+    """
+    found = {
+        "response_format": _of_response_format(body.response_format),
+        "structured_outputs": StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None,
+        "guided_*": _of_guided(body),
+    }
+    given = [name for name, wanted in found.items() if wanted is not None]
+    if len(given) > 1:
+        raise RequestError(f"the output is described more than once: by {' and '.join(given)}", param=given[1])
+    return found[given[0]] if given else None
+
+
+def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    if given is None or given.get("type") == "text":
+        return None
+    if given.get("type") == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if given.get("type") != "json_schema":
+        raise RequestError(
+            f"response_format of type {shown(given.get('type'))} is not supported by this server, only "
+            + " and ".join(map(repr, _FORMATS)),
+            param="response_format",
+        )
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(described, dict) or not isinstance(schema, (dict, bool)):
+        raise RequestError(
+            'response_format must hold {"type": "json_schema", "json_schema": {"schema": {…}}}',
+            param="response_format.json_schema",
+        )
+    strict = described.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(
+            f"response_format.json_schema.strict must be true or false, got {shown(strict)}",
+            param="response_format.json_schema.strict",
+        )
+    # Not said means strict, as vLLM takes it: whoever sends a schema expects it to hold.
+    return StructuredOutputsParams(json=schema, strict=strict is not False)
+
+
+def _of_guided(body: DescribesOutput) -> StructuredOutputsParams | None:
+    options = {
+        name: value for guided, name in GUIDED_FIELDS.items() if (value := getattr(body, guided)) not in (None, "", [])
+    }
+    return StructuredOutputsParams(**options) if options else None

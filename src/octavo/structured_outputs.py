@@ -1,0 +1,183 @@
+"""What an output must look like, with the names and meanings of vLLM's `StructuredOutputsParams`. Plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from octavo.errors import RequestError, shortened, shown
+from octavo.option import nearest
+
+GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
+KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of the first five is given. Validated at construction; raises `RequestError` naming the field.
+
+    Attributes:
+        json: a JSON Schema, as an object or as its text; kept as text.
+        regex: a regular expression that the whole output matches (Rust's syntax: no look-around, no back references).
+        choice: the output is one of these strings; kept as a tuple.
+        grammar: a context-free grammar in Lark's or GBNF's notation.
+        json_object: any JSON object.
+        strict: False: keywords of a JSON Schema that cannot be enforced are passed over instead of refused.
+        disable_any_whitespace: JSON without any white space.
+        whitespace_pattern: a regular expression for the white space between JSON's tokens.
+        disable_additional_properties: no object of a JSON Schema has properties that the schema does not list.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    strict: bool = True
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool = False
+
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputsParams:
+        """From a JSON object, in which null says nothing. Raises `RequestError`, for an unknown field too."""
+        if not isinstance(given, Mapping):
+            raise RequestError(f"structured_outputs must be an object, got {shown(given)}", param="structured_outputs")
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise RequestError(
+                    f"structured_outputs.{shortened(str(name))} is not supported{nearest(str(name), known)}",
+                    param="structured_outputs",
+                )
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "strict", "disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {shown(value)}", param="structured_outputs")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        given = self._given
+        if len(given) != 1:
+            said = " and ".join(given) or "none of them"
+            raise RequestError(
+                f"structured_outputs needs exactly one of {', '.join(KINDS)}, got {said}",
+                param="structured_outputs",
+            )
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(f"{name} must be a non-empty string, got {shown(value)}", param="structured_outputs")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise RequestError(
+                "whitespace_pattern cannot be combined with disable_any_whitespace", param="structured_outputs"
+            )
+
+    @property
+    def _given(self) -> list[GrammarKind]:
+        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+
+    @property
+    def kind(self) -> GrammarKind:
+        return self._given[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of all text in it, in UTF-8."""
+        texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ())]
+        return sum(len(text.encode(errors="surrogatepass")) for text in texts if isinstance(text, str))
+
+    @property
+    def depth(self) -> int:
+        """The deepest nesting of brackets in its text; in a schema, of objects and arrays."""
+        texts = [self.regex, self.grammar, self.whitespace_pattern]
+        depths = [_bracket_depth(text) for text in texts if text is not None]
+        if isinstance(self.json, str):
+            depths.append(_json_depth(json.loads(self.json)))
+        return max(depths, default=0)
+
+
+WHITESPACE = r"[ ]?|\r?\n[ \t]{0,32}"
+"""The white space allowed between JSON's tokens: a model that would write nothing else must go on."""
+
+
+def whitespace_options(wanted: StructuredOutputsParams | None = None) -> dict[str, Any]:
+    """What llguidance is told of the white space in JSON; None: the default."""
+    if wanted is not None and wanted.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    pattern = None if wanted is None else wanted.whitespace_pattern
+    return {"whitespace_pattern": pattern or WHITESPACE}
+
+
+def json_rule(schema: Any, options: Mapping[str, Any] | None = None, *, lenient: bool = False) -> str:
+    """A JSON Schema as an expression of a Lark grammar.
+
+    So that a JSON value can be part of a larger `grammar`: `start: "<call>" ` + json_rule(schema) + ` "</call>"`.
+
+    Args:
+        options: of llguidance's JSON compiler; by default `whitespace_options()`.
+        lenient: pass over keywords that cannot be enforced, and take `oneOf` for `anyOf`.
+    """
+    if schema is True:
+        schema = {}
+    if isinstance(schema, Mapping):
+        given = schema.get("x-guidance")
+        said = {
+            **(whitespace_options() if options is None else options),
+            **(given if isinstance(given, Mapping) else {}),
+        }
+        if lenient:
+            said |= {"lenient": True, "coerce_one_of": True}
+        schema = {**schema, "x-guidance": said}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _schema_text(schema: object) -> str:
+    """A schema as JSON in one spelling, so that equal ones are found again."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(parsed, (Mapping, bool)):
+            return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"json is no valid JSON Schema: {shown(str(error))}", param="structured_outputs") from error
+    except RecursionError as error:
+        raise RequestError("json is nested too deeply to be read", param="structured_outputs") from error
+    raise RequestError(
+        f"json must be a JSON Schema, an object or its text, got {shown(parsed)}", param="structured_outputs"
+    )
+
+
+def _choices(choice: object) -> tuple[str, ...]:
+    if isinstance(choice, str) or not isinstance(choice, Iterable):
+        raise RequestError(f"choice must be a list of strings, got {shown(choice)}", param="structured_outputs")
+    choices = tuple(choice)
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"choice must hold non-empty strings, got {shown(text)}", param="structured_outputs")
+    if not choices:
+        raise RequestError("choice must hold at least one string", param="structured_outputs")
+    return choices
+
+
+def _json_depth(value: object) -> int:
+    depth, level = 0, [value]
+    while level := [container for container in level if isinstance(container, (dict, list))]:
+        depth += 1
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return depth
+
+
+def _bracket_depth(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
