@@ -24,7 +24,7 @@ from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.scheduler.plan import StepPlan
-from tests.scheduler.test_scheduler_machine import LIMITS, SchedulerMachine
+from tests.scheduler.test_scheduler_machine import LIMITS, POLICIES, SchedulerMachine
 
 CACHES = ("hashed", "radix", None)
 MODES = ("recompute", "swap", "auto")
@@ -37,7 +37,7 @@ STEPS_OF_EACH = 1000
 def combination(cache: str | None, policy: str, preemption: str, pinning: bool, decoding: str, aborting: bool) -> Any:
     """A machine of that kind alone; its class counts."""
     host = st.just(0) if preemption == "recompute" else st.sampled_from([1, 4, 100])
-    limits = {**LIMITS, "num_host_blocks": host}
+    limits = {**LIMITS, "num_host_blocks": host, "policy": POLICIES["policy"]}
 
     class Combination(SchedulerMachine):
         samples, beams = DECODING[decoding]
