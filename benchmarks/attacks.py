@@ -15,7 +15,7 @@ import json
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,51 +51,38 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": [5] * 5, "max_tokens": 16, "ignore_eos": True, **fields}
 
 
+async def trickle(port: int, pieces: Iterable[bytes], pause: float, patience: float) -> Answer:
+    """Send pieces until an answer comes, with a pause after each, and wait for one."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = asyncio.ensure_future(reader.read(4096))
+    try:
+        for piece in pieces:
+            if answer.done():
+                break
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        return Answer(int((await asyncio.wait_for(answer, patience))[9:12] or 0))
+    except TimeoutError:
+        return Answer(-1)
+    except ConnectionError:
+        return Answer(0)
+    finally:
+        answer.cancel()
+        writer.transport.abort()
+
+
 async def stalled_bodies(port: int) -> list[Answer]:
     """A hundred bodies of 15 MB, each of which stops before its end."""
-    content = b" " * 15_000_000
-
-    async def stall() -> Answer:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(head(COMPLETIONS, len(content) + 100, keep=True))
-            for start in range(0, len(content), 1_000_000):
-                writer.write(content[start : start + 1_000_000])
-                await writer.drain()
-            answer = await asyncio.wait_for(reader.read(4096), SECONDS)
-        except TimeoutError:
-            return Answer(-1)
-        except ConnectionError:
-            return Answer(0)
-        finally:
-            writer.transport.abort()
-        return Answer(int(answer[9:12] or 0))
-
-    return list(await asyncio.gather(*(stall() for _ in range(100))))
+    content = b" " * 1_000_000
+    pieces = [head(COMPLETIONS, 15 * len(content) + 100, keep=True), *[content] * 15]
+    return list(await asyncio.gather(*(trickle(port, pieces, 0, SECONDS) for _ in range(100))))
 
 
 async def slow_headers(port: int) -> list[Answer]:
     """Two hundred headers that trickle."""
-
-    async def trickle() -> Answer:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(b"POST /v1/completions HTTP/1.1\r\n")
-            answer = asyncio.ensure_future(reader.read(4096))
-            for number in range(20):
-                if answer.done():
-                    break
-                writer.write(b"X-Slow-%d: 1\r\n" % number)
-                await asyncio.sleep(0.25)
-            return Answer(int((await asyncio.wait_for(answer, 1))[9:12] or 0))
-        except TimeoutError:
-            return Answer(-1)
-        except ConnectionError:
-            return Answer(0)
-        finally:
-            writer.transport.abort()
-
-    return list(await asyncio.gather(*(trickle() for _ in range(200))))
+    pieces = [b"POST /v1/completions HTTP/1.1\r\n", *(b"X-Slow-%d: 1\r\n" % number for number in range(20))]
+    return list(await asyncio.gather(*(trickle(port, pieces, 0.25, 1) for _ in range(200))))
 
 
 async def unread_streams(port: int) -> list[Answer]:
@@ -222,8 +209,9 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, template: str) -> None:
-    """A tiny random model of 256 tokens, one a byte, with a chat template."""
+def write_model(folder: Path, template: str, **config: Any) -> None:
+    """A tiny random model of 256 tokens, one a byte, with a chat template; the same each time."""
+    import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -233,23 +221,22 @@ def write_model(folder: Path, template: str) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    }
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | config)).save_pretrained(folder)
 
 
-def attack_all(server: Watched, found: Iterator[tuple[str, Attack]], only: str) -> list[str]:
+def attack_all(server: Watched, found: Iterable[tuple[str, Attack]]) -> list[str]:
     rows = []
     for name, attack in found:
-        if only not in name:
-            continue
         server.settle()
         before = server.rss()
         server.stalls()
@@ -269,9 +256,13 @@ def attack_all(server: Watched, found: Iterator[tuple[str, Attack]], only: str) 
     return rows
 
 
+def chosen(found: Iterable[tuple[str, Attack]], only: Sequence[str] | None) -> list[tuple[str, Attack]]:
+    return [(name, attack) for name, attack in found if not only or any(part in name for part in only)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="attacks whose name holds this")
+    parser.add_argument("--only", action="append", help="attacks whose name holds this; may be given several times")
     parser.add_argument("--part", choices=["all", "first", "second"], default="all", help="half of the attacks")
     parser.add_argument("--rows", type=Path, help="append the rows to this JSON file, to be put together by --join")
     parser.add_argument("--join", type=Path, help="write the report from this file instead")
@@ -282,14 +273,15 @@ def main() -> None:
         every = list(attacks())
         half = len(every) // 2
         some = {"all": every, "first": every[:half], "second": every[half:]}[args.part]
-        with watched_server([*SERVER, *TIMEOUTS]) as server:
-            rows += attack_all(server, iter(some), args.only)
-        if args.part != "first" and any(args.only in name for name, _ in template_attacks()):
+        if some := chosen(some, args.only):
+            with watched_server([*SERVER, *TIMEOUTS]) as server:
+                rows += attack_all(server, some)
+        if args.part != "first" and (some := chosen(template_attacks(), args.only)):
             with tempfile.TemporaryDirectory() as folder:
                 write_model(Path(folder), TEMPLATE)
                 model = ["--model", folder, "--dtype", "float32", "--num-blocks", "2048"]
                 with watched_server([*model, "--max-body-seconds", "2", *TIMEOUTS]) as server:
-                    rows += attack_all(server, template_attacks(), args.only)
+                    rows += attack_all(server, some)
     if args.rows:
         known = json.loads(args.rows.read_text()) if args.rows.exists() else []
         args.rows.write_text(json.dumps(known + rows))

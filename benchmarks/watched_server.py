@@ -74,7 +74,7 @@ class Watched:
 
     def rss(self) -> float:
         """Resident memory of the server and of the processes that it started, in MiB."""
-        return sum(_rss(pid) for pid in [self.pid, *_descendants(self.pid)]) / 2**20
+        return resident(self.pid)
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator
         argv = [sys.executable, __file__, str(port), str(max_tokens)]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
             try:
-                watched = Watched(port, _server_on(port), watcher)
+                watched = Watched(port, server_on(port), watcher)
                 watched.settle()
                 yield watched
             finally:
@@ -170,7 +170,13 @@ def _end_of_answer(received: bytes) -> float:
     return len(lines) + 4 + int(length) if length else float("inf")
 
 
-def _server_on(port: int) -> int:
+def resident(pid: int) -> float:
+    """Resident memory of a process and of those that it started, in MiB."""
+    return sum(_rss(one) for one in [pid, *_descendants(pid)]) / 2**20
+
+
+def server_on(port: int) -> int:
+    """The process, begun by this one, that serves a port."""
     for pid in _descendants(os.getpid()):
         if f"\0--port\0{port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -16,12 +17,13 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import completions
 from octavo.server.completions import Completions
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import Job, json_pieces
+from octavo.server.generation import AT_ONCE, Job, json_pieces
 from octavo.server.keys import ANYBODY
 from octavo.server.logprobs import TokenTexts
 from octavo.server.prompts import EncodedPrompt
 from octavo.server.protocol import CompletionBody
 from octavo.server.reading import CompletionRequest
+from octavo.server.turnstile import Turnstile
 from tests.server.fake_engine import FakeEngine
 
 NUM_PROMPTS = 200
@@ -92,6 +94,25 @@ async def test_many_prompts_are_started_and_given_up_a_few_at_a_time() -> None:
     assert task.cancelled()
     assert not engine.running
     assert engine.most_in_a_turn <= 16
+
+
+async def test_the_prompts_of_many_bodies_share_their_turns() -> None:
+    engine = EndlessEngine()
+    watching = asyncio.ensure_future(engine.watch())
+    turnstile = Turnstile(AT_ONCE)
+    jobs = [replace(job(), turnstile=turnstile) for _ in range(5)]
+    tasks = [
+        asyncio.ensure_future(replace(one, context=RequestContext(request_id=f"cmpl-{i}")).results(as_client(engine)))
+        for i, one in enumerate(jobs)
+    ]
+    while len(engine.running) < 5 * NUM_PROMPTS:
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    watching.cancel()
+    assert not engine.running
+    assert engine.most_in_a_turn <= 2 * AT_ONCE
 
 
 async def test_a_second_cancellation_leaves_nothing_running() -> None:

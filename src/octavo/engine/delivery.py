@@ -117,7 +117,9 @@ class Delivery:
         some = news.take(DELIVERED_AT_ONCE)
         if not news:
             self._undelivered.popleft()
-        for output in self._outputs.process(some):
+        outputs = self._outputs.process(some)
+        _let_go(some, outputs)
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if output.finished:
                 self._streams.pop(output.request_id, None)
@@ -133,3 +135,17 @@ class Delivery:
             self._output_failed(request, error)
         if self._undelivered:
             asyncio.get_running_loop().call_soon(self._deliver_some)
+
+
+def _let_go(news: StepNews, outputs: list[RequestOutput]) -> None:
+    """Part the requests that have ended from their sequences, which refer back to them.
+
+    Together they would be garbage that only a collection of everything finds, which a busy server puts off.
+    """
+    finished = {output.request_id for output in outputs if output.finished and output.error is None}
+    for update in news.updates:
+        request = update.seq.request
+        if request.request_id in finished:
+            request.sequences.clear()
+    for ended in news.ended:
+        ended.request.sequences.clear()

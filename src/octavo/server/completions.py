@@ -13,11 +13,12 @@ from octavo.request import TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
-from octavo.server.generation import Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
+from octavo.server.generation import AT_ONCE, Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
 from octavo.server.keys import Client
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.protocol import CompletionBody
 from octavo.server.reading import CompletionRequest
+from octavo.server.turnstile import Turnstile
 
 
 class Completions:
@@ -26,6 +27,7 @@ class Completions:
     def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
         self._engine = engine
         self._texts = texts
+        self._turnstile = Turnstile(AT_ONCE)
 
     def answer(self, read: CompletionRequest, client: Client, traceparent: str | None = None) -> CompletionAnswer:
         """What will answer a body that was read."""
@@ -33,7 +35,7 @@ class Completions:
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
         context = replace(context, traceparent=traceparent)
-        job = Job(read.model, read.prompts, read.params, context)
+        job = Job(read.model, read.prompts, read.params, context, turnstile=self._turnstile)
         return CompletionAnswer(self._engine, self._texts, body, job)
 
 
@@ -52,12 +54,8 @@ class CompletionAnswer:
         self._extension = ResponseExtension(len(job.prompts), tells_ledger=body.tells_ledger, tells_pins=False)
         self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
         self._choices = [
-            _Choice(self, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
+            _Choice(texts, prompt_index, body) for prompt_index in range(len(job.prompts)) for _ in range(job.params.n)
         ]
-
-    @property
-    def texts(self) -> TokenTexts:
-        return self._texts
 
     def prompt_text(self, prompt_index: int) -> str:
         """The prompt as text, for `echo`."""
@@ -128,36 +126,40 @@ class CompletionAnswer:
         self._extension.add(prompt_index, output)
         first = prompt_index * self._job.params.n
         return [
-            self._choices[first + completion.index].piece(first + completion.index, completion, output)
+            self._choices[first + completion.index].piece(self, first + completion.index, completion, output)
             for completion in output.outputs
             if completion.token_ids or completion.text or completion.finish_reason
         ]
 
 
 class _Choice:
-    """The state of one choice: whether its prompt (for `echo`) has been sent with the first piece."""
+    """The state of one choice: whether its prompt (for `echo`) has been sent with the first piece.
 
-    def __init__(self, answer: CompletionAnswer, prompt_index: int, body: CompletionBody) -> None:
-        self._answer = answer
+    It does not refer to its answer: the two would be garbage that only a collection of everything finds.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt_index: int, body: CompletionBody) -> None:
         self._prompt_index = prompt_index
         self._body = body
         self._begun = False
         self._logprobs: CompletionLogprobs | None = None
         if body.logprobs is not None:
             self._logprobs = CompletionLogprobs(
-                answer.texts,
+                texts,
                 skip_special_tokens=body.skip_special_tokens is not False,
                 as_token_ids=bool(body.return_tokens_as_token_ids),
             )
 
-    def piece(self, index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+    def piece(
+        self, answer: CompletionAnswer, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
         """The choice object for the new part."""
         text = completion.text
         token_ids: list[int] = completion.token_ids
         logprobs: list[TokenLogprobs | None] = list(completion.logprobs or ())
         first, self._begun = not self._begun, True
         if first and self._body.echo:
-            text = self._answer.prompt_text(self._prompt_index) + text
+            text = answer.prompt_text(self._prompt_index) + text
             if self._logprobs is not None:
                 token_ids = output.prompt_token_ids + token_ids
                 logprobs = [*(output.prompt_logprobs or ()), *logprobs]
@@ -169,7 +171,7 @@ class _Choice:
             "stop_reason": completion.stop_reason,
         }
         if first and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._answer.prompt_logprobs_of(self._prompt_index, output)
+            choice["prompt_logprobs"] = answer.prompt_logprobs_of(self._prompt_index, output)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if first:

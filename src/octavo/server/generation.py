@@ -17,6 +17,11 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import GenerationFailedError, StepFailedError
 from octavo.server.prompts import EncodedPrompt
+from octavo.server.turnstile import Turnstile
+
+# Prompts of several bodies that are started or given up in one round of the event loop, and outputs of one body that
+# are passed on before other tasks have a turn.
+AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class Job:
     Attributes:
         model: the name the client used, which the response repeats.
         context: of every prompt's request; the engine's ids are made from its `request_id`, the response's.
+        turnstile: for its prompts, where there are several, and those of other bodies.
     """
 
     model: str
@@ -33,6 +39,7 @@ class Job:
     params: SamplingParams
     context: RequestContext
     created: int = field(default_factory=lambda: int(time.time()))
+    turnstile: Turnstile = field(default_factory=lambda: Turnstile(AT_ONCE))
 
     @property
     def response_id(self) -> str:
@@ -52,7 +59,7 @@ class Job:
 
         if len(self.prompts) == 1:
             return _numbered(start(0, self.context))
-        return _merged(len(self.prompts), start_one_of_many)
+        return _merged(len(self.prompts), start_one_of_many, self.turnstile)
 
     async def results(self, engine: EngineClient) -> list[RequestOutput]:
         """The final output of every prompt, in order."""
@@ -61,8 +68,6 @@ class Job:
         return [finals[index] for index in range(len(self.prompts))]
 
 
-# Prompts of one body that are started or given up, and outputs that are passed on, before other tasks have a turn.
-_AT_ONCE = 8
 # Small objects of a completion besides its tokens.
 _COMPLETION_WEIGHT = 4
 # Small objects of an answer from which on it is put together in a thread: a millisecond of it.
@@ -103,11 +108,11 @@ async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tupl
 
 
 async def _merged(
-    count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]]
+    count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]], turnstile: Turnstile
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Start streams and merge them in order of arrival; the first error ends all of them."""
     # Bounded: what a slow client has not read waits in the engine's streams, which are.
-    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(_AT_ONCE)
+    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(AT_ONCE)
 
     async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
@@ -124,9 +129,8 @@ async def _merged(
 
     async def start() -> None:
         for index in range(count):
+            await turnstile.turn()
             pumps.append(asyncio.ensure_future(pump(index, start_stream(index))))
-            if index % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)
 
     starting = asyncio.ensure_future(start())
     running, taken = count, 0
@@ -134,7 +138,7 @@ async def _merged(
         while running:
             arrival = await arrivals.get()
             taken += 1
-            if taken % _AT_ONCE == 0:
+            if taken % AT_ONCE == 0:
                 # A queue that is not empty gives no other task a turn.
                 await asyncio.sleep(0)
             if isinstance(arrival, Exception):
@@ -146,18 +150,18 @@ async def _merged(
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await _end_in_turns(pumps)
+        await _end_in_turns(pumps, turnstile)
 
 
-async def _end_in_turns(tasks: list[asyncio.Task[None]]) -> None:
+async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile) -> None:
     """Cancel tasks and wait for their ends, a few at a time: ending a thousand requests takes tens of milliseconds."""
     running = [task for task in tasks if not task.done()]
     try:
-        for first in range(0, len(running), _AT_ONCE):
-            some = running[first : first + _AT_ONCE]
-            for task in some:
-                task.cancel()
-            await asyncio.wait(some)
+        for task in running:
+            await turnstile.turn()
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
     except asyncio.CancelledError:
         # Whoever cannot wait leaves nothing running behind.
         for task in running:

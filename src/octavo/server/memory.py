@@ -1,7 +1,7 @@
 """Python's interpreter in a process that serves: nothing in it shall keep a thread waiting for long.
 
 What lives as long as the server is not looked at again by the garbage collector, and the event loop and the engine's
-thread hand each other the interpreter's lock within a millisecond.
+thread hand each other the interpreter's lock within a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _MIDDLE = 10
 _OLD = 10_000
 
 # How long a thread that wants the interpreter's lock waits before it asks for it. With Python's 5 ms, the event loop
-# may wait that long after every system call while the engine's thread plans a step, and the engine for the loop.
-_SWITCH_SECONDS = 0.001
+# may wait that long after every system call while the engine's thread plans a step; and the engine's thread, which lets
+# go of the lock in each of a step's hundred calls into torch and the kernels, so long for each of them while the loop
+# is busy with a crowd of requests.
+_SWITCH_SECONDS = 0.0002
 
 
 def settle_interpreter() -> None:

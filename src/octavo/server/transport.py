@@ -20,9 +20,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.server.config import ServerConfig
+from octavo.server.turnstile import Turnstile
 
 # Bytes a second that a body must come at, once its first `body_timeout` is over.
 MIN_BODY_RATE = 64 * 1024
+# Requests that begin in one round of the event loop: a millisecond or two of it each, over the next few rounds.
+_BEGUN_AT_ONCE = 4
 
 
 @dataclass(slots=True)
@@ -37,7 +40,8 @@ class ConnectionCounters:
 
 def guarded_protocol(limits: ServerConfig, counters: ConnectionCounters) -> type[GuardedConnection]:
     """The connection class for uvicorn, bound to these limits."""
-    return type("LimitedConnection", (GuardedConnection,), {"limits": limits, "counters": counters})
+    fields = {"limits": limits, "counters": counters, "turnstile": Turnstile(_BEGUN_AT_ONCE)}
+    return type("LimitedConnection", (GuardedConnection,), fields)
 
 
 class GuardedConnection(H11Protocol):
@@ -45,14 +49,17 @@ class GuardedConnection(H11Protocol):
 
     Attributes:
         limits: `max_connections` and the timeouts of the phases.
+        turnstile: of all connections, for those on which a request begins.
     """
 
     limits: ClassVar[ServerConfig]
     counters: ClassVar[ConnectionCounters]
+    turnstile: ClassVar[Turnstile]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused = False
+        self._held = b""  # what has come and must wait for its turn
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -77,10 +84,33 @@ class GuardedConnection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # asyncio's transport refers to itself by this method: only a collection of all garbage would find it.
+        if hasattr(self.transport, "_read_ready_cb"):
+            self.transport._read_ready_cb = None
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        if self._held:
+            self._held += data
+            return
+        if self.conn.their_state is h11.IDLE and not self.turnstile.passes():
+            self._held = data
+            # At most what the socket hands over in one go is held.
+            self.transport.pause_reading()
+            self.turnstile.queue(self._go_on)
+            return
+        self._take_in(data)
+
+    def _go_on(self) -> None:
+        """It is its turn."""
+        data, self._held = self._held, b""
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        self._take_in(data)
+
+    def _take_in(self, data: bytes) -> None:
         if self._body_timer is not None:
             self._body_bytes += len(data)
         elif self.conn.their_state is h11.IDLE and self._header_timer is None:

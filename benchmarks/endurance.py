@@ -1,0 +1,582 @@
+"""Ten minutes of everything at once on a real server: every surviving answer is that of the same request alone.
+
+    python benchmarks/endurance.py [--seconds 600] [--streams 256] [--model smollm2] [--rows FILE]
+    python benchmarks/endurance.py --join FILE
+
+Writes benchmarks/results/endurance.md. `octavo serve --deterministic` runs in a process of its own with a pool so small
+that sequences are preempted all the time, and with faults in its steps (`faulty_server.py`):
+
+    256 clients, each asks again and again ──┐
+      1/3 leave at a random moment           │
+      some read slowly, some not at all      ├──> octavo serve ──> small pool, faults, a limited queue
+    a flood of 300 bodies every ten seconds ─┘
+    what each question is answered alone, on the idle server, before and after
+
+Whatever came of an answer is compared, also where its client left or the request ended with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h11
+import httpx
+
+from attacks import write_model
+from faulty_server import CURSE
+from octavo.bench.server_process import running_server
+from watched_server import machine, resident, server_on
+
+RESULTS = Path(__file__).parent / "results" / "endurance.md"
+ADMIN = "a-key-of-the-admin"
+TENANTS = ("ada", "ben", "cleo", "dan")
+# A tenant whose rate is limited, and one whose requests only the queue limits.
+FLOODS = ("limited", "unlimited")
+FLOOD_EVERY, FLOOD = 10.0, 300
+LEAVE, SLOW, UNREAD, CURSED = 1 / 3, 0.06, 0.01, 0.005
+KEYS = f"""
+[tenants.admin]
+keys = ["{ADMIN}"]
+admin = true
+[tenants.limited]
+keys = ["limited"]
+requests_per_minute = 600
+max_concurrency = 40
+[tenants.unlimited]
+keys = ["unlimited"]
+""" + "".join(f'[tenants.{name}]\nkeys = ["{name}"]\n' for name in TENANTS)
+# Blocks of 16 tokens: a twentieth of what 256 streams would hold.
+POOL = [
+    "--max-num-seqs",
+    "64",
+    "--block-size",
+    "16",
+    "--max-num-batched-tokens",
+    "256",
+    "--max-waiting-requests",
+    "500",
+]
+TIMEOUTS = ["--write-timeout", "5", "--body-timeout", "5"]
+WAYS = {
+    "swap": ["--preemption-mode", "swap", "--prefix-cache", "hashed"],
+    "recompute": ["--preemption-mode", "recompute", "--prefix-cache", "radix"],
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A body of which every answer must be the same."""
+
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def streams(self) -> bool:
+        """Whether the server answers it as a stream too."""
+        return not self.body.keys() & {"use_beam_search", "prompt_logprobs"}
+
+
+def questions(rng: random.Random, count: int, words: Sequence[str]) -> list[Question]:
+    """Requests of all kinds; a third begin like others."""
+    families = [[rng.randrange(3, 240) for _ in range(rng.randint(20, 120))] for _ in range(8)]
+    return [_question(rng, i, families, words) for i in range(count)]
+
+
+def _question(rng: random.Random, i: int, families: list[list[int]], words: Sequence[str]) -> Question:
+    own = [rng.randrange(3, 240) for _ in range(rng.randint(1, 150))]
+    prompt: Any = rng.choice([[], [], *families[: 1 + i % 8]]) + own
+    sampled = {"temperature": 0.9, "seed": i, "top_p": 0.95}
+    text = " ".join(rng.choices(words, k=rng.randint(1, 30)))
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(4, 120), "ignore_eos": True, "prompt": prompt}
+    match i % 10:
+        case 0:
+            body |= {"n": 3, **sampled}
+        case 1:
+            body |= {"logprobs": 2, "n": 2, **sampled}
+        case 2:
+            body |= {"n": 2, "use_beam_search": True, "best_of": 4, "max_tokens": rng.randint(4, 40)}
+        case 3:
+            body |= {"prompt": text, "stop": ["e", "zz"], "min_tokens": 5, "ignore_eos": False, **sampled}
+        case 4:
+            body |= {"prompt": [own, own[::-1], own[:1]], "n": 2, "max_tokens": 20, **sampled}
+        case 5:
+            body |= {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {"7": 5}, **sampled}
+        case 6:
+            body |= {"prompt_logprobs": 1, "echo": True, "logprobs": 1}
+        case 7:
+            del body["prompt"]
+            body["messages"] = [{"role": "user", "content": text}]
+            return Question("/v1/chat/completions", body | sampled)
+        case _:
+            body |= sampled if i % 20 > 10 else {}
+    return Question("/v1/completions", body)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# More than a socket takes in: what a client must read for it to end.
+LONG = {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "logprobs": 5, "seed": 1, "ignore_eos": True}
+
+
+@dataclass
+class Choice:
+    """What has come of one choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def begins(self, whole: Choice) -> bool:
+        """Whether this is how `whole` begins; or is it, where it has ended."""
+        if self.finish_reason is not None:
+            return self == whole
+        return (
+            whole.text.startswith(self.text)
+            and whole.token_ids[: len(self.token_ids)] == self.token_ids
+            and whole.logprobs[: len(self.logprobs)] == self.logprobs
+        )
+
+
+@dataclass
+class Reply:
+    """An answer as far as it has come.
+
+    Attributes:
+        status: 0 where none came.
+        error: its code, where it is one or ends with one.
+        is_whole: it came to its end.
+    """
+
+    status: int = 0
+    error: str = ""
+    is_whole: bool = False
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    def add(self, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            self.error = answer["error"]["code"] or answer["error"]["type"]
+            return
+        for given in answer["choices"]:
+            choice = self.choices.setdefault(given["index"], Choice())
+            message = given.get("delta") or given.get("message") or {}
+            choice.text += given.get("text") or message.get("content") or ""
+            choice.token_ids += given.get("token_ids") or []
+            logprobs = given.get("logprobs") or {}
+            choice.logprobs += logprobs.get("token_logprobs") or []
+            choice.finish_reason = given.get("finish_reason") or choice.finish_reason
+
+    def is_part_of(self, whole: Reply) -> bool:
+        return all(choice.begins(whole.choices[index]) for index, choice in self.choices.items())
+
+
+def parse(received: bytes) -> Reply:
+    """What the bytes of a connection say, complete or not."""
+    if not received:
+        return Reply()
+    connection = h11.Connection(h11.CLIENT)
+    connection.send(h11.Request(method="POST", target="/", headers=[("Host", "x"), ("Content-Length", "0")]))
+    connection.send(h11.EndOfMessage())
+    connection.receive_data(received)
+    reply, body, streams = Reply(), bytearray(), False
+    while (event := connection.next_event()) is not h11.NEED_DATA:
+        if isinstance(event, h11.Response):
+            reply.status = event.status_code
+            streams = (b"content-type", b"text/event-stream; charset=utf-8") in list(event.headers)
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            reply.is_whole = True
+            break
+    if streams:
+        events = bytes(body).split(b"\n\n")
+        for piece in events[:-1]:
+            if piece != b"data: [DONE]":
+                reply.add(json.loads(piece[6:]))
+        reply.is_whole = reply.is_whole and events[-2:] == [b"data: [DONE]", b""]
+    elif reply.is_whole:
+        reply.add(json.loads(body))
+    return reply
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a client reads.
+
+    Attributes:
+        leaves_after: seconds; None: it stays.
+        pause: seconds before each piece that it reads, of `piece` bytes.
+    """
+
+    leaves_after: float | None = None
+    pause: float = 0.0
+    piece: int = 65536
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def ask(self, question: Question, key: str, manner: Manner = Manner(), *, stream: bool = True) -> Reply:
+        """Ask on a connection of its own, and read what comes in the given manner."""
+        body = json.dumps({**question.body, "stream": stream, "return_token_ids": True}).encode()
+        lines = [
+            f"POST {question.path} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Authorization: Bearer {key}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        ]
+        connection = socket.socket()
+        connection.setblocking(False)
+        if manner.pause:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        loop = asyncio.get_running_loop()
+        received: list[bytes] = []
+        try:
+            async with asyncio.timeout(manner.leaves_after):
+                await loop.sock_connect(connection, ("127.0.0.1", self._port))
+                await loop.sock_sendall(connection, "\r\n".join([*lines, "", ""]).encode() + body)
+                while True:
+                    if manner.pause:
+                        await asyncio.sleep(manner.pause)
+                    if not (piece := await loop.sock_recv(connection, manner.piece)):
+                        break
+                    received.append(piece)
+        except (TimeoutError, ConnectionError):
+            pass
+        finally:
+            connection.close()
+        return parse(b"".join(received))
+
+
+@dataclass
+class Round:
+    """What one server was asked, and what it said.
+
+    Attributes:
+        asked: bodies sent, whatever became of them.
+        outcomes: how they ended.
+        wrong: answers that are not those of the same request alone.
+        memory: (bodies asked so far, MiB) over time.
+    """
+
+    asked: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[tuple[int, float]] = field(default_factory=list)
+    most_running: int = 0
+
+
+class Load:
+    """The clients of a round."""
+
+    def __init__(self, port: int, known: list[tuple[Question, Reply]], long: tuple[Question, Reply], seed: int) -> None:
+        self.found = Round()
+        self._client = Client(port)
+        self._known = known
+        self._long = long
+        self._rng = random.Random(seed)
+        self._usual = 1.0
+        self._open = 0
+        # Of running: a benchmark elsewhere on the machine may stop all of this for a while.
+        self._left = 0.0
+        self.stops = 0
+
+    async def run(self, seconds: float, streams: int, sample: Any) -> None:
+        self._left = seconds
+        clients = [self._client_loop(TENANTS[i % len(TENANTS)]) for i in range(streams)]
+        await asyncio.gather(*clients, self._floods(), self._sampling(sample))
+
+    async def _client_loop(self, key: str) -> None:
+        while self._left > 0:
+            question, whole = self._rng.choice(self._known)
+            draw = self._rng.random()
+            if draw < CURSED:
+                # Whatever else it holds: none of it can be computed.
+                await self._ask(Question("/v1/completions", {"prompt": [*CURSE] * 3, "max_tokens": 4}), Reply(), key)
+                continue
+            manner, stream = Manner(), question.streams and self._rng.random() < 0.9
+            if (draw := self._rng.random()) < LEAVE:
+                manner = Manner(leaves_after=self._rng.random() * 1.5 * self._usual)
+            elif draw < LEAVE + SLOW:
+                manner = Manner(pause=self._rng.choice([0.005, 0.05]), piece=self._rng.choice([700, 4096]))
+            elif draw < LEAVE + SLOW + UNREAD:
+                question, whole = self._long
+                manner = Manner(leaves_after=20.0, pause=9.0)
+            elif draw < LEAVE + SLOW + 2 * UNREAD:
+                question, whole = self._long
+            await self._ask(question, whole, key, manner, stream=stream)
+
+    async def _ask(
+        self, question: Question, whole: Reply, key: str, manner: Manner = Manner(), *, stream: bool = True
+    ) -> None:
+        self.found.asked += 1
+        self._open += 1
+        self.found.most_running = max(self.found.most_running, self._open)
+        began = time.monotonic()
+        reply = await self._client.ask(question, key, manner, stream=stream)
+        self._open -= 1
+        if reply.error:
+            outcome = f"{reply.status} {reply.error}" + ("" if whole.choices else ", uncomputable")
+        elif reply.is_whole:
+            outcome = "whole"
+            if manner == Manner():
+                self._usual += 0.05 * (time.monotonic() - began - self._usual)
+        elif manner.leaves_after is not None and time.monotonic() - began >= manner.leaves_after:
+            outcome = "left"
+        else:
+            outcome = "cut: not read in time" if manner.pause > 5 else "closed"
+        self.found.outcomes[outcome] += 1
+        if (whole.choices and not reply.is_part_of(whole)) or (outcome == "whole" and reply.choices != whole.choices):
+            self.found.wrong.append(json.dumps([question.body, str(reply), str(whole)]))
+        if reply.error == "engine_dead":
+            self._left = 0.0  # nothing more can be learnt
+        if reply.status in (429, 503):
+            # As clients do, told to come back later.
+            await asyncio.sleep(0.5)
+
+    async def _floods(self) -> None:
+        while self._left > FLOOD_EVERY:
+            await asyncio.sleep(FLOOD_EVERY)
+            some = self._rng.choices(self._known, k=FLOOD)
+            key = self._rng.choice(FLOODS)
+            asked = (self._ask(question, whole, key, stream=question.streams) for question, whole in some)
+            await asyncio.gather(*asked)
+
+    async def _sampling(self, sample: Any) -> None:
+        while self._left > 0:
+            self.found.memory.append((self.found.asked, sample()))
+            began = time.monotonic()
+            await asyncio.sleep(1.0)
+            passed = time.monotonic() - began
+            self.stops += passed > 3
+            self._left -= min(passed, 3)
+
+
+def operate(port: int, method: str, path: str) -> httpx.Response:
+    """What an operator asks."""
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    return httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers, timeout=60)
+
+
+def alone(port: int, question: Question) -> Reply:
+    """The answer on an idle server that has nothing cached."""
+    operate(port, "POST", "/reset_prefix_cache").raise_for_status()
+    reply = asyncio.run(Client(port).ask(question, "unlimited", stream=False))
+    if reply.status != 200:
+        raise RuntimeError(f"alone, {question} is answered {reply}")
+    return reply
+
+
+def counters(port: int) -> dict[str, float]:
+    lines = operate(port, "GET", "/metrics").text.splitlines()
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def settled(port: int, seconds: float = 60.0) -> dict[str, Any]:
+    """The report of the cache once nothing runs and the accounting was audited since."""
+    until, audits = time.monotonic() + seconds, None
+    while time.monotonic() < until:
+        now = counters(port)
+        if now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0:
+            audits = now["octavo:audits_total"] if audits is None else audits
+            if now["octavo:audits_total"] > audits:
+                return {**operate(port, "GET", "/debug/kv").json(), "health": operate(port, "GET", "/health").json()}
+        else:
+            audits = None
+        time.sleep(0.5)
+    return {**operate(port, "GET", "/debug/kv").json(), "health": operate(port, "GET", "/health").json()}
+
+
+def unexpected(log: str) -> list[str]:
+    """Tracebacks of the log that do not end in an injected fault, and what is said to be critical."""
+    found = [line for line in log.splitlines() if " CRITICAL " in line]
+    for part in log.split("Traceback (most recent call last):")[1:]:
+        last = next((line for line in part.splitlines() if line and not line.startswith(" ")), "")
+        if "injected" not in last:
+            found.append(last)
+    return found
+
+
+def endure(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One round: a server, its answers alone, the load, and what is left of it."""
+    keys, log, counts = folder / "keys.toml", folder / "log", folder / "counters"
+    calm = folder / "CALM"
+    keys.write_text(KEYS)
+    calm.touch()
+    words = ["block", "table", "the", "scheduler", "waits", "for", "its", "turn", "ünï", "日本", "😀", "queue"]
+    asked = questions(random.Random(7), args.questions, words)
+    server = [sys.executable, str(Path(__file__).with_name("faulty_server.py")), str(log), str(counts), args.faults]
+    options = ["--keys-file", str(keys), "--no-access-log", "--deterministic", *POOL, *TIMEOUTS, *WAYS[way]]
+    options += ["--model", args.model or str(folder / "model"), *args.server.split()]
+    with running_server(options, [*server, "serve"]) as running:
+        port = int(running.base_url.rpartition(":")[2])
+        pid = server_on(port)
+        known = [(question, alone(port, question)) for question in asked]
+        long = Question("/v1/completions", LONG)
+        load = Load(port, known, (long, alone(port, long)), args.seed)
+        calm.unlink()
+        asyncio.run(load.run(args.seconds, args.streams, lambda: resident(pid)))
+        calm.touch()
+        if any("engine_dead" in outcome for outcome in load.found.outcomes):
+            raise RuntimeError(f"the engine died: {unexpected(log.read_text(errors='replace'))}")
+        report = settled(port)
+        after = known[:: max(1, len(known) // 50)]
+        changed = [question.body for question, reply in after if alone(port, question) != reply]
+        memory = resident(pid)
+        metrics = counters(port)
+    found = load.found
+    return {
+        "way": way,
+        "seconds": round(args.seconds),
+        "stops": load.stops,
+        "streams": args.streams,
+        "asked": found.asked,
+        "outcomes": dict(found.outcomes.most_common()),
+        "wrong": len(found.wrong),
+        "examples": found.wrong[:3],
+        "changed": changed,
+        "after": len(after),
+        "most_running": found.most_running,
+        "memory": [*_thinned(found.memory), (found.asked, memory)],
+        "active": sum(report["bytes"][state] for state in ("active", "swapped")),
+        "left": len(report["requests"]),
+        "health": report["health"],
+        "failed_audits": metrics["octavo:failed_audits_total"],
+        "audits": metrics["octavo:audits_total"],
+        "preemptions": metrics["vllm:num_preemptions_total"],
+        "failed_steps": metrics["octavo:failed_steps_total"],
+        "hits": metrics["vllm:prefix_cache_hits_total"],
+        "tokens": metrics["vllm:generation_tokens_total"],
+        "counters": json.loads(counts.read_text()),
+        "unexpected": unexpected(log.read_text(errors="replace"))[:5],
+    }
+
+
+def _thinned(memory: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Eight of the samples, evenly over time."""
+    last = len(memory) - 1
+    return [memory[last * i // 7] for i in range(8)] if last >= 7 else memory
+
+
+def failings(row: dict[str, Any]) -> list[str]:
+    """What must not be."""
+    found = [name for name in ("wrong", "changed", "active", "left", "failed_audits", "unexpected") if row[name]]
+    allowed = ["whole", "left", "cut", "429", "503", "200 step_failed", "500 step_failed"]
+    if row["stops"]:
+        allowed.append("closed")  # whoever did not read while all stood still
+    found += [name for name in row["outcomes"] if not name.startswith(tuple(allowed))]
+    return found + (["health"] if row["health"] != {"status": "ok"} else [])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each way")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--way", choices=sorted(WAYS), action="append")
+    parser.add_argument("--faults", default="0.004", help="probability of a fault at each of four places of a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="", help="default: a tiny model of random weights")
+    parser.add_argument("--server", default="--num-blocks 321 --swap-space 512KiB --num-threads 1", help="its options")
+    parser.add_argument("--rows", type=Path, help="append to this JSON file, to be put together by --join")
+    parser.add_argument("--join", type=Path, help="write the report from this file instead")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(args.join.read_text()) if args.join else []
+    if not args.join:
+        for way in args.way or WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                name = args.model or "a tiny model of random weights"
+                if not args.model:
+                    # Wide weights: with narrow ones a token hardly depends on those before it.
+                    write_model(Path(folder) / "model", CHATML, initializer_range=0.4, max_position_embeddings=1024)
+                rows.append({**endure(way, args, Path(folder)), "model": name})
+                print(json.dumps(rows[-1], indent=1), flush=True)
+    if args.rows:
+        known = json.loads(args.rows.read_text()) if args.rows.exists() else []
+        args.rows.write_text(json.dumps(known + rows))
+    else:
+        args.out.write_text(report_of(rows))
+    return 1 if any(failings(row) for row in rows) else 0
+
+
+def report_of(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEAD.format(machine=machine()), *map(_section, rows)])
+
+
+def _section(row: dict[str, Any]) -> str:
+    memory = "\n".join(f"| {asked:,} | {size:.0f} |" for asked, size in row["memory"])
+    outcomes = "\n".join(f"| {name} | {count:,} |" for name, count in row["outcomes"].items())
+    swap, scheduler, faults = (row["counters"][name] for name in ("swap", "scheduler", "faults"))
+    places = ", ".join(f"{name} {count:,}" for name, count in sorted(faults.items()))
+    claims = [
+        f"**Answers that differ from the same request alone: {row['wrong']}.**",
+        f"Asked once more, alone, on the same server afterwards: {row['after']} questions; answered otherwise than "
+        f"before: {len(row['changed'])}.",
+        f"**Active and swapped bytes at the end: {row['active']}; requests left: {row['left']}.**",
+        f"Idle audits: {row['audits']:.0f}, failed: {row['failed_audits']:.0f}; `/health`: {row['health']['status']}. "
+        f"Tracebacks in the log that are no injected fault: {len(row['unexpected'])}.",
+        f"Preemptions: {row['preemptions']:,.0f}. To host memory went {swap['sequences_out']:,} sequences, "
+        f"{swap['sequences_in']:,} came back, {swap['sequences_lost']:,} were given up for want of room; "
+        f"{scheduler['recomputed_tokens']:,} tokens were given up to be computed again.",
+        f"Failed steps: {row['failed_steps']:,.0f}. Faults injected: {places}.",
+    ]
+    return "\n".join(
+        [
+            f"## {row['model']}, `{' '.join(WAYS[row['way']])}`",
+            "",
+            f"{row['seconds']} s, {row['streams']} clients, at most {row['most_running']:,} requests at once, "
+            f"{row['asked']:,} in all; {row['tokens']:,.0f} tokens drawn, {row['hits']:,.0f} tokens of prompts found "
+            "in the prefix cache.",
+            "",
+            *(f"- {claim}" for claim in claims),
+            "",
+            "| how a request ended | requests |",
+            "|---|---:|",
+            outcomes,
+            "",
+            "| requests asked | memory of the server, MiB |",
+            "|---:|---:|",
+            memory,
+            "",
+        ]
+    )
+
+
+HEAD = """# Endurance: everything at once
+
+`python benchmarks/endurance.py` on {machine}; clients and server shared one core,
+beside other work. `octavo serve --deterministic` has a pool of 320 blocks of 16 tokens, where its clients would hold
+several times that. A third of them leave at a random moment, some read slowly or not at all, every ten seconds 300 more
+come at once, and steps raise at random before and after planning and computing, and while blocks are published. So that
+sequences are preempted all the time, admission holds back no blocks for those that run. Each question is asked alone
+first, on the same server.
+
+- whole: it came to its end, and is that of the same request alone: tokens, text, log-probabilities, reasons.
+- left: its client left. cut: by the server, after `--write-timeout`. 429, 503: refused, as floods are.
+- step_failed: ended by a fault that met this request alone again, or half-way through taking in its tokens; what had
+  come before is compared as well. uncomputable: prompts for which every step raises.
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Spreads a crowd over several rounds of the event loop, so that others have their turns in between.
+
+A round runs every callback that is ready. A thousand that become ready at once, because a thousand requests came or
+were given up, would all run before the next token of anybody's stream is sent, and then all take their next step:
+
+    round       | 1 2 3 … 1000 | stream | 1 2 3 … 1000 | stream |
+    turnstile   | 1 2 3 4 | stream | 5 6 7 8 | stream | 9 …
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+
+class Turnstile:
+    """Lets so many pass in each round of the event loop; the others wait in line. Used only from the event loop.
+
+    Args:
+        at_once: how many pass in a round.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._left = at_once
+        self._line: deque[Callable[[], None]] = deque()
+        self._counting = False
+
+    def passes(self) -> bool:
+        """Whether one more may pass in this round, with nobody before it in line; if so, it has."""
+        if not self._left or self._line:
+            return False
+        self._left -= 1
+        self._count_round()
+        return True
+
+    def queue(self, goes_on: Callable[[], None]) -> None:
+        """Call `goes_on` in a later round, when it is its turn."""
+        self._line.append(goes_on)
+        self._count_round()
+
+    async def turn(self) -> None:
+        """Wait for a turn, if this round has none left."""
+        if self.passes():
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self.queue(lambda: None if turn.done() else turn.set_result(None))
+        await turn
+
+    def _count_round(self) -> None:
+        if not self._counting:
+            self._counting = True
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._counting = False
+        self._left = self._at_once
+        while self._left and self._line:
+            self._left -= 1
+            self._line.popleft()()
+        if self._left < self._at_once:
+            self._count_round()
