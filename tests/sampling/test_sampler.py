@@ -155,6 +155,15 @@ def test_a_row_gives_the_same_token_alone_and_in_a_batch(data: st.DataObject) ->
     assert together == [sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
 
 
+def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.from_numpy(np.random.default_rng(2).normal(size=(24, 300)).astype(np.float32) * 3)
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_k": 20}]
+    sequences = [make_sequence(seed=i, logprobs=i % 4 or None, **kinds[i // 2 % 3]) for i in range(24)]
+    at_once = sample(logits, sequences)
+    monkeypatch.setattr("octavo.sampling.sampler._AT_ONCE", 3 * 300)
+    assert sample(logits, sequences) == at_once
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -21,7 +21,7 @@ from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, real_server
 
 NUM_CLIENTS = 60
-CRAMPED = {"num_blocks": 24, "max_num_seqs": 16, "max_num_batched_tokens": 64, "deterministic": True}
+CRAMPED: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 16, "max_num_batched_tokens": 64, "deterministic": True}
 ENGINES: dict[str, dict[str, Any]] = {
     "swapping": {"preemption_mode": "swap", "swap_space": "256KiB"},
     "recomputing": {"preemption_mode": "recompute", "prefix_cache": "radix"},

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import threading
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server import body_worker
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
-from octavo.server.reading import MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
+from octavo.server.reading import LARGE_NICENESS, MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
 from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
@@ -145,6 +146,54 @@ def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.Mo
     assert bodies._chats._idle == []
     assert not first.is_alive
     assert read(bodies, chat("y"), "chat").prompt.token_ids == SlowTokenizer().encode("y", False)
+
+
+class BlockedWorker:
+    """Stands in for a process: reads nothing until `goes_on` is set; notes what it was given."""
+
+    goes_on: threading.Event
+    given: list[bytes]
+
+    def __init__(self, *_: Any) -> None:
+        self.is_alive, self.is_bloated = True, False
+
+    def read(self, method: str, raw: bytes, seconds: float) -> bytes:
+        self.given.append(raw)
+        assert raw[:3] != b"ada" or self.goes_on.wait(10)
+        return raw
+
+
+@pytest.mark.parametrize("size", [10, MEDIUM_BODY])
+def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("octavo.server.reading.BodyWorker", BlockedWorker)
+    BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
+    bodies = reading()
+
+    async def run() -> None:
+        slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, "ada")) for _ in range(9)]
+        while len(BlockedWorker.given) < 2:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            assert await bodies.read("chat", b"ben" + b"x" * size, "ben")
+        assert [raw[:3] for raw in BlockedWorker.given] == [b"ada"] * 2 + [b"ben"] * 3
+        slow[0].cancel()
+        slow[-1].cancel()
+        await asyncio.sleep(0)
+        # Nobody waits for the first any more, but it is being read: its place is not free.
+        assert await bodies.read("chat", b"ben" + b"x" * size, "ben")
+        assert len(BlockedWorker.given) == 6
+        BlockedWorker.goes_on.set()
+        assert len(await asyncio.gather(*slow[1:-1])) == 7
+
+    asyncio.run(run())
+    assert len(BlockedWorker.given) == 8 + 4
+
+
+def test_processes_of_large_bodies_give_way_to_the_engine() -> None:
+    bodies = reading()
+    read(bodies, {"prompt": "x" * MEDIUM_BODY})
+    (worker,) = bodies._large._idle
+    assert os.getpriority(os.PRIO_PROCESS, worker._process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + LARGE_NICENESS
 
 
 def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:

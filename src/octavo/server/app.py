@@ -365,7 +365,7 @@ class Api:
     async def _read(self, request: Request, method: str) -> Any:
         """What `BodyReader.<method>` makes of the request's body."""
         async with self._intake.body(request) as raw:
-            return await self._reading.read(method, raw)
+            return await self._reading.read(method, raw, client_of(request.scope).tenant)
 
 
 def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:

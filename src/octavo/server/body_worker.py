@@ -3,7 +3,7 @@
 Parsing JSON, validating arrays, rendering templates and tokenising hold the interpreter's lock, so a thread would not
 do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
 
-    server  ── pickled BodyReader ──>  once            ── nothing ──>  ready
+    server  ── limits, pickled BodyReader ──>  once    ── nothing ──>  ready
             ── method, then body  ──>                  ── pickled result, or the error to raise ──>  server
 
 The process ends when its input does, so none outlives its server. What a body may cost it is limited: its time, by
@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 from octavo.errors import OctavoError
 from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_error
 
-_MAIN = "from octavo.server.body_worker import main; main()"
+# It gives way before it imports anything: that takes a second of a processor.
+_MAIN = "import os; os.nice({niceness}); from octavo.server.body_worker import main; main()"
 
 # Memory beyond what a process began with that it may keep between two bodies.
 _KEPT_BYTES = 128 * 1024 * 1024
@@ -39,12 +40,13 @@ class BodyWorker:
     Args:
         reader: a pickled `BodyReader`.
         memory: bytes that it may have for its work, besides those that it starts with.
+        niceness: how much it gives way to the server's other processes.
     """
 
-    def __init__(self, reader: bytes, memory: int) -> None:
+    def __init__(self, reader: bytes, memory: int, niceness: int = 0) -> None:
         self._memory = memory
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN],
+            [sys.executable, "-P", "-c", _MAIN.format(niceness=niceness)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # A backtrace of Rust's that gets no memory for itself never ends.

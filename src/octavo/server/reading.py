@@ -43,6 +43,7 @@ from octavo.server.prompts import (
 from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, RequestBody, TokenizeBody
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.tool_use import checked_tools
+from octavo.server.turns import Turns
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
 logger = logging.getLogger("octavo.server")
@@ -50,8 +51,11 @@ logger = logging.getLogger("octavo.server")
 # Bytes of a body that are read on the event loop, and in a thread: a millisecond or two of either, at most.
 SMALL_BODY = 1024
 MEDIUM_BODY = 64 * 1024
-# Large bodies that are read at once; and chats, which have processes of their own.
+# Large bodies that are read at once; and chats, which have processes of their own. One more of each is for a tenant of
+# which none is being read.
 NUM_WORKERS = 2
+# How much the processes of large bodies give way to the engine on a busy machine (see nice(2)).
+LARGE_NICENESS = 10
 # What makes a prompt by the model's chat template.
 _RENDERED = frozenset({"chat", "message", "count_tokens", "response", "next_response"})
 
@@ -385,19 +389,19 @@ class BodyReading:
         self._reader = reader
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "octavo-body")
         # Chats do not wait for large bodies.
-        self._large = _Workers("octavo-large-body", reader, seconds, memory)
+        self._large = _Workers("octavo-large-body", reader, seconds, memory, LARGE_NICENESS)
         self._chats = _Workers("octavo-chat", reader, seconds, memory)
 
     @property
     def reader(self) -> BodyReader:
         return self._reader
 
-    async def read(self, method: str, raw: bytes) -> Any:
+    async def read(self, method: str, raw: bytes, tenant: str = "") -> Any:
         """What `BodyReader.<method>(raw)` returns; raises what it raises."""
         if len(raw) >= MEDIUM_BODY:
-            return await self._large.read(method, raw)
+            return await self._large.read(method, raw, tenant)
         if method in _RENDERED or (method == "tokenize" and b'"messages"' in raw):
-            return await self._chats.read(method, raw)
+            return await self._chats.read(method, raw, tenant)
         if len(raw) < SMALL_BODY:
             return getattr(self._reader, method)(raw)
         return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._reader, method), raw)
@@ -408,18 +412,24 @@ class BodyReading:
 
 
 class _Workers:
-    """Up to `NUM_WORKERS` processes that read bodies, started when they are needed."""
+    """Processes that read the bodies of tenants in turn, started when they are needed."""
 
-    def __init__(self, name: str, reader: BodyReader, seconds: float, memory: int) -> None:
+    def __init__(self, name: str, reader: BodyReader, seconds: float, memory: int, niceness: int = 0) -> None:
         self._reader = reader
         self._seconds = seconds
         self._memory = memory
-        self._threads = ThreadPoolExecutor(NUM_WORKERS, name)
+        self._niceness = niceness
+        self._turns = Turns(NUM_WORKERS)
+        self._threads = ThreadPoolExecutor(NUM_WORKERS + 1, name)
         self._idle: list[BodyWorker] = []
         self._lock = threading.Lock()
 
-    async def read(self, method: str, raw: bytes) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, raw)
+    async def read(self, method: str, raw: bytes, tenant: str) -> Any:
+        await self._turns.take(tenant)
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, raw)
+        # It holds its place until it ends, whether anybody waits for it or not.
+        reading.add_done_callback(lambda _: self._turns.give_back(tenant))
+        return await asyncio.shield(reading)
 
     def start_one(self) -> None:
         self._threads.submit(lambda: self._release(self._take()))
@@ -444,7 +454,8 @@ class _Workers:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return BodyWorker(pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL), self._memory)
+        reader = pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
+        return BodyWorker(reader, self._memory, self._niceness)
 
     def _release(self, worker: BodyWorker) -> None:
         if worker.is_bloated:

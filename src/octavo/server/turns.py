@@ -1,0 +1,72 @@
+"""Places that tenants take in turn, so that the work of one does not hold up another's.
+
+    waiting   ada: ■ ■ ■ ■ ■     places   [ada] [ada]     and one more, for a tenant that has none: [ben]
+              ben: ■
+
+A place that becomes free goes to the tenant that has the fewest; equals take turns. Within a tenant the first to ask is
+the first to be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+
+
+class Turns:
+    """A semaphore that is fair to tenants. Used only from the event loop.
+
+    Args:
+        places: taken by whoever comes; one more is kept for tenants that hold none.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._held: Counter[str] = Counter()
+        # In the order of their last turns.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def take(self, tenant: str) -> None:
+        """Wait for a place, which `give_back` frees."""
+        if self._has_place(tenant):
+            self._held[tenant] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(tenant, turn)
+            else:
+                self.give_back(tenant)  # it came just now
+            raise
+
+    def give_back(self, tenant: str) -> None:
+        """Free a place that `take` gave."""
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        while (following := self._next()) is not None:
+            line = self._waiting.pop(following)
+            turn = line.popleft()
+            if line:
+                self._waiting[following] = line
+            if not turn.done():  # who waited may have been cancelled just now
+                self._held[following] += 1
+                turn.set_result(None)
+
+    def _has_place(self, tenant: str) -> bool:
+        return self._held.total() < self._places + (tenant not in self._held)
+
+    def _next(self) -> str | None:
+        """The tenant whose turn it is, if there is a place for it."""
+        following = min(self._waiting, key=self._held.__getitem__, default=None)
+        return following if following is not None and self._has_place(following) else None
+
+    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        line = self._waiting.get(tenant, deque())
+        if turn in line:
+            line.remove(turn)
+            if not line:
+                del self._waiting[tenant]
