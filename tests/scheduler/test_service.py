@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.request import PinRequest, Request, SequenceStatus
+from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
+from octavo.scheduler.budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.keyed_heap import KeyedHeap
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -26,17 +27,20 @@ class Server:
         self.scheduler = Scheduler(SchedulerConfig(seqs, budget, max_model_len=1 << 21), self.kv)
         self.num_steps = 0
 
-    def add(self, tokens: list[int] | int, max_tokens: int = 10, n: int = 1, priority: int = 0) -> Request:
+    def add(
+        self, tokens: list[int] | int, max_tokens: int = 10, n: int = 1, priority: int = 0, **params: Any
+    ) -> Request:
         number = next(_arrivals)
         prompt = [number * 1000 + i for i in range(tokens)] if isinstance(tokens, int) else tokens
-        request = make_request(prompt, n=n, max_tokens=max_tokens, ignore_eos=True)
+        request = make_request(prompt, n=n, max_tokens=max_tokens, ignore_eos=True, **params)
         request.arrival_time, request.priority = float(number), priority
         self.scheduler.add(request)
         return request
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        self.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws))
+        scored = [[TokenLogprobs(0.0, 1, ())] * len(scores.targets) for scores in plan.scores]
+        self.scheduler.update(plan, StepResult.of([SampleResult(7)] * plan.num_draws, scored))
         self.num_steps += 1
         return plan
 
@@ -282,3 +286,48 @@ def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, 
         assert heap.smallest(number) == there[:number]
         assert len(heap) == len(there)
         assert len(heap._entries) <= 2 * len(there) + 34
+
+
+def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step() -> None:
+    server = Server(20_001, seqs=256)
+    server.add(50, max_tokens=1000)
+    server.step()
+    crowd = [server.add(1, max_tokens=1000) for _ in range(200)]
+    for steps in range(1, 4):
+        server.step()
+        assert running(crowd) == steps * NEWCOMERS_BESIDE_STREAMS
+    server.run()
+
+
+def test_a_crowd_that_nobody_waits_before_is_admitted_whole() -> None:
+    server = Server(20_001, seqs=256)
+    crowd = [server.add(1, max_tokens=10) for _ in range(200)]
+    server.step()
+    assert running(crowd) == 200
+    server.run()
+
+
+def scored_tokens(plan: StepPlan) -> int:
+    return sum(len(scores.targets) for scores in plan.scores)
+
+
+def test_few_tokens_of_prompts_are_scored_where_streams_wait_for_the_step() -> None:
+    server = Server(20_001)
+    stream = server.add(50, max_tokens=1000)
+    server.step()
+    scored = [server.add(300, max_tokens=2, prompt_logprobs=5) for _ in range(3)]
+    plain = server.add(1000, max_tokens=2)
+    first = server.step()
+    assert 0 < scored_tokens(first) <= SCORED_BESIDE_STREAMS
+    assert outputs(plain) == [1], "the rest of the step is for others"
+    server.steps_until(lambda: running([stream, *scored]) == 1)
+    assert [len(request.prompt_logprobs) for request in scored] == [299] * 3
+    assert outputs(stream)[0] == server.num_steps
+    server.run()
+
+
+def test_a_prompt_that_nobody_waits_beside_is_scored_whole() -> None:
+    server = Server(20_001)
+    server.add(1500, max_tokens=1, prompt_logprobs=5)
+    assert scored_tokens(server.step()) == 1499
+    server.run()

@@ -34,6 +34,86 @@ class StepBatch:
     scores: list[tuple[int, PromptScores]]
 
 
+class _Streams:
+    """The batch of steps in which the same sequences compute one token each and draw one: most steps.
+
+    Row i is token i and draw i. What is made once stays, and a step writes its numbers to it: beside a model that has
+    just read all its weights each call of another function costs microseconds, however little it does.
+
+    Args:
+        rows: of the sequences.
+        sampling: of draws from these rows; its positions are written anew by each step.
+        tables: the block tables on the host, and as the device has them.
+
+    Attributes:
+        follows_tokens: whether a penalty counts somebody's tokens, or a grammar follows them.
+    """
+
+    def __init__(
+        self, rows: Rows, sampling: SamplingBatch, tables: list[tuple[np.ndarray, torch.Tensor]], device: torch.device
+    ) -> None:
+        count = len(rows)
+        self.rows = rows
+        self.query_start = np.arange(count + 1, dtype=np.int32)
+        self.follows_tokens = False
+        self._tables = [table for table, _ in tables]
+        self._num_prompt_tokens = sampling.records["num_prompt_tokens"].copy()
+        self._token_ids, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
+        self._ends = np.empty(count, np.int32)
+        self._slots = [np.empty(count, np.int64) for _ in tables]
+        self._on_device: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is written, and its copy there
+        self._is_cpu = device.type == "cpu"
+
+        def tensor(array: np.ndarray, *, written: bool = False) -> torch.Tensor:
+            host = torch.from_numpy(array)
+            if self._is_cpu:
+                return host
+            copy = host.to(device)
+            if written:
+                self._on_device.append((host, copy))
+            return copy
+
+        self.batch = StepBatch(
+            token_ids=tensor(self._token_ids, written=True),
+            attention=AttentionBatch(
+                query_start=tensor(self.query_start),
+                context_lens=tensor(self._ends, written=True),
+                table_rows=tensor(rows),
+                positions=tensor(self._positions, written=True),
+                groups=tuple(
+                    GroupBatch(on_device, tensor(slots, written=True))
+                    for (_, on_device), slots in zip(tables, self._slots, strict=True)
+                ),
+                num_seqs=count,
+                num_tokens=count,
+                max_query_len=1,
+                max_context_len=0,
+            ),
+            logits_indices=tensor(np.arange(count)),
+            sampling=sampling,
+            sample_rows=list(range(count)),
+            num_sample_rows=count,
+            scores=[],
+        )
+
+    def write(self, plan: StepPlan, block_size: int) -> None:
+        """Write a step's numbers."""
+        positions, ends = self._positions, self._ends
+        positions[:] = plan.starts
+        self._token_ids[:] = plan.token_ids
+        np.add(positions, 1, out=ends, casting="same_kind")
+        np.subtract(ends, self._num_prompt_tokens, out=self.batch.sampling.positions)
+        blocks = positions // block_size
+        for table, slots in zip(self._tables, self._slots, strict=True):
+            # A block's first slot and the offset in it, in one.
+            np.subtract(table[self.rows, blocks], blocks, out=slots)
+            slots *= block_size
+            slots += positions
+        for host, copy in self._on_device:
+            copy.copy_(host, non_blocking=True)
+        self.batch.attention.max_context_len = max(plan.starts) + 1
+
+
 class BatchBuilder:
     """Builds each step's `StepBatch`, from the plan and what earlier plans said of its sequences.
 
@@ -50,9 +130,12 @@ class BatchBuilder:
         self._block_size = block_size
         self._device = torch.device(device)
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device)
+        self._streams: _Streams | None = None
 
     def build(self, plan: StepPlan) -> StepBatch:
         rows = self.sequences.apply(plan)
+        if plan.num_streams == len(rows):
+            return self._build_streams(plan, rows)
         starts = np.array(plan.starts, dtype=np.int64)
         lengths = np.array(plan.lengths, dtype=np.int64)
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -65,6 +148,18 @@ class BatchBuilder:
             query_start,
             self._attention_batch(rows, starts, lengths, query_start),
         )
+
+    def _build_streams(self, plan: StepPlan, rows: Rows) -> StepBatch:
+        same, table = self._streams, self.sequences
+        if same is None or same.rows is not rows:
+            sampling = table.sampling.batch(rows, np.zeros(len(rows), np.int64))
+            tables = list(zip(table.tables, table.device_tables, strict=True))
+            same = self._streams = _Streams(rows, sampling, tables, self._device)
+            same.follows_tokens = table.sampling.follows(rows)
+        if same.follows_tokens:
+            table.sampling.count(rows, plan.starts, same.query_start, plan.token_ids)
+        same.write(plan, self._block_size)
+        return same.batch
 
     def _attention_batch(
         self, rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray

@@ -45,12 +45,18 @@ class SequenceTable:
         self._lengths = [0] * max_rows  # of the row's tables
         self._rows: dict[SequenceId, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._planned: tuple[SequenceId, ...] = ()  # by the plan before
+        self._planned_rows: Rows = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def apply(self, plan: StepPlan) -> Rows:
-        """Apply a plan's changes to its sequences; returns the row of each sequence that it computes: int64 [rows]."""
+        """Apply a plan's changes to its sequences; returns the row of each sequence that it computes: int64 [rows].
+
+        The very array of the plan before where nothing but tables has changed.
+        """
+        same_rows = plan.seq_ids == self._planned and not (plan.reset or plan.changes or plan.new)
         if plan.reset:
             for seq_id in list(self._rows):
                 self._drop(seq_id)
@@ -69,7 +75,10 @@ class SequenceTable:
             self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
         if self._mirrored:
             self._mirror()
-        return np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
+        if not same_rows:
+            self._planned = plan.seq_ids
+            self._planned_rows = np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
+        return self._planned_rows
 
     def _take_row(self, seq_id: SequenceId) -> int:
         row = self._rows[seq_id] = self._free_rows.pop()

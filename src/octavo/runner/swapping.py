@@ -66,6 +66,8 @@ class BlockMover:
 
     def finish(self) -> None:
         """Wait until everything is stored; re-raises errors of the transfers."""
+        if not self._stores:
+            return
         stores, self._stores = self._stores, []
         wait(stores)
         for store in stores:

@@ -151,6 +151,10 @@ class SamplingTable:
         self._following[row] = False
         self._states[row] = None
 
+    def follows(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether somebody's tokens are to be told to `count`."""
+        return bool(self._following[rows].any())
+
     def count(
         self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
     ) -> None:

@@ -38,8 +38,8 @@ ArgMax = Callable[[torch.Tensor], torch.Tensor]
 Draws = npt.NDArray[np.int64]
 """Numbers of draws."""
 
-# Rows scored at a time: log-softmax of a long prompt's chunk would need as much memory again as its logits.
-_SCORED_ROWS = 64
+# Rows scored at a time: what is made of so few stays in a core's cache.
+_SCORED_ROWS = 16
 # Logits that are drawn from or scored at a time on a CPU. Copies of a few MiB stay in its cache and with the allocator,
 # which returns larger ones to the system after each use: draws with logprobs from 57 rows of 49,152 took 41 ms at once,
 # and take 9 in slices.

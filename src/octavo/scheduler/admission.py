@@ -20,7 +20,7 @@ from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, num_missing
+from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
 from octavo.scheduler.yielding import Yielding
 
 # A look-up of so many blocks may be repeated with every step: about 0.1 ms.
@@ -92,7 +92,7 @@ class Admission:
             return 0
         if self._yielding.settle(seq):
             return kv.swap_in_shortage(seq, 1, self._reserve(seq, seq.num_computed + 1))
-        hit = kv.match(seq) if _may_skip(seq) else kv.no_hit
+        hit = kv.no_hit if is_scored(seq) else kv.match(seq)
         shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
         if shortage > 0:
             self._refuse(seq, shortage, hit.num_tokens // kv.spec.block_size)
@@ -156,9 +156,11 @@ class Admission:
             return 0
         if self._yielding.settle(seq):
             return self._swap_in(seq, budget, share)
-        hit = kv.match(seq) if _may_skip(seq) else kv.no_hit
+        scored = is_scored(seq)
+        # Log-probabilities need every token's logits.
+        hit = kv.no_hit if scored else kv.match(seq)
         start = hit.num_tokens
-        num_new = _share_of(budget.chunk(start, seq.num_tokens - start), share)
+        num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored), share)
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)
@@ -176,7 +178,7 @@ class Admission:
 
     def _swap_in(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
         start = seq.num_computed
-        num_new = _share_of(budget.chunk(start, num_missing(seq)), share)
+        num_new = _share_of(budget.chunk(start, num_missing(seq), scored=is_scored(seq)), share)
         if not num_new:
             return None
         copies = self._kv.swap_in(seq, num_new, self._reserve(seq, start + num_new))
@@ -209,7 +211,7 @@ class Admission:
         whole = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if not tenants.num_over_cap(seq, whole + bound):
             return False
-        if seq.seq_id in self._yielding.swapped or not _may_skip(seq):
+        if seq.seq_id in self._yielding.swapped or is_scored(seq):
             return True
         hit = kv.match(seq)
         return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0
@@ -248,9 +250,3 @@ class Admission:
 
 def _share_of(chunk: int, share: int) -> int:
     return chunk if share == 1 else max(min(1, chunk), chunk // share)
-
-
-def _may_skip(seq: Sequence) -> bool:
-    """Whether cached tokens may go uncomputed: prompt logprobs still missing need every token's logits."""
-    request = seq.request
-    return request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= seq.num_prompt_tokens - 1

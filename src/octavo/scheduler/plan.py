@@ -140,6 +140,7 @@ class StepPlan:
         sibling_seeds: by row, the seeds of its draws after the first.
         scores: of rows whose prompt's log-probabilities are wanted.
         reset: forget every sequence before reading on.
+        num_streams: at least so many of the first rows compute one token and draw one.
     """
 
     step: int = 0
@@ -157,6 +158,7 @@ class StepPlan:
     swap_out: tuple[BlockSwap, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockSwap, ...] = ()
+    num_streams: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.seq_ids)

@@ -136,6 +136,7 @@ class PlanBuilder:
             starts=tuple(self._starts),
             lengths=tuple(self._lengths),
             draws=(1,) * self.num_streams + tuple(map(len, self.draws)),
+            num_streams=self.num_streams,
             token_ids=tuple(self._token_ids),
             sibling_seeds=self._sibling_seeds,
             scores=tuple(self._scores),

@@ -43,7 +43,7 @@ from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import Rotation
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, num_missing
+from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
 from octavo.scheduler.yielding import Yielding
 
 SHARE_OF_FIRST = 4
@@ -177,7 +177,7 @@ class Service:
         left = budget - len(shares.streams)
         if left > 0:
             limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
-            step = StepBudget(left, limit)
+            step = StepBudget(left, limit, beside_streams=bool(shares.streams))
             if claimant is not None and not short and self._admit(claimant, step, shares, SHARE_OF_FIRST):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, shares, short)
@@ -266,7 +266,7 @@ class Service:
         while budget.num_tokens > 0:
             prompt = by_rank[place] if place < len(by_rank) else None
             newcomer = None
-            if not short and admission.has_place and len(refused) < _MOST_REFUSED:
+            if not short and admission.has_place and budget.num_newcomers > 0 and len(refused) < _MOST_REFUSED:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):
@@ -294,7 +294,8 @@ class Service:
             return False
         if self._turns is not None:
             self._turns.admitted(seq)
-        budget.take(seq.num_computed, num_new)
+        budget.take(seq.num_computed, num_new, scored=is_scored(seq))
+        budget.num_newcomers -= 1
         shares.admitted.add(seq.seq_id)
         shares.chunks[seq.seq_id] = (seq, num_new)
         return True
@@ -303,14 +304,15 @@ class Service:
         """A chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
         _, has = shares.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
-        chunk = budget.chunk(start, num_missing(seq) - has)
+        scored = is_scored(seq)
+        chunk = budget.chunk(start, num_missing(seq) - has, scored=scored)
         if share > 1:
             chunk = max(min(1, chunk), chunk // share)
         if not chunk:
             return False
         num_new = self._make_room(seq, has, chunk, shares)
         if num_new:
-            budget.take(start, num_new)
+            budget.take(start, num_new, scored=scored)
             shares.chunks[seq.seq_id] = (seq, has + num_new)
         elif not has and seq is self._first():
             self._stalled = seq

@@ -131,5 +131,11 @@ def _order(seq: Sequence) -> Key:
     return seq.order
 
 
+def is_scored(seq: Sequence) -> bool:
+    """Whether its prompt's log-probabilities are wanted and not all known: they need every token's logits."""
+    request = seq.request
+    return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < seq.num_prompt_tokens - 1
+
+
 def _size_key(seq: Sequence) -> Key:
     return (seq.request.priority, num_missing(seq), *seq.order)
