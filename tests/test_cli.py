@@ -38,7 +38,17 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as leaving:
         cli.main(argv)
     assert leaving.value.code == 2
-    assert "usage: octavo" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith("octavo")
+    assert told.endswith("--help)\n")
+    assert told.count("\n") == 1
+
+
+def test_a_mistyped_flag_is_told_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--max-num-sqs=3"])
+    told = capsys.readouterr().err
+    assert told.startswith("octavo: error: unknown argument '--max-num-sqs=3'; did you mean --max-num-seqs? (see")
 
 
 def parser_whose_command_raises(monkeypatch: pytest.MonkeyPatch, error: ConfigError | Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from octavo.attention import BACKENDS
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, parse_count
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec, LayerKVSpec
@@ -35,7 +35,8 @@ def test_an_option_offers_exactly_the_policies_there_are(option: str, offered: t
 
 @pytest.mark.parametrize("option", ["dtype", "kv_cache_dtype"])
 def test_the_dtypes_offered_are_those_a_cache_can_hold(option: str) -> None:
-    assert set(choices(option)) == {"auto", *DTYPE_BYTES}
+    # vLLM's other names for two of them.
+    assert set(choices(option)) - {"half", "float"} == {"auto", *DTYPE_BYTES}
 
 
 def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
@@ -51,3 +52,31 @@ def test_each_victim_that_is_offered_can_be_made() -> None:
 def test_the_package_is_marked_as_typed() -> None:
     """The marker is shipped with everything else under src/octavo."""
     assert files("octavo").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "swap_space"),
+    [(4, 4 * 2**30), ("4", 4 * 2**30), ("0.5", 2**29), ("1023", 1023 * 2**30), (4096, 4096), ("2MiB", 2**21), (0, 0)],
+)
+def test_a_bare_swap_space_is_gib_as_in_vllm(given: int | str, swap_space: int) -> None:
+    config = EngineConfig(swap_space=given)
+    assert config.swap_space == swap_space
+    assert config.replace(seed=1).swap_space == swap_space
+
+
+def test_dtypes_have_vllms_other_names() -> None:
+    assert EngineConfig(dtype="half").dtype == "float16"
+    assert EngineConfig(dtype="float").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("25.6k", 25_600), ("1m", 10**6), ("-1", -1)]
+)
+def test_counts_may_be_written_as_in_vllm(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["4kb", "k", "", "4.0", "1.0001k"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_count(text)

@@ -10,12 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from octavo.commands import COMMANDS, add_command
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, shown
+from octavo.option import nearest
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line, one subparser a command."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="octavo", description="Serve and run language models from a paged KV cache.", allow_abbrev=False
     )
     parser.add_argument("--version", action=_Version, help="print the version and leave")
@@ -47,6 +49,26 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         add_command(subparsers, command)
     return parser
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Tells wrong usage in one line: what is wrong, and where to look it up."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(_unknown(unknown, parsed))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _unknown(words: Sequence[str], args: argparse.Namespace) -> str:
+    """What to say of words that mean nothing to the command; of a flag, the one that was meant."""
+    word = words[0]
+    hint = nearest(word.partition("=")[0], args.flags) if word.startswith("--") else ""
+    return f"unknown argument {shown(word)}" + (hint if "did you mean" in hint else "")
 
 
 class _Version(argparse.Action):

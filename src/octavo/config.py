@@ -28,7 +28,15 @@ class EngineConfig(RequestLimits):
     model: str = option(
         DEFAULT_MODEL, "a Hugging Face folder or hub id, a GGUF file, or 'smollm2' (SmolLM2-135M-Instruct, packaged)"
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "weights and activations; auto: bfloat16")
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
+        "auto", "weights and activations; auto: bfloat16; half and float: float16 and float32"
+    )
+    chat_template: str | None = option(None, "file with a chat template (Jinja) to use instead of the model's own")
+    generation_config: str = option(
+        "auto",
+        "where sampling parameters come from that a request does not give; auto: the model's generation_config.json; "
+        "vllm: none; or a folder with such a file",
+    )
     quantization: Literal["auto", "none"] = option(
         "auto",
         "auto: GGUF's Q4_0, Q4_1 and Q8_0 weights are multiplied as they are, activations in int8, where the kernels "
@@ -86,7 +94,8 @@ class EngineConfig(RequestLimits):
     )
     swap_space: int | str | None = option(
         None,
-        "host memory for swapped blocks, taken as it is needed; 0: never swap; default: 1GiB, or what RAM is left",
+        "host memory for swapped blocks, taken as it is needed, as '2GiB' (a bare 2 is GiB too); 0: never swap; "
+        "default: 1GiB, or what RAM is left",
     )
     attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
     deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
@@ -107,6 +116,7 @@ class EngineConfig(RequestLimits):
             value = getattr(self, name)
             if isinstance(value, str) and value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
             value = getattr(self, name)
             if value is not None and value != "max" and (isinstance(value, bool) or not isinstance(value, int)):
@@ -131,7 +141,9 @@ class EngineConfig(RequestLimits):
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:
             raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
         if isinstance(self.swap_space, str):
-            object.__setattr__(self, "swap_space", parse_bytes(self.swap_space))
+            object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
+        elif not isinstance(self.swap_space, bool) and self.swap_space and 0 < self.swap_space < _SMALLEST_SWAP:
+            object.__setattr__(self, "swap_space", self.swap_space * 2**30)
         swap = 0 if self.swap_space is None else self.swap_space
         if isinstance(swap, bool) or not isinstance(swap, int) or swap < 0:
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space!r}")
@@ -157,6 +169,37 @@ def _literal_choices() -> dict[str, tuple[Any, ...]]:
         if literals:
             choices[name] = tuple(value for a in literals for value in get_args(a))
     return choices
+
+
+# A bare number below is GiB, as in vLLM, and no number of bytes.
+_SMALLEST_SWAP = 1024
+
+
+def parse_swap(text: str) -> int:
+    """'4' -> 4 GiB, as in vLLM; with a unit, or as many as 1024 bytes, as `parse_bytes` reads it."""
+    try:
+        number = float(text)
+    except ValueError:
+        return parse_bytes(text)
+    return int(number * 2**30) if 0 < number < _SMALLEST_SWAP else parse_bytes(text)
+
+
+_COUNT_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+
+def parse_count(text: str) -> int:
+    """'4096' -> 4096, '4k' -> 4000, '4K' -> 4096, '25.6k' -> 25600, as in vLLM.
+
+    Raises:
+        ValueError: no such number, or no whole one.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)([kKmMgG])\s*", text)
+    if match is None:
+        return int(text)
+    whole, rest = divmod(round(float(match[1]) * _COUNT_UNITS[match[2]], 6), 1)
+    if rest:
+        raise ValueError(f"{text!r} is no whole number")
+    return int(whole)
 
 
 _UNITS = {"": 1, "B": 1}

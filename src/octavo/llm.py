@@ -172,7 +172,7 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[tuple[Request, str | None]]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or SamplingParams(**self.core.default_sampling)] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling_params", param="sampling_params")
         requests = []

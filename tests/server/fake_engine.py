@@ -87,6 +87,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.limits = limits
+        self.default_sampling: dict[str, Any] = {}
         self.script = script.encode()
         self.step_seconds = step_seconds
         self.eos_after = eos_after

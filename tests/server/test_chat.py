@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_completions import events
 
 PATH = "/v1/chat/completions"
@@ -212,3 +213,14 @@ def test_a_chat_body_that_cannot_be_used_is_refused(server: Running, body: Any, 
     error = server.error(PATH, body, 400)
     assert error["param"] == param
     assert says in error["message"]
+
+
+def test_what_the_model_recommends_holds_where_a_body_says_nothing(start_server: Any) -> None:
+    engine = FakeEngine()
+    engine.default_sampling = {"temperature": 0.5, "top_k": 7}
+    server = start_server(engine)
+    chat(server, top_k=9)
+    params = engine.received[-1]["params"]
+    assert (params.temperature, params.top_k) == (0.5, 9)
+    assert server.post("/v1/completions", {"prompt": "x", "use_beam_search": True, "n": 2}).status_code == 200
+    assert engine.received[-1]["params"].temperature == 1.0

@@ -32,4 +32,5 @@ def add_command(subparsers: argparse._SubParsersAction[Any], command: Command) -
         command.name, help=command.summary, description=command.description or command.summary, allow_abbrev=False
     )
     command.add_arguments(parser)
-    parser.set_defaults(run=command.run)
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    parser.set_defaults(run=command.run, flags=flags)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, parse_count
 from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
 from octavo.option import flag
@@ -145,7 +145,15 @@ def value_keywords(hint: object) -> dict[str, Any]:
         return {"choices": literals}
     if str in members:
         return {"metavar": "SIZE" if int in members else "TEXT"}
-    return {"type": float, "metavar": "X"} if float in members else {"type": int, "metavar": "N"}
+    return {"type": float, "metavar": "X"} if float in members else {"type": integer, "metavar": "N"}
+
+
+def integer(text: str) -> int:
+    """An integer on a command line, which may be written as 4k."""
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, or one such as 4k, got {text!r}") from None
 
 
 def _is_union(hint: object) -> bool:
@@ -155,7 +163,7 @@ def _is_union(hint: object) -> bool:
 def _integer_or(words: Sequence[str]) -> Callable[[str], int | str]:
     def integer_or_word(text: str) -> int | str:
         try:
-            return text if text in words else int(text)
+            return text if text in words else parse_count(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be an integer or {' or '.join(words)}, got {text!r}") from None
 

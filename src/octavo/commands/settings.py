@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, get_type_hints
 
-from octavo.commands.options import value_keywords
+from octavo.commands.options import integer, value_keywords
 from octavo.errors import ConfigError, shown
 from octavo.option import nearest
 from octavo.toml_file import read_toml
@@ -181,7 +181,7 @@ class Settings:
             if not texts:
                 raise ConfigError(f"{where} is an empty list: give a value, or leave the option out")
             return tuple(texts)
-        numbers = {float: (int, float), int: (int,)}.get(kind.get("type", str), ())
+        numbers = {float: (int, float), integer: (int,)}.get(kind.get("type", str), ())
         if not numbers and kind.get("metavar") != "TEXT" and "choices" not in kind:
             numbers = (int,)  # a size, or an integer or a word
         if isinstance(value, numbers) and not isinstance(value, bool):

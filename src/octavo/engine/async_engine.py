@@ -157,6 +157,10 @@ class AsyncEngine:
         return self.core.tokenizer
 
     @property
+    def default_sampling(self) -> dict[str, Any]:
+        return self.core.default_sampling
+
+    @property
     def limits(self) -> RequestLimits:
         return self.core.config
 

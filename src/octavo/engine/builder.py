@@ -17,6 +17,7 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
+from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
 from octavo.config import EngineConfig, format_bytes
@@ -39,10 +40,14 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
+from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
+
+# Characters of a chat template.
+_MOST_TEMPLATE = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     """
     started = time.perf_counter()
     source = resolve_model(config.model)
+    default_sampling = sampling_defaults(config.generation_config, source)
     runner, facts, tokenizer = _start_runner(config, source)
     grammars = _grammar_compiler(config, facts, lambda: tokenizer)
     if isinstance(runner, ModelRunner):
@@ -113,6 +119,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
+        default_sampling=default_sampling,
     )
 
 
@@ -121,16 +128,16 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
     if config.executor == "process":
         process = ProcessExecutor(partial(_build_runner_apart, config))
         try:
-            tokenizer = _load_tokenizer(source)
+            tokenizer = _load_tokenizer(source, config)
         except BaseException:
             process.close()
             raise
         return process, process.facts(), tokenizer
     if not load_model_config(source).runs_natively:
         # One after the other: both may import transformers, whose lazy modules two threads would import at once.
-        return *build_runner(config), _load_tokenizer(source)
+        return *build_runner(config), _load_tokenizer(source, config)
     with ThreadPoolExecutor(max_workers=1) as beside:
-        loading = beside.submit(_load_tokenizer, source)
+        loading = beside.submit(_load_tokenizer, source, config)
         return *build_runner(config), loading.result()
 
 
@@ -245,12 +252,26 @@ def _load_through_transformers(config: EngineConfig, source: ModelSource, device
     return TransformersModel.load(source.path, dtype=_dtype(config, device), device=device)
 
 
-def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+def _load_tokenizer(source: ModelSource, config: EngineConfig) -> Tokenizer | None:
+    template = None if config.chat_template is None else _read_template(config.chat_template)
     try:
-        return Tokenizer.from_source(source)
+        tokenizer = Tokenizer.from_source(source)
+        return tokenizer if template is None else tokenizer.with_chat_template(template)
     except ModelNotFoundError as error:
         logger.warning("%s; prompts must be token ids", error)
         return None
+
+
+def _read_template(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            template = file.read(_MOST_TEMPLATE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: cannot read {path}: {error}") from error
+    if len(template) > _MOST_TEMPLATE:
+        raise ConfigError(f"chat_template: {path} has more than {_MOST_TEMPLATE} characters")
+    check_template(template, path)
+    return template
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

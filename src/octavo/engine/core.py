@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,7 @@ class EngineCore:
         eos_token_ids: ids that end every request which does not ignore them.
         max_model_len: longest prompt + output, in tokens.
         grammars: compiles structured outputs; None: none is served.
+        default_sampling: keywords of `SamplingParams` for whoever gives none, as the model's makers recommend.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
+        default_sampling: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -73,6 +76,7 @@ class EngineCore:
         self._recorder = StatsRecorder(self.stats, scheduler)
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
+        self.default_sampling = dict(default_sampling or {})
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import format_bytes, parse_bytes
+from octavo.config import format_bytes, parse_bytes, parse_swap
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.option import option
@@ -81,7 +81,7 @@ class PlanOptions:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be positive, got {value}")
         if isinstance(self.swap_space, str):
-            object.__setattr__(self, "swap_space", parse_bytes(self.swap_space))
+            object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
         if isinstance(self.swap_space, int) and self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space}")
 

@@ -138,6 +138,7 @@ class Api:
             limits=engine.limits,
             names=self._names,
             strict=config.strict_requests,
+            default_sampling=engine.default_sampling,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )

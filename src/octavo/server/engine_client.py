@@ -70,6 +70,11 @@ class EngineClient(Protocol):
     def tokenizer(self) -> TokenizerLike: ...
 
     @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Keywords of `SamplingParams` for requests that do not give them."""
+        ...
+
+    @property
     def limits(self) -> RequestLimits: ...
 
     @property

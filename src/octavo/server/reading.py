@@ -11,7 +11,7 @@ import asyncio
 import logging
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,6 +60,7 @@ LARGE_NICENESS = 10
 _RENDERED = frozenset({"chat", "message", "count_tokens", "response", "next_response"})
 
 Body = TypeVar("Body", bound=RequestBody)
+AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class BodyReader:
         tokenizer: None where the model has none: prompts must be token ids then.
         names: what the model is called here; the first is used where a body names none.
         strict: refuse fields that nobody here knows, instead of ignoring them.
+        default_sampling: what the sampling fields mean that a body does not give.
         tool_call_parser, reasoning_parser: names of formats; "auto": by the chat template.
     """
 
@@ -134,6 +136,7 @@ class BodyReader:
         limits: RequestLimits,
         names: Sequence[str],
         strict: bool = False,
+        default_sampling: Mapping[str, Any] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
@@ -143,6 +146,7 @@ class BodyReader:
         self._limits = limits
         self._names = tuple(names)
         self._strict = strict
+        self._default_sampling = dict(default_sampling or {})
         template = "" if tokenizer is None else tokenizer.chat_template_text
         self._dialects = Dialects(template, tool_call_parser, reasoning_parser)
 
@@ -156,7 +160,7 @@ class BodyReader:
 
     def completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(CompletionBody, raw)
-        params = body.sampling_params(self._vocab_size, self._limits)
+        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
         kept = self._kept_tokens(body, params.max_tokens)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
@@ -207,7 +211,7 @@ class BodyReader:
         return replace(read, origin=_without_bulk(body))
 
     def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:
-        params = body.sampling_params(self._vocab_size, self._limits)
+        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
         messages = checked_messages(body.messages, self._limits)
         tools = checked_tools(body.tools, body.tool_choice, self._limits)
         calls = self._dialects.calls_for(tools)
@@ -257,6 +261,13 @@ class BodyReader:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self._tokenizer
+
+    def _with_defaults(self, body: AnyGeneration) -> AnyGeneration:
+        # Beams are not drawn: what shapes a draw would be refused.
+        if not self._default_sampling or body.use_beam_search:
+            return body
+        missing = {name: value for name, value in self._default_sampling.items() if getattr(body, name) is None}
+        return body.model_copy(update=missing)
 
     def _parse(self, body_type: type[Body], raw: bytes) -> tuple[Body, str]:
         body = parse_body(body_type, raw, strict=self._strict)

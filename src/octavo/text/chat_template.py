@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # What a template may raise on messages it did not foresee, besides its own errors. RuntimeError: it recurses too deep.
@@ -66,6 +66,14 @@ def render_chat(
         return _joined(pieces)
     except _RENDERING_ERRORS as error:
         raise RequestError(f"the model's chat template refused these messages: {error}", param="messages") from error
+
+
+def check_template(template: str, name: str) -> None:
+    """Raises `ConfigError` for a template that is none."""
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template: {name}, line {error.lineno}: {error.message}") from error
 
 
 def _joined(pieces: Iterable[str]) -> str:

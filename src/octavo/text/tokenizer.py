@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ class Tokenizer:
         # Checked here rather than while the first request waits.
         tokenizer.byte_pieces(skip_special_tokens=True)
         return tokenizer
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same with another chat template instead of all its own."""
+        other = copy(self)
+        other._chat_templates = {"default": template}
+        return other
 
     @classmethod
     def _from_gguf(cls, path: Path) -> Tokenizer:
