@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 class OneLineParser(argparse.ArgumentParser):
     """Tells wrong usage in one line: what is wrong, and where to look it up."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(_unknown(unknown, parsed))

@@ -266,3 +266,21 @@ def test_arguments_of_a_history_that_are_no_json_are_passed_on(server: Running) 
     made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Par'}}
     chat(server, USER, {"role": "assistant", "content": None, "tool_calls": [made]})
     assert json.dumps({"arguments": '{"city": "Par'}) in rendered(server)
+
+
+NAMED = {"type": "function", "function": {"name": "stop"}}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", {"get_weather", "stop"}), (NAMED, {"stop"})])
+def test_an_answer_that_must_call_is_held_to_it(server: Running, choice: Any, names: set[str]) -> None:
+    chat(server, tool_choice=choice)
+    wanted = server.engine.received[-1]["params"].structured_outputs
+    assert {name for name in ("get_weather", "stop") if f'\\"name\\": \\"{name}\\"' in wanted.grammar} == names
+    chat(server)
+    assert server.engine.received[-1]["params"].structured_outputs is None
+
+
+def test_an_answer_cannot_have_two_forms(server: Running) -> None:
+    form = {"type": "json_object"}
+    body = {"messages": [USER], "tools": TOOLS, "tool_choice": "required", "response_format": form}
+    assert "cannot have another form too" in server.error(PATH, body, 400)["message"]

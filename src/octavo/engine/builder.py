@@ -144,7 +144,7 @@ def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, 
 def _build_runner_apart(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     """`build_runner` in a process of its own, which reads the tokenizer itself once a grammar needs it."""
     runner, facts = build_runner(config)
-    runner.grammars = _grammar_compiler(config, facts, lambda: _load_tokenizer(resolve_model(config.model)))
+    runner.grammars = _grammar_compiler(config, facts, lambda: _load_tokenizer(resolve_model(config.model), config))
     return runner, facts
 
 

@@ -6,11 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.dialect.constraint import calls_grammar
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
 from octavo.dialect.writing import with_tools_described
 from octavo.errors import RequestError
 from octavo.server.tool_use import ToolUse
+from octavo.structured_outputs import StructuredOutputsParams
 
 # Characters at a prompt's end in which open reasoning is looked for.
 _END_OF_PROMPT = 256
@@ -54,11 +56,20 @@ class Dialects:
                 'tool_choice "none" passes',
                 param="tools",
             )
-        if tools.required:
-            raise RequestError(
-                'tool_choice other than "auto" and "none" is not supported by this server', param="tool_choice"
-            )
         return self._calls
+
+    @staticmethod
+    def constraint(dialect: Dialect, tools: ToolUse, *, parallel: bool) -> StructuredOutputsParams | None:
+        """What holds the answer to calling, where it must."""
+        if not tools.required or dialect.calls is None:
+            return None
+        grammar = calls_grammar(
+            dialect.calls,
+            tools.callable,
+            parallel=parallel and tools.named is None,
+            reasoning=dialect.reasoning if dialect.in_reasoning else None,
+        )
+        return StructuredOutputsParams(grammar=grammar)
 
     def chat(self, messages: list[dict[str, Any]], tools: ToolUse) -> RenderedChat:
         """The messages and tools for the template, which may know nothing of tools."""

@@ -44,6 +44,7 @@ from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Gen
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.tool_use import checked_tools
 from octavo.server.turns import Turns
+from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.prompt_checks import check_text_length, check_token_ids
 
 logger = logging.getLogger("octavo.server")
@@ -222,6 +223,8 @@ class BodyReader:
         chat = self._dialects.chat(messages, tools)
         prompt, text = self._render(body, chat, variables, cache_marks(body.messages), kept)
         dialect = self._dialects.of_answer(calls, tools, text)
+        if constraint := self._dialects.constraint(dialect, tools, parallel=body.parallel_tool_calls is not False):
+            params = self._constrained(params, constraint)
         if dialect.keeps_special_tokens and body.skip_special_tokens is None:
             params = replace(params, skip_special_tokens=False)
         speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
@@ -261,6 +264,18 @@ class BodyReader:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self._tokenizer
+
+    def _constrained(self, params: SamplingParams, constraint: StructuredOutputsParams) -> SamplingParams:
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "an answer that must call a tool cannot have another form too: leave out response_format",
+                param="tool_choice",
+            )
+        try:
+            self._limits.check_structured_outputs(constraint)
+            return replace(params, structured_outputs=constraint)
+        except RequestError as error:
+            raise RequestError(f"the grammar of these tools: {error}", param="tool_choice") from None
 
     def _with_defaults(self, body: AnyGeneration) -> AnyGeneration:
         # Beams are not drawn: what shapes a draw would be refused.

@@ -1,0 +1,123 @@
+"""A grammar for answers that must call: made from the same description of a format that reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, ReasoningFormat, XmlCall
+from octavo.structured_outputs import json_rule
+
+# Calls of one answer.
+MOST_CALLS = 16
+# The arguments of a function that declares none.
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+# Text that holds no closing tag.
+_TEXT = r"/([^<]|<[^\/])*/"
+
+
+def calls_grammar(
+    calls: CallFormat,
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool = True,
+    reasoning: ReasoningFormat | None = None,
+) -> str:
+    """A grammar in llguidance's Lark: one call of these functions, or several.
+
+    Args:
+        functions: OpenAI's function objects: `name` and `parameters`.
+        reasoning: what the answer begins with; it is open already.
+    """
+    body = calls.bodies[0]
+    rules = [_rule(body, number, function) for number, function in enumerate(functions)]
+    one = f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
+    before = "" if reasoning is None else f"{_TEXT} {_quoted(reasoning.closing)} "
+    return "\n".join([f"start: {before}{_run(calls, parallel=parallel)}", one, *rules])
+
+
+def _run(calls: CallFormat, *, parallel: bool) -> str:
+    body = calls.bodies[0]
+    if calls.closing:
+        single = f"{_quoted(calls.opening + chr(10))} call {_quoted(chr(10) + calls.closing)}"
+        return f"({single}) {_repeated(f'{_quoted(chr(10))} {single}', parallel)}"
+    opening, closing, separator = "", "", ", "
+    if isinstance(body, JsonCalls):
+        opening = "" if calls.unmarked else calls.opening + body.brackets[0]
+        closing, separator = body.brackets[1], f"{body.separator} "
+    elif isinstance(body, PythonCalls):
+        opening, closing = "[", "]"
+    else:
+        opening, separator = calls.opening, calls.opening
+    before = f"{_quoted(opening)} " if opening else ""
+    after = f" {_quoted(closing)}" if closing else ""
+    return f"{before}call {_repeated(f'{_quoted(separator)} call', parallel)}{after}"
+
+
+def _repeated(rule: str, parallel: bool) -> str:
+    return f"({rule}){{0,{MOST_CALLS - 1}}}" if parallel else ""
+
+
+def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
+    """The rules `call_N` and what it needs."""
+    name, schema = str(function["name"]), function.get("parameters") or _NOTHING
+    head = f"call_{number}:"
+    if isinstance(body, JsonCalls):
+        opening = f'{{"name": {_quoted(name)}, {_quoted(body.arguments[0])}: '
+        return f"{head} {_quoted(opening)} arguments_{number} {_quoted('}')}\n{_json(f'arguments_{number}', schema)}"
+    if isinstance(body, NamedJsonCall):
+        return f"{head} {_quoted(name + body.tag)} arguments_{number}\n{_json(f'arguments_{number}', schema)}"
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    named = dict(properties) if isinstance(properties, Mapping) else {}
+    required = schema.get("required") if isinstance(schema, Mapping) else None
+    needed = set(required) if isinstance(required, list) else set()
+    rules = [_json(f"value_{number}_{i}", _with_definitions(part, schema)) for i, part in enumerate(named.values())]
+    if isinstance(body, XmlCall):
+        parts = [
+            _optional(
+                f"{_quoted(f'<parameter={key}>{chr(10)}')} "
+                f"{_TEXT if _is_text(part) else f'value_{number}_{i}'} {_quoted(f'{chr(10)}</parameter>{chr(10)}')}",
+                key in needed,
+            )
+            for i, (key, part) in enumerate(named.items())
+        ]
+        inside = " ".join([_quoted(f"<function={name}>\n"), *parts, _quoted("</function>")])
+        return "\n".join([f"{head} {inside}", *rules])
+    # What must be given comes first, so that commas stand between arguments only.
+    order = sorted(range(len(named)), key=lambda i: list(named)[i] not in needed)
+    keys = list(named)
+    texts: list[str] = []
+    for place, i in enumerate(order):
+        argument = f"{_quoted(keys[i] + '=')} value_{number}_{i}"
+        # Without any that must be given, at most the first of the others can stand alone.
+        comma = f"{_quoted(', ')} " if place else ""
+        texts.append(argument if place == 0 and keys[i] in needed else f"{comma}{argument}")
+    inside = ""
+    for place in range(len(order) - 1, -1, -1):
+        text = f"{texts[place]} {inside}".strip()
+        inside = text if keys[order[place]] in needed else f"({text})?"
+    return "\n".join([f"{head} {_quoted(name + '(')} {inside} {_quoted(')')}", *rules])
+
+
+def _optional(rule: str, needed: bool) -> str:
+    return rule if needed else f"({rule})?"
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+
+
+def _with_definitions(part: Any, schema: Mapping[str, Any]) -> Any:
+    """A property's schema, with what it may refer to."""
+    if not isinstance(part, Mapping):
+        return part
+    return {**part, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}}
+
+
+def _json(name: str, schema: Any) -> str:
+    return f"{name}: {json_rule(schema, lenient=True)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,112 @@
+"""Answers that must call: what a model of random weights says under each format's grammar is a call, always."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.dialect.constraint import calls_grammar
+from octavo.dialect.formats import CALL_FORMATS, CallFormat, reasoning_format
+from octavo.dialect.parser import Arguments, CallBegins, Content, Dialect, OutputParser, Reasoning
+from octavo.engine.core import EngineCore
+from octavo.request import FinishReason
+from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
+from tests.engine.tiny_engine import assert_drained, tiny_core
+
+CITIES = ["Paris", "New York"]
+WEATHER = {
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"$ref": "#/$defs/city"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "where": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        },
+        "required": ["days"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": CITIES}},
+    },
+}
+STOP = {"name": "stop"}
+TYPES: dict[str, dict[str, str]] = {"get_weather": {"days": "integer", "where": "array"}, "stop": {}}
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[EngineCore]:
+    with tiny_core() as core:
+        yield core
+
+
+def said(core: EngineCore, grammar: str, seed: int) -> tuple[str, FinishReason | None]:
+    params = SamplingParams(max_tokens=400, seed=seed, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    core.add(core.make_request([1, 2, 3], params))
+    while core.has_work:
+        for output in core.step():
+            if output.finished:
+                assert_drained(core)
+                return output.outputs[0].text, output.outputs[0].finish_reason
+    raise AssertionError("it never ended")
+
+
+def calls_in(text: str, dialect: Dialect) -> tuple[list[tuple[str, dict[str, Any]]], str]:
+    """The calls of a text, and its reasoning; there is nothing else in it."""
+    parser = OutputParser(dialect)
+    names, arguments, reasoning = [], [], ""
+    for event in [*parser.feed(text), *parser.finish()]:
+        assert not isinstance(event, Content), (text, event)
+        if isinstance(event, CallBegins):
+            names.append(event.name)
+            arguments.append("")
+        elif isinstance(event, Arguments):
+            arguments[-1] += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+    return [(name, json.loads(given)) for name, given in zip(names, arguments, strict=True)], reasoning
+
+
+def check(name: str, arguments: dict[str, Any]) -> None:
+    if name == "stop":
+        assert arguments == {}
+        return
+    assert name == "get_weather"
+    assert set(arguments) <= {"city", "days", "where"}
+    assert 1 <= arguments["days"] <= 9
+    assert arguments.get("city", "Paris") in CITIES
+    assert all(isinstance(each, bool) for each in arguments.get("where", []))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.name)
+def test_an_answer_that_must_call_does_and_nothing_else(core: EngineCore, calls: CallFormat, parallel: bool) -> None:
+    grammar = calls_grammar(calls, [WEATHER, STOP], parallel=parallel)
+    for seed in range(4):
+        text, reason = said(core, grammar, seed)
+        if parallel and reason is FinishReason.LENGTH:
+            continue  # one call after the other, until it was cut off
+        assert reason is FinishReason.STOP
+        found, _ = calls_in(text, Dialect(calls, tools=TYPES))
+        assert found
+        assert parallel or len(found) == 1
+        for name, arguments in found:
+            check(name, arguments)
+
+
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.name)
+def test_a_named_call_is_of_that_tool(core: EngineCore, calls: CallFormat) -> None:
+    text, _ = said(core, calls_grammar(calls, [STOP], parallel=False), 0)
+    assert calls_in(text, Dialect(calls, tools=TYPES))[0] == [("stop", {})]
+
+
+def test_open_reasoning_may_end_first(core: EngineCore) -> None:
+    calls = CALL_FORMATS[1]
+    thinks = reasoning_format("qwen3", None)
+    grammar = calls_grammar(calls, [STOP], parallel=False, reasoning=thinks)
+    for seed in range(6):
+        text, reason = said(core, grammar, seed)
+        found, _ = calls_in(text, Dialect(calls, thinks, in_reasoning=True, tools=TYPES))
+        assert (found == [("stop", {})]) is (reason is FinishReason.STOP)
