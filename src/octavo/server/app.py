@@ -197,10 +197,10 @@ class Api:
     async def create_response(self, request: Request) -> Response:
         tenant = client_of(request.scope).tenant
         async with self._intake.body(request) as raw:
-            read: ChatRequest | FollowUp = await self._reading.read("response", raw)
+            read: ChatRequest | FollowUp = await self._reading.read("response", raw, tenant)
             if isinstance(read, FollowUp):
                 before = self._stored(tenant, read.previous_response_id, "previous_response_id")
-                read = await self._reading.read("next_response", after(before.items, raw))
+                read = await self._reading.read("next_response", after(before.items, raw), tenant)
         assert isinstance(read, ChatRequest)
         store = partial(self._responses.put, tenant)
         answer = ResponseAnswer(self._engine, read, client_of(request.scope), self._traceparent(request), store)
