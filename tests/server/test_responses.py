@@ -157,6 +157,7 @@ def test_another_tenants_response_is_not_there(start_server: Callable[..., Runni
         ({"background": True}, "background", "background is not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"truncation": "some"}, "truncation", '"auto" or "disabled"'),
+        ({"metadata": {"a": "x" * 65_536}}, "metadata", "65544 bytes of JSON, but at most 65536 are repeated"),
         ({"max_output_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"previous_response_id": "x" * 257}, "previous_response_id", "257 characters, but at most 256"),
     ],

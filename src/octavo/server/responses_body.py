@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
+from octavo.server.generation import json_bytes
 from octavo.server.protocol import Objects, RequestBody, Texts
 
 # Chat fields of the same name and meaning.
@@ -18,6 +19,9 @@ _SAME = (
     *("service_tier", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt"),
     "chat_template_kwargs",
 )
+# What the response repeats, several times where it is streamed; `tools` have limits of their own.
+REPEATED_OBJECTS = ("metadata", "text", "reasoning", "tool_choice")
+MOST_REPEATED_BYTES = 65_536
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -90,6 +94,12 @@ class ResponsesBody(RequestBody):
     def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields of the chat body that asks the same of all items; raises `RequestError` naming the field."""
         self.refuse_unsupported()
+        for name in REPEATED_OBJECTS:
+            if (size := len(json_bytes(getattr(self, name)))) > MOST_REPEATED_BYTES:
+                raise RequestError(
+                    f"{name} has {size} bytes of JSON, but at most {MOST_REPEATED_BYTES} are repeated in a response",
+                    param=name,
+                )
         if self.truncation not in (None, "auto", "disabled"):
             raise RequestError(
                 f'truncation must be "auto" or "disabled", got {shown(self.truncation)}', param="truncation"
