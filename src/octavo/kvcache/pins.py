@@ -227,7 +227,7 @@ def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, i
 
 
 def _num_missing(blocks: BlockTable, among: Mapping[BlockId, int]) -> int:
-    return len(set(blocks) - among.keys()) if among else len(blocks)
+    return len(blocks) - sum(map(among.__contains__, blocks))
 
 
 def _expiry(pin: Pin) -> float:

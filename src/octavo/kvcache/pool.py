@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -37,15 +38,15 @@ class BlockPool:
         num_published_ever: how often a block was published, since the start.
     """
 
-    # A count, a published mark and a place in the free stack.
-    BYTES_PER_BLOCK = 4 + 1 + 4
+    # A count, marks of what is published and of what is pinned, and a place in the free stack.
+    BYTES_PER_BLOCK = 4 + 1 + 1 + 4
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts = array("i", bytes(4 * num_blocks))
-        self.pin_counts: dict[BlockId, int] = {}  # of blocks with a pin, referenced or not
+        self.pin_counts: Counter[BlockId] = Counter()  # of blocks with a pin, referenced or not
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
@@ -57,6 +58,7 @@ class BlockPool:
         # The same memory, for many at once.
         self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
         self._is_published = np.frombuffer(self._published, np.uint8)
+        self._is_pinned = np.zeros(num_blocks, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -192,37 +194,30 @@ class BlockPool:
         published = self._is_published[last] != 0
         self._free.frombytes(last[~published].tobytes())
         cached = last[published]
-        if self.pin_counts:
-            is_pinned = np.zeros(self.num_blocks, bool)
-            is_pinned[np.fromiter(self.pin_counts, np.int32, len(self.pin_counts))] = True
-            self._num_pinned += int(is_pinned[cached].sum())
-            cached = cached[~is_pinned[cached]]
+        pinned = self._is_pinned[cached]
+        self._num_pinned += int(pinned.sum())
+        cached = cached[~pinned]
         self._eviction.add_all(cached)
         self.num_freed += len(last) - int(published.sum()) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
 
+        Others must not be named twice.
+
         Raises:
             CacheError: a block is not published: nothing could find it.
         """
         ids = as_array(block_ids)
-        if len(ids) > _MANY and self._is_published[ids].all() and self.pin_counts.keys().isdisjoint(block_ids):
-            unused = ids[self._count_of[ids] == 0]
-            self._eviction.remove_all(unused)
-            self._num_pinned += len(unused)
-            self.pin_counts.update(dict.fromkeys(block_ids, 1))
-            return
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            if not self._published[block_id]:
-                raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
-            pins = self.pin_counts.get(block_id, 0)
-            if not pins and self.ref_counts[block_id] == 0:
-                self._eviction.remove(block_id)
-                self._num_pinned += 1
-            self.pin_counts[block_id] = pins + 1
+        ids = ids[ids != NULL_BLOCK]
+        if not (published := self._is_published[ids] != 0).all():
+            block_id = BlockId(int(ids[~published][0]))
+            raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
+        unused = ids[(self._count_of[ids] == 0) & ~self._is_pinned[ids]]
+        self._eviction.remove_all(unused)
+        self._num_pinned += len(unused)
+        self._is_pinned[ids] = True
+        self.pin_counts.update(ids.tolist())
 
     def unpin(self, block_ids: Iterable[BlockId]) -> None:
         """Remove one pin of each; null blocks are skipped. Without pins they are ordinary cached blocks.
@@ -238,7 +233,9 @@ class BlockPool:
                 raise CacheError(f"block {block_id} is unpinned more often than pinned")
             if pins > 1:
                 self.pin_counts[block_id] = pins - 1
-            elif self.ref_counts[block_id] == 0:
+                continue
+            self._is_pinned[block_id] = False
+            if self.ref_counts[block_id] == 0:
                 self._num_pinned -= 1
                 self.num_freed += 1
                 self._eviction.add(block_id)
@@ -282,10 +279,11 @@ class BlockPool:
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
         """How many of a table's published blocks are in the cached state."""
-        if len(block_ids) <= _MANY or self.pin_counts:
+        if len(block_ids) <= _MANY:
             return sum(map(self.is_evictable, block_ids))
         ids = as_array(block_ids)
-        return int((self._count_of[ids[ids != NULL_BLOCK]] == 0).sum())
+        ids = ids[ids != NULL_BLOCK]
+        return int(((self._count_of[ids] == 0) & ~self._is_pinned[ids]).sum())
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
@@ -310,7 +308,11 @@ class BlockPool:
                 num_pinned += self.ref_counts[block_id] == 0
                 if not self._published[block_id]:
                     yield f"block {block_id} is pinned but not published"
+                if not self._is_pinned[block_id]:
+                    yield f"block {block_id} is pinned but not marked so"
             yield None
+        if (num_marked := int(self._is_pinned.sum())) != len(self.pin_counts):
+            yield f"{num_marked} blocks are marked as pinned, {len(self.pin_counts)} are"
         if num_pinned != self._num_pinned:
             yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
         for numbers in in_slices(range(1, self.num_blocks)):
