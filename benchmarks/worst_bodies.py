@@ -313,11 +313,11 @@ def main() -> None:
 HEAD = """# The worst permitted value of each field
 
 `python benchmarks/worst_bodies.py`, on 2 cores of an Intel Xeon of the Sapphire Rapids class with AMX (KVM),
-SmolLM2-135M, 64 sequences at most, one stream of somebody else's decoding meanwhile. Event loop: CPU time of its thread
-in one iteration, the most of any. Its lag: how late a task that sleeps for a millisecond wakes at worst, which also
-holds what other threads, the interpreter's lock and the operating system do: compare it with the baseline's. Engine's
-thread: CPU time of a step besides model and sampler, the most of any step. Sampler: its CPU time in a step, the most of
-any. Bodies that take longer than 4 s are given up by their client ("cancelled").
+SmolLM2-135M, 256 sequences at most, one stream of somebody else's decoding meanwhile. Event loop: CPU time of its
+thread in one iteration, the most of any. Its lag: how late a task that sleeps for a millisecond wakes at worst, which
+also holds what other threads, the interpreter's lock and the operating system do: compare it with the baseline's.
+Engine's thread: CPU time of a step besides model and sampler, the most of any step. Sampler: its CPU time in a step,
+the most of any. Bodies that take longer than 8 s are given up by their client ("cancelled").
 
 """
 
