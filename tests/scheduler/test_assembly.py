@@ -83,7 +83,8 @@ REACHED: dict[tuple[str, Any], Any] = {
 ELSEWHERE = {
     "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
     "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
-    "seed", "executor", "record_plans", "queue_tenant_share", *(field.name for field in fields(RequestLimits)),
+    "seed", "executor", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
+    *(field.name for field in fields(RequestLimits)),
 }  # fmt: skip
 
 
