@@ -228,7 +228,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(make_llm: 
     llm = make_llm(tiny_llama)
     # Each pair of letters may be read in many ways: the parse grows with the square of the output.
     wanted = StructuredOutputsParams(grammar='start: "[" s "]"\ns: "a" | s s s s | s s s | s s')
-    params = SamplingParams(max_tokens=200, temperature=0.0, structured_outputs=wanted, logit_bias={67: 100.0})
+    params = SamplingParams(max_tokens=24, temperature=0.0, structured_outputs=wanted, logit_bias={67: 100.0})
     other = SamplingParams(max_tokens=20, temperature=0.0)
     (failed, fine) = llm.generate(["x", "y"], [params, other], use_tqdm=False)
     assert fine.error is None

@@ -139,21 +139,24 @@ def allowed_ids(words: Words) -> tuple[_Ids, npt.NDArray[np.bool_]]:
     return table, np.arange(FEW) < counts[:, None]
 
 
-def mask(logits: torch.Tensor, words: Words) -> None:
-    """Set every token that a row does not allow to -inf, in place: float32 [rows, vocab]."""
+def mask(logits: torch.Tensor, rows: _Ids, words: Words) -> None:
+    """Set every token that row `rows[i]` does not allow by `words[i]` to -inf, in place: float32 [*, vocab]."""
     vocab = logits.shape[1]
     forbidden = ~words
     if rest := vocab % 32:
         forbidden[:, -1] &= np.uint32((1 << rest) - 1)
-    dense = np.bitwise_count(forbidden).sum(-1) > _FEW_FORBIDDEN
-    sparse = np.flatnonzero(~dense)
+    is_dense = np.bitwise_count(forbidden).sum(-1) > _FEW_FORBIDDEN
+    sparse = np.flatnonzero(~is_dense)
     if len(sparse):
-        rows, token_ids = _positions(forbidden[sparse])
-        index = torch.from_numpy(sparse[rows] * vocab + token_ids).to(logits.device)
+        which, token_ids = _positions(forbidden[sparse])
+        index = torch.from_numpy(rows[sparse][which] * vocab + token_ids).to(logits.device)
         logits.view(-1).index_fill_(0, index, -torch.inf)
-    for row in np.flatnonzero(dense).tolist():
-        bits = np.unpackbits(forbidden[row].view(np.uint8), bitorder="little", count=vocab)
-        logits[row].masked_fill_(torch.from_numpy(bits).to(logits.device).bool(), -torch.inf)
+    dense = np.flatnonzero(is_dense)
+    if len(dense):
+        bits = np.unpackbits(forbidden[dense].view(np.uint8), axis=1, bitorder="little", count=vocab)
+        is_forbidden = torch.from_numpy(bits).view(torch.bool).to(logits.device)
+        for row, each in zip(rows[dense].tolist(), is_forbidden, strict=True):
+            logits[row].masked_fill_(each, -torch.inf)
 
 
 def _positions(words: Words) -> tuple[_Ids, _Ids]:

@@ -141,37 +141,21 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`_choose`, for a batch of which the draws `structured` are limited to the tokens of `words`."""
         few, many = split(words)
-        token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
-        sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
+        is_whole = np.ones(len(batch), dtype=np.bool_)
+        is_whole[structured[few]] = False
+        if len(many):
+            logits = logits if spoil else logits.clone()
+            mask(logits, structured[many], words[many])
+        token_ids, sound = self._choose(logits, batch, is_whole)
         if len(few):
             draws = structured[few]
             table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[few]))
-            gathered = _select(logits, draws).gather(1, table).masked_fill_(~is_token, -torch.inf)
+            rows = torch.from_numpy(draws).to(logits.device).unsqueeze(1)
+            gathered = logits[rows, table].masked_fill_(~is_token, -torch.inf)
             place, proper = self._choose(gathered, batch.select(draws))
             _place(token_ids, draws, table.gather(1, place.unsqueeze(1)).squeeze(1))
             _place(sound, draws, proper)
-        is_whole = np.ones(len(batch), dtype=np.bool_)
-        is_whole[structured[few]] = False
-        whole = np.flatnonzero(is_whole)
-        if len(whole):
-            rows = _select(logits, whole)
-            if rows is logits and len(many) and not spoil:
-                rows = logits.clone()
-            if len(many):
-                self._mask_rows(rows, np.searchsorted(whole, structured[many]), words[many])
-            best, proper = self._choose(rows, batch.select(whole))
-            _place(token_ids, whole, best)
-            _place(sound, whole, proper)
         return token_ids, sound
-
-    @staticmethod
-    def _mask_rows(logits: torch.Tensor, rows: Draws, words: Words) -> None:
-        if len(rows) == len(logits):
-            mask(logits, words)
-            return
-        every = np.full((len(logits), words.shape[1]), 0xFFFF_FFFF, dtype=np.uint32)
-        every[rows] = words
-        mask(logits, every)
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
@@ -197,15 +181,23 @@ class Sampler:
             found,
         )
 
-    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice."""
+    def _choose(
+        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice.
+
+        Args:
+            is_wanted: bool [rows]; what is returned of the others is void. None: all are.
+        """
         records = batch.records
+        if is_wanted is None:
+            is_wanted = np.ones(len(batch), dtype=np.bool_)
         is_greedy = records["greedy"]
         # An argmax; a draw from the whole vocabulary; a draw among the most likely.
         is_filtered = ((records["top_k"] > 0) & (records["top_k"] < logits.shape[1])) | (records["top_p"] < 1.0)
-        greedy = np.flatnonzero(is_greedy)
-        plain = np.flatnonzero(~is_greedy & ~is_filtered)
-        filtered = np.flatnonzero(~is_greedy & is_filtered)
+        greedy = np.flatnonzero(is_wanted & is_greedy)
+        plain = np.flatnonzero(is_wanted & ~is_greedy & ~is_filtered)
+        filtered = np.flatnonzero(is_wanted & ~is_greedy & is_filtered)
         token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
         sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
         if len(greedy):

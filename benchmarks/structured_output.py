@@ -1,0 +1,139 @@
+"""Structured outputs: how often they are valid, and what they cost.
+
+    python benchmarks/structured_output.py valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
+    python benchmarks/structured_output.py cost [--streams 64]   a step with grammars beside one without, in turns
+
+The schemas are in structured_output_schemas.json, each with the place it comes from. Validity is `jsonschema`'s word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.request import FinishReason
+
+SCHEMAS = Path(__file__).with_name("structured_output_schemas.json")
+MAX_TOKENS = 256
+
+
+def load_schemas() -> list[dict[str, Any]]:
+    return list(json.loads(SCHEMAS.read_text()))
+
+
+def prompt_for(entry: dict[str, Any]) -> str:
+    return f"A JSON value for the schema {json.dumps(entry['schema'])}:\n"
+
+
+def check_validity(llm: LLM, runs: int, some: slice) -> dict[str, Any]:
+    """Generate `runs` outputs of each schema at temperature 1, and validate each."""
+    entries = load_schemas()[some]
+    reasons: Counter[str] = Counter()
+    invalid: list[dict[str, Any]] = []
+    num_tokens = 0
+    began = time.perf_counter()
+    params = [
+        SamplingParams(
+            n=runs, temperature=1.0, seed=1000 * i, max_tokens=MAX_TOKENS,
+            structured_outputs=StructuredOutputsParams(json=entry["schema"]),
+        )
+        for i, entry in enumerate(entries)
+    ]  # fmt: skip
+    outputs = llm.generate([prompt_for(entry) for entry in entries], params, use_tqdm=False)
+    for entry, output in zip(entries, outputs, strict=True):
+        for completion in output.outputs:
+            num_tokens += len(completion.token_ids)
+            reasons[str(completion.finish_reason)] += 1
+            if completion.finish_reason is not FinishReason.STOP:
+                continue
+            try:
+                jsonschema.validate(json.loads(completion.text), entry["schema"])
+            except (ValueError, jsonschema.ValidationError) as error:
+                invalid.append({"name": entry["name"], "text": completion.text, "error": str(error).split("\n")[0]})
+    return {
+        "schemas": len(entries),
+        "runs": len(entries) * runs,
+        "finish_reasons": dict(reasons),
+        "invalid": invalid,
+        "tokens": num_tokens,
+        "steps": llm.core.stats.num_steps,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def step_seconds(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> list[float]:
+    """Seconds of each step in which all streams draw a token, in the middle of their outputs."""
+    core = llm.core
+    for i, description in enumerate(wanted):
+        params = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, seed=i, structured_outputs=description, logprobs=None
+        )
+        core.add(core.make_request([100 + i, *range(200, 232)], params))
+    seconds: list[float] = []
+    while core.has_work:
+        all_run = core.scheduler.num_running == len(wanted)
+        began = time.perf_counter()
+        core.step()
+        if all_run and core.scheduler.num_running == len(wanted):
+            seconds.append(time.perf_counter() - began)
+    return seconds[8:]
+
+
+def measure_cost(llm: LLM, streams: int, rounds: int) -> dict[str, Any]:
+    """Steps with and without grammars, in turns, of the same number of streams."""
+    # Arrays and texts that go on for longer than is measured, so that every stream runs throughout.
+    word = {"type": "string", "minLength": 2, "maxLength": 40}
+    item = {
+        "type": "object",
+        "properties": {"name": word, "age": {"type": "integer"}, "kind": {"enum": ["reader", "writer", "printer"]}},
+        "required": ["name", "age", "kind"],
+        "additionalProperties": False,
+    }
+    descriptions = [
+        StructuredOutputsParams(json={"type": "array", "items": {**item, "title": str(i)}, "minItems": 100})
+        for i in range(32)
+    ]
+    constrained: list[StructuredOutputsParams | None] = [descriptions[i % 32] for i in range(streams)]
+    free: list[StructuredOutputsParams | None] = [None] * streams
+    step_seconds(llm, constrained, 32)
+    found: dict[str, list[float]] = {"free": [], "structured": []}
+    for _ in range(rounds):
+        found["free"] += step_seconds(llm, free, 64)
+        found["structured"] += step_seconds(llm, constrained, 64)
+    medians = {name: statistics.median(values) * 1e3 for name, values in found.items()}
+    return {
+        "streams": streams,
+        "steps": {name: len(values) for name, values in found.items()},
+        "median_ms": medians,
+        "quartiles_ms": {n: [round(q * 1e3, 2) for q in statistics.quantiles(v, n=4)] for n, v in found.items()},
+        "cost": medians["structured"] / medians["free"] - 1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["valid", "cost"])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--runs", type=int, default=20, help="outputs of each schema")
+    parser.add_argument("--first", type=int, help="of the schemas, the first that is tried")
+    parser.add_argument("--last", type=int, help="of the schemas, the first that is not tried any more")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with LLM(args.model, max_model_len=2048, max_num_seqs=64, kv_cache_memory="2GiB") as llm:
+        if args.what == "valid":
+            print(json.dumps(check_validity(llm, args.runs, slice(args.first, args.last))))
+        else:
+            print(json.dumps(measure_cost(llm, args.streams, args.rounds)))
+
+
+if __name__ == "__main__":
+    main()

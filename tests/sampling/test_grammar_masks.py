@@ -1,0 +1,63 @@
+"""Masks of grammars against plain sets of allowed tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.sampling.grammar_masks import FEW, allowed_ids, mask, split
+
+VOCAB = 5001
+
+
+def words_of(allowed: list[list[int]]) -> np.ndarray:
+    bits = np.zeros((len(allowed), -(-VOCAB // 32) * 32), dtype=np.uint8)
+    for row, token_ids in enumerate(allowed):
+        bits[row, token_ids] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+
+rows = st.lists(
+    st.lists(st.integers(0, VOCAB - 1), max_size=20, unique=True).flatmap(
+        lambda some: st.sampled_from(
+            [some, sorted(set(range(VOCAB)) - set(some)), some + [t for t in range(600) if t not in some]]
+        )
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(allowed=rows)
+def test_only_what_is_allowed_keeps_its_logit(allowed: list[list[int]]) -> None:
+    words = words_of(allowed)
+    places = np.arange(len(allowed))[::-1].copy()
+    logits = torch.randn(len(allowed), VOCAB)
+    expected = torch.full_like(logits, -torch.inf)
+    for row, token_ids in zip(places.tolist(), allowed, strict=True):
+        expected[row, token_ids] = logits[row, token_ids]
+    mask(logits, places, words)
+    assert torch.equal(logits, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(allowed=rows)
+def test_rows_of_few_tokens_list_them_in_rising_order(allowed: list[list[int]]) -> None:
+    words = words_of(allowed)
+    few, many = split(words)
+    assert few.tolist() == [i for i, token_ids in enumerate(allowed) if len(token_ids) <= FEW]
+    assert sorted([*few.tolist(), *many.tolist()]) == list(range(len(allowed)))
+    table, is_token = allowed_ids(words[few])
+    for row, entries, are_tokens in zip(few.tolist(), table, is_token, strict=True):
+        assert entries[are_tokens].tolist() == sorted(allowed[row])
+        assert are_tokens.tolist() == sorted(are_tokens.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize("few", [1, FEW, FEW + 1])
+def test_the_border_between_few_and_many(few: int) -> None:
+    found, _ = split(words_of([list(range(few))]))
+    assert len(found) == (few <= FEW)
