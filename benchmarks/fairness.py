@@ -5,13 +5,17 @@
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A clock of our own counts what
 the steps would take, by the law that the scheduler's step-time model found for SmolLM2 on two cores (`device`).
 
-Two scenarios. *Trace*: the file's requests, `--speed` times as fast as they came, so that the server is overloaded.
-*Flood*: six tenants of equal weight, each of which asks for a tenth of what the server can do, and one more that asks
-for ten times the share that it is due; one of the six is quiet and sends a request every few seconds.
+Four scenarios. *Trace*: the file's requests, `--speed` times as fast as they came, so that the server is overloaded.
+*Flood*: six tenants of equal weight, each of which asks for a tenth of what the server can do (the quiet one for a
+fortieth), and one more that asks for ten times the share that it is due. *Weights*: tenants of the weights 1, 1, 2 and
+4, who all ask for more than they are due, one in long prompts, one in long outputs. *Tight*: the same in a pool that
+one of the largest requests nearly fills.
 
 Service is counted here, from what was computed, and not read off the scheduler's own counters: uncached prompt tokens
-and twice the tokens drawn, per weight. Tenants are compared while both have requests waiting, over windows of
-`--window` seconds: the difference of what two received, over the larger.
+and twice the tokens drawn, per weight. Two tenants are compared while both have requests waiting: the difference of
+what they received, over the larger. A window must be so long that a request more or less is a small part of it, or the
+figure says how large requests are and not how fair the scheduler is: here until the two were served ten times the
+largest request of the workload, on average. Windows of fixed length are shown beside them.
 """
 
 from __future__ import annotations
@@ -52,6 +56,12 @@ class Job:
     tenant: str
     prompt: int
     output: int
+    weight: float = 1.0
+
+    @property
+    def service(self) -> float:
+        """What it costs, per weight."""
+        return (self.prompt + 2 * self.output) / self.weight
 
 
 @dataclass
@@ -59,17 +69,18 @@ class Result:
     """What one policy made of one workload.
 
     Attributes:
-        difference: of service between tenants that both wait throughout a window, median, and the worst.
+        differences: of service between tenants that both wait throughout a window of some seconds; sorted.
+        due: the same over windows in which the two were served ten times the largest request.
         ttft_p99: seconds to the first token, by tenant.
         service: received by tenant, at the end of each second.
     """
 
     policy: str
     tokens_per_s: float = 0.0
-    difference: float | None = None
-    worst_difference: float | None = None
-    windows: int = 0
+    differences: list[float] = field(default_factory=list)
+    due: list[float] = field(default_factory=list)
     preemptions: int = 0
+    recomputed: int = 0
     ttft_p99: dict[str, float] = field(default_factory=dict)
     service: dict[str, list[float]] = field(default_factory=dict)
 
@@ -102,14 +113,34 @@ def flood(seconds: float, capacity: float, rng: random.Random) -> list[Job]:
     return sorted(sum(tenants, quiet + stream(FLOOD, 10 * capacity / 7)), key=lambda job: job.arrival)
 
 
+def weighted(seconds: float, capacity: float, rng: random.Random, longest: int) -> list[Job]:
+    """Four tenants of the weights 1, 1, 2 and 4 that ask for three times what they are due."""
+    shapes = {
+        "chat 1": (1.0, (50, 400), (50, 300)),
+        "long prompts 1": (1.0, (longest // 2, longest - 100), (20, 100)),
+        "long outputs 2": (2.0, (20, 100), (200, 600)),
+        "chat 4": (4.0, (50, 400), (50, 300)),
+    }
+    jobs = []
+    for tenant, (weight, prompts, outputs) in shapes.items():
+        now, total = 0.0, sum(weight for weight, _, _ in shapes.values())
+        while now < seconds:
+            job = Job(now, tenant, rng.randint(*prompts), rng.randint(*outputs), weight)
+            jobs.append(job)
+            now += job.service * total / (3 * capacity)
+    return sorted(jobs, key=lambda job: job.arrival)
+
+
 class Replay:
     """One workload on one scheduler."""
 
-    def __init__(self, policy: str, arguments: argparse.Namespace) -> None:
-        options: dict[str, Any] = {"scheduling_policy": policy, "itl_slo_ms": arguments.itl_slo_ms}
+    def __init__(
+        self, policy: str, arguments: argparse.Namespace, num_blocks: int | None = None, slo: float | None = None
+    ) -> None:
+        options: dict[str, Any] = {"scheduling_policy": policy, "itl_slo_ms": slo or arguments.itl_slo_ms}
         config = EngineConfig(max_num_seqs=arguments.num_seqs, preemption_mode="recompute", **options)
         spec = KVCacheSpec.build([LayerKVSpec(3, 64, 64)] * 30, 16, "bfloat16")
-        self.kv = assemble_cache(config, spec, arguments.num_blocks)
+        self.kv = assemble_cache(config, spec, num_blocks or arguments.num_blocks)
         self.scheduler = assemble_scheduler(config, self.kv, MAX_MODEL_LEN)
         self.result = Result(policy)
         self.window = arguments.window
@@ -121,6 +152,7 @@ class Replay:
     def run(self, jobs: list[Job], until: float | None = None) -> Result:
         """Replay the jobs; to their end, or for so many seconds."""
         scheduler, rng = self.scheduler, random.Random(1)
+        weights = {job.tenant: job.weight for job in jobs}
         pending = list(reversed(jobs))
         history: list[dict[str, float]] = []
         waiting: list[set[str]] = []  # in each second, who had something waiting throughout it
@@ -133,16 +165,18 @@ class Replay:
                 prompt = [rng.randrange(50_000) for _ in range(job.prompt)]
                 params = SamplingParams(max_tokens=job.output, ignore_eos=True)
                 name = RequestId(f"r{len(pending)}")
-                scheduler.add(Request(name, prompt, params, arrival_time=job.arrival, tenant=job.tenant))
+                request = Request(name, prompt, params, arrival_time=job.arrival, tenant=job.tenant)
+                request.weight = job.weight
+                scheduler.add(request)
             self._step()
             waits = {request.tenant for request in scheduler.requests if request.num_cached_tokens is None}
             still = waits if still is None else still & waits
             while len(history) < int(self.now):
-                history.append(dict(self._service))
+                history.append({tenant: got / weights[tenant] for tenant, got in self._service.items()})
                 waiting.append(still)
                 still = waits
         self.kv.audit()
-        self._summarise(history, waiting)
+        self._summarise(history, waiting, 10 * max(job.service for job in jobs))
         return self.result
 
     def _step(self) -> None:
@@ -165,53 +199,68 @@ class Replay:
         scheduler.update(plan, StepResult((7,) * plan.num_draws))
         scheduler.observe(plan, seconds)
 
-    def _summarise(self, history: list[dict[str, float]], waiting: list[set[str]]) -> None:
+    def _summarise(self, history: list[dict[str, float]], waiting: list[set[str]], due: float) -> None:
         result, span = self.result, self.window
-        differences = []
         for start in range(0, len(history) - span, span // 2):
             both = set.intersection(*waiting[start : start + span])
-            got = {t: history[start + span - 1].get(t, 0.0) - history[start].get(t, 0.0) for t in both}
-            differences += [abs(got[a] - got[b]) / max(got[a], got[b], 1.0) for a, b in combinations(sorted(both), 2)]
-        differences.sort()
-        if differences:
-            result.difference = differences[len(differences) // 2]
-            result.worst_difference = differences[-1]
-        result.windows = len(differences)
+            result.differences += [difference(history, start, start + span - 1, *two) for two in combinations(both, 2)]
+        for a, b in combinations(sorted({tenant for moment in waiting for tenant in moment}), 2):
+            start = 0
+            for end in range(len(history)):
+                if not {a, b} <= waiting[end]:
+                    start = end + 1
+                elif sum(history[end].get(t, 0.0) - history[start].get(t, 0.0) for t in (a, b)) >= 2 * due:
+                    result.due.append(difference(history, start, end, a, b))
+                    start = end
+        result.differences.sort()
+        result.due.sort()
         result.preemptions = self.scheduler.counters.num_preemptions
+        result.recomputed = self.scheduler.counters.recomputed_tokens
         result.tokens_per_s = sum(self._service.values()) / self.now
         result.ttft_p99 = {t: sorted(times)[int(0.99 * len(times))] for t, times in self._first.items()}
         result.service = {t: [moment.get(t, 0.0) for moment in history] for t in self._service}
 
 
-def plot(trace: list[Result], flooded: list[Result], path: Path) -> None:
+def difference(history: list[dict[str, float]], start: int, end: int, a: str, b: str) -> float:
+    """Of what two tenants received between two moments, over the larger."""
+    got = [history[end].get(tenant, 0.0) - history[start].get(tenant, 0.0) for tenant in (a, b)]
+    return abs(got[0] - got[1]) / max(*got, 1.0)
+
+
+def plot(scenarios: dict[str, list[Result]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(POLICIES), figsize=(13, 7), sharex="row", sharey="row")
-    for row, results in zip(axes, (trace, flooded), strict=True):
+    figure, axes = pyplot.subplots(len(scenarios), len(POLICIES), figsize=(13, 12), sharex="row", sharey="row")
+    for row, (scenario, results) in zip(axes, scenarios.items(), strict=True):
         for axis, result in zip(row, results, strict=True):
             heaviest = sorted(result.service, key=lambda t: -result.service[t][-1])[:8]
             for tenant in heaviest:
                 axis.plot(result.service[tenant], label=tenant)
-            axis.set(title=f"{'trace' if results is trace else 'flood'}, {result.policy}", xlabel="seconds")
-        row[0].set_ylabel("service received")
+            axis.set(title=f"{scenario}, {result.policy}", xlabel="seconds")
+        row[0].set_ylabel("service received per weight")
         row[-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 
 
-def rows(results: list[Result], tenant: str | None, alone: float | None) -> list[str]:
+def rows(results: list[Result], tenant: str | None = None, alone: float | None = None) -> list[str]:
     lines = [
-        "| policy | service between waiting tenants differs, median | worst | windows | preempted | service per s "
-        "| of fcfs |" + (f" {tenant}'s p99 TTFT | alone |" if tenant else ""),
-        "|---|---:|---:|---:|---:|---:|---:|" + ("---:|---:|" if tenant else ""),
+        "| policy | waiting tenants differ, median | worst | windows | in 60 s, median | worst | windows | preempted "
+        "| tokens recomputed | service per s | of fcfs |" + (f" {tenant}'s p99 TTFT | alone |" if tenant else ""),
+        "|---|" + "---:|" * (12 if tenant else 10),
     ]
     for r in results:
-        median, worst = ("–" if d is None else f"{d:.1%}" for d in (r.difference, r.worst_difference))
-        line = f"| {r.policy} | {median} | {worst} | {r.windows} | {r.preemptions} | {r.tokens_per_s:,.0f} "
-        line += f"| {r.tokens_per_s / results[0].tokens_per_s:.3f} |"
+        line = f"| {r.policy} |"
+        for differences in (r.due, r.differences):
+            median, worst = (
+                (f"{differences[len(differences) // 2]:.1%}", f"{differences[-1]:.1%}") if differences else ("–", "–")
+            )
+            line += f" {median} | {worst} | {len(differences)} |"
+        line += f" {r.preemptions} | {r.recomputed:,} | {r.tokens_per_s:,.0f} |"
+        line += f" {r.tokens_per_s / results[0].tokens_per_s:.3f} |"
         lines.append(line + (f" {r.ttft_p99[tenant]:.2f} s | {alone:.2f} s |" if tenant else ""))
     return lines
 
@@ -222,35 +271,57 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=4.0)
     parser.add_argument("--num-seqs", type=int, default=32)
     parser.add_argument("--num-blocks", type=int, default=2000)
+    parser.add_argument("--tight-blocks", type=int, default=140, help="of the tight pool")
     parser.add_argument("--itl-slo-ms", type=float, default=100.0)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the flood")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the flood; weights last half as long")
     parser.add_argument("--capacity", type=float, default=1300.0, help="service per second that the flood is sized by")
     parser.add_argument("--window", type=int, default=60)
     parser.add_argument("--out", type=Path, help="folder for fairness.md and fairness.png")
     arguments = parser.parse_args()
-    jobs = read_trace(arguments.trace, arguments.speed)
-    trace = [Replay(policy, arguments).run(jobs) for policy in POLICIES]
+
+    def replay(jobs: list[Job], until: float | None = None, **options: Any) -> list[Result]:
+        return [Replay(policy, arguments, **options).run(jobs, until) for policy in POLICIES]
+
+    scenarios = {"trace": replay(read_trace(arguments.trace, arguments.speed))}
     jobs = flood(arguments.seconds, arguments.capacity, random.Random(0))
-    flooded = [Replay(policy, arguments).run(jobs, arguments.seconds) for policy in POLICIES]
-    quiet = [job for job in jobs if job.tenant == QUIET]
-    alone = Replay("fcfs", arguments).run(quiet).ttft_p99[QUIET]
+    scenarios["flood"] = replay(jobs, arguments.seconds)
+    slack = 1.5 * arguments.itl_slo_ms
+    slower = replay(jobs, arguments.seconds, slo=slack)
+    alone = Replay("fcfs", arguments).run([job for job in jobs if job.tenant == QUIET]).ttft_p99[QUIET]
+    half = arguments.seconds / 2
+    jobs = weighted(half, 2000.0, random.Random(0), 1000)
+    scenarios["weights"] = replay(jobs, half)
+    jobs = weighted(half, 1000.0, random.Random(0), 16 * arguments.tight_blocks - 200)
+    scenarios["tight"] = replay(jobs, half, num_blocks=arguments.tight_blocks)
     lines = [
         "# Tenants that share one server",
         "",
         "`python benchmarks/fairness.py`, the real scheduler on a clock that follows the step-time law of "
-        "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM. "
-        f"{arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
-        f"`--itl-slo-ms {arguments.itl_slo_ms:g}`. Service: uncached prompt "
-        f"tokens and twice the tokens drawn. Differences over windows of {arguments.window} s, between tenants that "
-        "have requests waiting throughout.",
+        "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM, before its prompts were "
+        f"attended to in AMX tiles. {arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
+        f"`--itl-slo-ms {arguments.itl_slo_ms:g}`. Service: uncached prompt tokens and twice the tokens drawn, per "
+        "weight. Two tenants are compared while both have requests waiting, over windows in which they were served ten "
+        f"times the largest request of the workload, on average; beside them over {arguments.window} s.",
         "",
-        f"## Replay: 27 clients of the VTC paper's trace, {arguments.speed:g} times as fast",
+        f"## Trace: 27 clients of the VTC paper's trace, {arguments.speed:g} times as fast",
         "",
-        *rows(trace, None, None),
+        *rows(scenarios["trace"]),
         "",
         f"## Flood: seven tenants of equal weight, one asks for ten times its share; {arguments.seconds:.0f} s",
         "",
-        *rows(flooded, QUIET, alone),
+        *rows(scenarios["flood"], QUIET, alone),
+        "",
+        f"The same with `--itl-slo-ms {slack:g}`, which leaves prompts more of each step:",
+        "",
+        *rows(slower, QUIET, alone),
+        "",
+        f"## Weights: four tenants of the weights 1, 1, 2 and 4, all overloaded; {half:.0f} s",
+        "",
+        *rows(scenarios["weights"]),
+        "",
+        f"## Tight: the same with {arguments.tight_blocks} blocks, which one of the longest prompts nearly fills",
+        "",
+        *rows(scenarios["tight"]),
         "",
         "![Service received over time](fairness.png)",
     ]
@@ -258,8 +329,8 @@ def main() -> None:
     print(text)
     if arguments.out:
         (arguments.out / "fairness.md").write_text(text)
-        plot(trace, flooded, arguments.out / "fairness.png")
-    results = [{**asdict(r), "service": None} for r in (*trace, *flooded)]
+        plot(scenarios, arguments.out / "fairness.png")
+    results = [{**asdict(r), "service": None} for found in scenarios.values() for r in found]
     print(json.dumps(results))
 
 

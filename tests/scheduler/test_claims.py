@@ -108,6 +108,19 @@ def test_a_tenant_with_few_places_takes_from_one_that_keeps_twice_as_many() -> N
     drain(server)
 
 
+def test_prompts_of_a_tenant_with_few_places_are_computed_first() -> None:
+    server = Server(seqs=12, budget=16)
+    for _ in range(8):
+        server.add("flood", 30, 30)
+    server.step()
+    quiet = server.add("quiet", 40, 2)
+    for _ in range(5):
+        server.step()
+    # Of 16 tokens a step each stream takes one, and one goes to the prompt that arrived first.
+    assert quiet.sequences[0].num_output_tokens >= 1
+    drain(server)
+
+
 def test_a_weight_counts_where_places_are_taken() -> None:
     server = Server(seqs=6)
     for _ in range(8):

@@ -26,6 +26,9 @@ class Claims(Protocol):
     def claimant(self, queue: WaitingQueue, running: Seq[Sequence]) -> Sequence | None:
         """Of those that wait, the one that may claim in this step."""
 
+    def goes_first(self, claimant: Sequence, queue: WaitingQueue) -> bool:
+        """Whether one that lacks nothing is admitted before all others in the step."""
+
     def victims(self, head: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         """Of those that run, in order of service, who may lose their place to the claimant; in the same order."""
 
@@ -35,6 +38,9 @@ class ByPriority:
 
     def claimant(self, queue: WaitingQueue, running: Seq[Sequence]) -> Sequence | None:
         return queue.peek()
+
+    def goes_first(self, claimant: Sequence, queue: WaitingQueue) -> bool:
+        return False
 
     def victims(self, head: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         priority, order = head.request.priority, head.order
@@ -65,6 +71,10 @@ class ByService:
             return (places[request.tenant] / request.weight, received(request.tenant), *seq.order)
 
         return min(queue.heads().values(), key=key, default=None)
+
+    def goes_first(self, claimant: Sequence, queue: WaitingQueue) -> bool:
+        head = queue.peek()
+        return head is None or self._turns.may_pass(claimant, head)
 
     def victims(self, head: Sequence, running: Seq[Sequence]) -> list[Sequence]:
         from_most = self._of_tenant_with_most(head, running)

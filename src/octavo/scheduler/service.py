@@ -7,7 +7,7 @@
    those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
    order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
    Where priorities age, it goes by the order of service too; where tenants take turns, to the tenant with the fewest
-   places for its weight, and an eighth to the prompt that arrived first.
+   places for its weight, and a sixteenth to the prompt that arrived first.
 
 Before that, the first in line may have claimed places and blocks of others (`Claims`). It is then served among the
 prompts of the same step.
@@ -49,7 +49,7 @@ from octavo.scheduler.yielding import Yielding
 SHARE_OF_FIRST = 4
 """The first prompt in order of service has at least this part of what prompts share: 1 / 4."""
 
-SHARE_OF_FIRST_IN_TURNS = 8
+SHARE_OF_FIRST_IN_TURNS = 16
 """The same where tenants take turns: the rest goes by tenants, so that fewer prompts need it."""
 
 _MOST_REFUSED = 8  # of those that wait, how many may be tried in vain in a step
@@ -132,7 +132,10 @@ class Service:
         return shares
 
     def _claim(self, claims: Claims) -> Sequence | None:
-        """Vacate places and blocks for the claimant, where it has a claim on all that it lacks; returns it."""
+        """Vacate places and blocks for the claimant, where it has a claim on all that it lacks; returns it.
+
+        One that lacks nothing is returned too, where it goes before all others that wait.
+        """
         admission, running = self._admission, self._running
         if not len(running) or not len(self._waiting):
             return None
@@ -143,7 +146,7 @@ class Service:
         if len(running) - max(0, num_places) >= self._max_tokens:
             return None  # the step would have no token left for it
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
-            return None
+            return head if claims.goes_first(head, self._waiting.queue) else None
         victims = [seq for seq in claims.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
