@@ -19,7 +19,7 @@ from octavo.request import Request, RequestId, Sequence
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import Sampler, _logprobs_of_row, _token_logprobs
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
 
@@ -447,3 +447,15 @@ def test_a_bad_words_last_token_is_masked_where_the_output_has_the_others(output
     state = SamplingState.of(snapshot, np.array([0, 1, *output]))
     batch = SamplingBatch.of([state], [len(output)])
     assert Sampler().sample(torch.tensor([[2.0, 1.0, 3.0, 4.0]]), batch).token_ids == (expected,)
+
+
+@pytest.mark.parametrize("num_top", [0, 5])
+def test_many_tokens_of_one_row_are_scored_as_each_alone(num_top: int) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)).round(decimals=1)  # with equals
+    token_ids = torch.cat((logits.topk(20).indices, logits.argmin().unsqueeze(0)))
+    alone = _token_logprobs(logits.expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))
+    together = _logprobs_of_row(logits, token_ids, num_top)
+    assert [(known.rank, [token_id for token_id, _ in known.top]) for known in together] == [
+        (known.rank, [token_id for token_id, _ in known.top]) for known in alone
+    ]
+    assert [known.logprob for known in together] == pytest.approx([known.logprob for known in alone])

@@ -172,7 +172,7 @@ class Sampler:
             token_ids = ids[i, places]
             known: list[TokenLogprobs | None] = [None] * len(token_ids)
             if (num_top := snapshot.params.logprobs) is not None:
-                known = [*_token_logprobs(logits[i].expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))]
+                known = [*_logprobs_of_row(logits[i], token_ids, num_top)]
             found[i] = tuple(map(Candidate, token_ids.tolist(), [row[place] for place in places], known))
         best = {i: candidates[0] for i, candidates in found.items()}
         return StepResult(
@@ -297,6 +297,21 @@ def _token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list
     return [
         TokenLogprobs(logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
         for logprob, rank, ids, values, k in zip(chosen, ranks, top_ids.tolist(), top_logprobs, num_top, strict=True)
+    ]
+
+
+def _logprobs_of_row(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+    """`_token_logprobs` of several tokens of one row [vocab], which is not read anew for each of them."""
+    logprobs = logits.log_softmax(-1)
+    given = logits[token_ids]
+    above = logits[logits > given.min()]
+    ranks = ((above > given.unsqueeze(1)).sum(-1) + 1).tolist()
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        top_ids = _top_ids(logits.unsqueeze(0), num_top).squeeze(0)
+        top = tuple(zip(top_ids.tolist(), logprobs[top_ids].tolist(), strict=True))
+    return [
+        TokenLogprobs(logprob, rank, top) for logprob, rank in zip(logprobs[token_ids].tolist(), ranks, strict=True)
     ]
 
 
