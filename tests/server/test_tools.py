@@ -189,11 +189,12 @@ def test_special_tokens_that_are_marks_reach_the_parser(start_server: Callable[.
     assert server.engine.received[-1]["params"].skip_special_tokens is True
 
 
-def test_a_template_that_knows_no_tools_is_told_of_them_where_the_format_is_given(
-    start_server: Callable[..., Running],
+@pytest.mark.parametrize("parser", ["auto", "hermes"])
+def test_a_model_whose_template_knows_no_tools_is_told_of_them(
+    start_server: Callable[..., Running], parser: str
 ) -> None:
     template = "{% for m in messages %}#{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    server = start_server(ScriptedEngine(CALLS, template=template), tool_call_parser="hermes")
+    server = start_server(ScriptedEngine(CALLS, template=template), tool_call_parser=parser)
     system = {"role": "system", "content": "be brief", "cache_control": {"type": "ephemeral"}}
     message = chat(server, system, USER)["message"]
     assert len(message["tool_calls"]) == 2
@@ -205,8 +206,11 @@ def test_a_template_that_knows_no_tools_is_told_of_them_where_the_format_is_give
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in rendered(server)
 
 
-def test_a_model_that_shows_no_format_refuses_tools(start_server: Callable[..., Running]) -> None:
-    server = start_server(ScriptedEngine(CALLS, template="{{ messages[0].content }}"))
+@pytest.mark.parametrize(("template", "parser"), [("{{ tools }}", "auto"), ("{{ messages[0].content }}", "none")])
+def test_a_model_that_shows_no_format_refuses_tools(
+    start_server: Callable[..., Running], template: str, parser: str
+) -> None:
+    server = start_server(ScriptedEngine(CALLS, template=template), tool_call_parser=parser)
     error = server.error(PATH, {"messages": [USER], "tools": TOOLS}, 400)
     assert error["param"] == "tools"
     assert "--tool-call-parser NAME" in error["message"]

@@ -100,7 +100,7 @@ class ServerConfig:
     )
     max_stored_tenant_responses: int | str = option("16MiB", "the same of one tenant; the oldest make room")
     tool_call_parser: Literal[*PARSER_CHOICES] = option(  # type: ignore[valid-type]
-        "auto", "format in which the model writes tool calls; auto: the one that its chat template shows"
+        "auto", "format in which the model writes tool calls; auto: the one that its chat template shows, or hermes"
     )
     reasoning_parser: Literal[*REASONING_CHOICES] = option(  # type: ignore[valid-type]
         "auto", "format of the model's reasoning, which becomes reasoning_content; auto: as its chat template shows"

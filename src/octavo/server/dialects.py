@@ -37,13 +37,16 @@ class Dialects:
 
     Args:
         template: the model's chat templates.
-        tool_call_parser, reasoning_parser: names of formats; "auto": by the template; "none".
+        tool_call_parser, reasoning_parser: names of formats; "auto": by the template; "none". A model whose template
+            knows no tools is told of them in the system message, by "auto" in the format of Hermes.
     """
 
     def __init__(self, template: str, tool_call_parser: str, reasoning_parser: str) -> None:
         self._calls = call_format(tool_call_parser, template)
         self._reasoning = reasoning_format(reasoning_parser, template)
         self._template_knows_tools = re.search(r"\btools\b", template) is not None
+        if tool_call_parser == "auto" and not self._template_knows_tools:
+            self._calls = self._calls or call_format("hermes", template)
 
     def calls_for(self, tools: ToolUse) -> CallFormat | None:
         """The format of the calls that an answer may make; raises `RequestError` where it can make none."""
@@ -51,9 +54,9 @@ class Dialects:
             return None
         if self._calls is None:
             raise RequestError(
-                "tools are not supported with this model: its chat template does not say how it calls them. Start the "
-                "server with --tool-call-parser NAME (hermes suits most models), or with --chat-template FILE; "
-                'tool_choice "none" passes',
+                "tools are not supported with this model: its chat template names tools, but in no known format of "
+                "calls, or the server was started with --tool-call-parser none. Start it with --tool-call-parser NAME, "
+                'or with --chat-template FILE; tool_choice "none" passes',
                 param="tools",
             )
         return self._calls
