@@ -410,9 +410,10 @@ def garbage_collection() -> Figures:
     """The longest pause while a pool of 200,000 blocks is filled, and goes on publishing and evicting."""
 
     def longest(settings: AbstractContextManager[None]) -> float:
+        # As in a server, which builds its engine before it settles.
+        scheduler = make_scheduler(make_kv(200_001), seqs=8, budget=8192)
         gc.collect()
         with settings, timed_collections() as pauses:
-            scheduler = make_scheduler(make_kv(200_001), seqs=8, budget=8192)
             for k in range(950):
                 scheduler.add(make_request([k, *((i * 31 + k) % 50_000 for i in range(3999))], max_tokens=2))
                 while len(scheduler.request_ids) >= 4:

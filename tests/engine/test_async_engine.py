@@ -15,7 +15,7 @@ from octavo.engine import async_engine, delivery
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
-from octavo.engine.outputs import STEP_FAILED, OutputKind, RequestOutput, StepNews
+from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
@@ -370,6 +370,17 @@ async def test_a_step_of_many_outputs_is_handed_out_in_several_turns_of_the_even
             received = [stream.get_nowait() for _ in range(stream.qsize())]
             assert [output.outputs[0].token_ids for output in received] == [[7], [8]]
         assert not engine._delivery
+
+
+async def test_requests_that_end_are_told_so_a_few_sequences_at_a_time(core: EngineCore) -> None:
+    async with started(core) as engine:
+        wide = [core.make_request(PROMPT, tokens(9, n=DELIVERED_AT_ONCE)) for _ in range(3)]
+        for request in wide:
+            core.outputs.add(request, None, OutputKind.FINAL)
+        streams = [engine._delivery.open(request.request_id) for request in wide]
+        engine._delivery.deliver(StepNews(ended=[Ended(request) for request in wide]))
+        assert [stream.qsize() for stream in streams] == [1, 0, 0]
+        await until(lambda: all(stream.qsize() for stream in streams))
 
 
 async def test_outputs_that_have_arrived_come_before_the_error_that_ends_all(core: EngineCore) -> None:

@@ -138,7 +138,7 @@ def test_failures_in_the_process_end_who_causes_them_and_its_death_ends_the_engi
     expected = make_llm(tiny_model()).generate(
         {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=12, seed=1, ignore_eos=True), use_tqdm=False
     )
-    monkeypatch.setattr(builder, "build_runner", build_ailing_runner)
+    monkeypatch.setattr(builder, "_build_runner_apart", build_ailing_runner)
     core = builder.build_engine(_ailing_options())
     assert isinstance(core.runner, ProcessExecutor)
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)

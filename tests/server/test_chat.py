@@ -154,7 +154,6 @@ def test_features_that_are_switched_off_are_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("response_format", {"type": "structural_tag"}),
         ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]),

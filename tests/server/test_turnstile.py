@@ -47,6 +47,22 @@ class Rounds:
         asyncio.get_running_loop().call_soon(self._tick)
 
 
+def test_large_ones_take_several_places_of_a_round() -> None:
+    async def run() -> None:
+        turnstile, rounds = Turnstile(4), Rounds()
+        passed: list[int] = []
+
+        async def go(size: int) -> None:
+            await turnstile.turn(size)
+            passed.append(rounds.number)
+
+        await asyncio.gather(*map(go, [2, 2, 9, 1, 1, 1, 1, 1]))
+        rounds_of = [[number for number in passed if number == when] for when in sorted(set(passed))]
+        assert [len(together) for together in rounds_of] == [2, 1, 4, 1]
+
+    asyncio.run(run())
+
+
 def test_so_many_pass_in_a_round_and_all_in_the_order_they_came() -> None:
     async def run() -> None:
         turnstile, rounds = Turnstile(3), Rounds()

@@ -11,7 +11,7 @@ from octavo.engine.processor import OutputProcessor
 from octavo.errors import OctavoError, RequestError, UnreadError
 from octavo.request import Request, RequestId
 
-# News of sequences and requests that become outputs before other callbacks of the event loop have a turn.
+# Sequences whose news become outputs before other callbacks of the event loop have a turn.
 DELIVERED_AT_ONCE = 64
 # Tokens and alternatives of them (each about 100 bytes) that wait for one request's caller before the request is ended.
 MAX_UNREAD = 262_144

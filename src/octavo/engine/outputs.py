@@ -94,8 +94,13 @@ class StepNews:
         return bool(self.updates or self.ended)
 
     def take(self, most: int) -> StepNews:
-        """Remove and return the first `most` of them, in their order."""
+        """Remove and return the first of them, in their order: news of at most `most` sequences, or of one request."""
         updates, self.updates = self.updates[:most], self.updates[most:]
-        left = most - len(updates)
-        ended, self.ended = self.ended[:left], self.ended[left:]
-        return StepNews(updates, ended)
+        left, count = most - len(updates), 0
+        for ended in self.ended:
+            left -= len(ended.request.sequences)
+            if left < 0 and (updates or count):
+                break
+            count += 1
+        ended_first, self.ended = self.ended[:count], self.ended[count:]
+        return StepNews(updates, ended_first)

@@ -136,6 +136,7 @@ class BatchBuilder:
         rows = self.sequences.apply(plan)
         if plan.num_streams == len(rows):
             return self._build_streams(plan, rows)
+        self._streams = None
         starts = np.array(plan.starts, dtype=np.int64)
         lengths = np.array(plan.lengths, dtype=np.int64)
         query_start = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -148,6 +149,11 @@ class BatchBuilder:
             query_start,
             self._attention_batch(rows, starts, lengths, query_start),
         )
+
+    def forget(self, plan: StepPlan) -> None:
+        """Apply a plan without rows, which only says which sequences have ended; nothing of them is kept."""
+        self.sequences.apply(plan)
+        self._streams = None
 
     def _build_streams(self, plan: StepPlan, rows: Rows) -> StepBatch:
         same, table = self._streams, self.sequences

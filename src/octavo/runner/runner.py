@@ -74,7 +74,7 @@ class ModelRunner(Executor):
         A plan without rows only says which sequences to forget.
         """
         if not plan:
-            self._batches.sequences.apply(plan)
+            self._batches.forget(plan)
             return StepResult()
         try:
             self._mover.begin(plan)

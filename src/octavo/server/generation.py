@@ -59,7 +59,8 @@ class Job:
 
         if len(self.prompts) == 1:
             return _numbered(start(0, self.context))
-        return _merged(len(self.prompts), start_one_of_many, self.turnstile)
+        size = max(1, self.params.num_sequences // AT_ONCE)
+        return _merged(len(self.prompts), start_one_of_many, self.turnstile, size)
 
     async def results(self, engine: EngineClient) -> list[RequestOutput]:
         """The final output of every prompt, in order."""
@@ -108,9 +109,12 @@ async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tupl
 
 
 async def _merged(
-    count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]], turnstile: Turnstile
+    count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]], turnstile: Turnstile, size: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Start streams and merge them in order of arrival; the first error ends all of them."""
+    """Start streams and merge them in order of arrival; the first error ends all of them.
+
+    Each takes `size` of a turnstile's places when it starts, and when it is ended.
+    """
     # Bounded: what a slow client has not read waits in the engine's streams, which are.
     arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(AT_ONCE)
 
@@ -129,7 +133,7 @@ async def _merged(
 
     async def start() -> None:
         for index in range(count):
-            await turnstile.turn()
+            await turnstile.turn(size)
             pumps.append(asyncio.ensure_future(pump(index, start_stream(index))))
 
     starting = asyncio.ensure_future(start())
@@ -150,15 +154,15 @@ async def _merged(
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        await _end_in_turns(pumps, turnstile)
+        await _end_in_turns(pumps, turnstile, size)
 
 
-async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile) -> None:
+async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, size: int) -> None:
     """Cancel tasks and wait for their ends, a few at a time: ending a thousand requests takes tens of milliseconds."""
     running = [task for task in tasks if not task.done()]
     try:
         for task in running:
-            await turnstile.turn()
+            await turnstile.turn(size)
             task.cancel()
         if running:
             await asyncio.wait(running)

@@ -18,34 +18,34 @@ class Turnstile:
     """Lets so many pass in each round of the event loop; the others wait in line. Used only from the event loop.
 
     Args:
-        at_once: how many pass in a round.
+        at_once: how many pass in a round; one of size 3 counts as 3, and the last to pass may go beyond.
     """
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
         self._left = at_once
-        self._line: deque[Callable[[], None]] = deque()
+        self._line: deque[tuple[int, Callable[[], None]]] = deque()
         self._counting = False
 
-    def passes(self) -> bool:
+    def passes(self, size: int = 1) -> bool:
         """Whether one more may pass in this round, with nobody before it in line; if so, it has."""
-        if not self._left or self._line:
+        if self._left <= 0 or self._line:
             return False
-        self._left -= 1
+        self._left -= size
         self._count_round()
         return True
 
-    def queue(self, goes_on: Callable[[], None]) -> None:
+    def queue(self, goes_on: Callable[[], None], size: int = 1) -> None:
         """Call `goes_on` in a later round, when it is its turn."""
-        self._line.append(goes_on)
+        self._line.append((size, goes_on))
         self._count_round()
 
-    async def turn(self) -> None:
+    async def turn(self, size: int = 1) -> None:
         """Wait for a turn, if this round has none left."""
-        if self.passes():
+        if self.passes(size):
             return
         turn = asyncio.get_running_loop().create_future()
-        self.queue(lambda: None if turn.done() else turn.set_result(None))
+        self.queue(lambda: None if turn.done() else turn.set_result(None), size)
         await turn
 
     def _count_round(self) -> None:
@@ -56,8 +56,9 @@ class Turnstile:
     def _next_round(self) -> None:
         self._counting = False
         self._left = self._at_once
-        while self._left and self._line:
-            self._left -= 1
-            self._line.popleft()()
+        while self._left > 0 and self._line:
+            size, goes_on = self._line.popleft()
+            self._left -= size
+            goes_on()
         if self._left < self._at_once:
             self._count_round()
