@@ -142,7 +142,10 @@ def test_ctrl_c_while_the_model_loads_says_nothing_more(start: Callable[..., Ser
         while "options from defaults" not in process.stderr.readline():  # the last thing it says before it loads
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors
 
