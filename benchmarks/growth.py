@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
@@ -414,10 +415,15 @@ def garbage_collection() -> Figures:
         scheduler = make_scheduler(make_kv(200_001), seqs=8, budget=8192)
         gc.collect()
         with settings, timed_collections() as pauses:
+            running: deque[Request] = deque()
             for k in range(950):
-                scheduler.add(make_request([k, *((i * 31 + k) % 50_000 for i in range(3999))], max_tokens=2))
+                running.append(make_request([k, *((i * 31 + k) % 50_000 for i in range(3999))], max_tokens=2))
+                scheduler.add(running[-1])
                 while len(scheduler.request_ids) >= 4:
                     step(scheduler)
+                while running[0].sequences[0].finish_reason is not None:
+                    # As `engine/delivery.py` does: the two refer to each other.
+                    running.popleft().sequences.clear()
             while scheduler.has_work:
                 step(scheduler)
         assert scheduler.kv.pool.num_cached >= 199_000
