@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.dialect.events import Arguments, CallBegins, Content, Reasoning
 from octavo.dialect.formats import CALL_FORMATS, CallFormat, call_format, reasoning_format
-from octavo.dialect.parser import Arguments, CallBegins, Content, Dialect, OutputParser, Reasoning
+from octavo.dialect.parser import Dialect, OutputParser
 
 TOOLS = {
     "get_weather": {"city": "string", "days": "integer", "where": "object"},

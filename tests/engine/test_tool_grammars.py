@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from octavo.dialect.constraint import calls_grammar
+from octavo.dialect.events import Arguments, CallBegins, Content, Reasoning
 from octavo.dialect.formats import CALL_FORMATS, CallFormat, reasoning_format
-from octavo.dialect.parser import Arguments, CallBegins, Content, Dialect, OutputParser, Reasoning
+from octavo.dialect.parser import Dialect, OutputParser
 from octavo.engine.core import EngineCore
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams

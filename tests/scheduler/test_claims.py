@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from octavo.request import Request, SequenceStatus
-from tests.scheduler.test_fairness import Server
+from octavo.request import Request
+from tests.scheduler.test_fairness import Server, running
 
 
 def urgent(server: Server, priority: int, prompt: int, output: int) -> Request:
@@ -18,19 +18,6 @@ def urgent(server: Server, priority: int, prompt: int, output: int) -> Request:
     return request
 
 
-def running(request: Request) -> bool:
-    return request.sequences[0].status is SequenceStatus.RUNNING
-
-
-def drain(server: Server) -> None:
-    for _ in range(3000):
-        if not server.scheduler.has_work:
-            break
-        server.step()
-    assert not server.scheduler.has_work
-    server.kv.audit()
-
-
 def test_a_more_urgent_request_takes_the_place_of_the_last_less_urgent_one() -> None:
     server = Server("priority", seqs=2)
     first, second = (urgent(server, 1, 8, 30) for _ in range(2))
@@ -38,7 +25,7 @@ def test_a_more_urgent_request_takes_the_place_of_the_last_less_urgent_one() -> 
     third = urgent(server, 0, 8, 4)
     server.step()
     assert [running(request) for request in (first, second, third)] == [True, False, True]
-    drain(server)
+    server.drain()
     assert second.sequences[0].num_output_tokens == 30
 
 
@@ -54,7 +41,7 @@ def test_a_more_urgent_request_takes_blocks_only_where_that_suffices() -> None:
     server.step()
     assert running(small)
     assert not running(held[1])
-    drain(server)
+    server.drain()
 
 
 @pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
@@ -93,7 +80,7 @@ def test_a_tenant_without_a_place_takes_one_of_the_tenant_that_has_most() -> Non
     assert running(other)
     assert running(quiet)
     assert [running(request) for request in flood[:4]] == [True, True, False, False]
-    drain(server)
+    server.drain()
 
 
 def test_a_tenant_with_few_places_takes_from_one_that_keeps_twice_as_many() -> None:
@@ -105,7 +92,7 @@ def test_a_tenant_with_few_places_takes_from_one_that_keeps_twice_as_many() -> N
     for _ in range(4):
         server.step()
     assert [running(request) for request in quiet] == [True, True, False, False]
-    drain(server)
+    server.drain()
 
 
 def test_prompts_of_a_tenant_with_few_places_are_computed_first() -> None:
@@ -118,7 +105,7 @@ def test_prompts_of_a_tenant_with_few_places_are_computed_first() -> None:
         server.step()
     # Of 16 tokens a step each stream takes one, and one goes to the prompt that arrived first.
     assert quiet.sequences[0].num_output_tokens >= 1
-    drain(server)
+    server.drain()
 
 
 def test_a_weight_counts_where_places_are_taken() -> None:
@@ -130,7 +117,7 @@ def test_a_weight_counts_where_places_are_taken() -> None:
     for _ in range(6):
         server.step()
     assert sum(map(running, heavy)) == 4
-    drain(server)
+    server.drain()
 
 
 def test_a_request_that_needs_most_of_the_pool_takes_it_from_tenants_far_ahead() -> None:
@@ -146,7 +133,7 @@ def test_a_request_that_needs_most_of_the_pool_takes_it_from_tenants_far_ahead()
         steps += 1
     assert steps < 60
     assert any(request.sequences[0].num_preemptions for request in long) or any(r.finished for r in long)
-    drain(server)
+    server.drain()
     assert [r.sequences[0].num_output_tokens for r in (*long, large)] == [60, 60, 4]
 
 
@@ -157,7 +144,7 @@ def test_a_tenants_only_place_is_never_taken() -> None:
     late = server.add("d", 8, 4)
     server.step()
     assert [running(request) for request in (*requests, late)] == [True, True, True, False]
-    drain(server)
+    server.drain()
 
 
 @pytest.mark.parametrize("policy", ["priority", "vtc", "dlpm"])
@@ -171,5 +158,5 @@ def test_everybody_ends_however_often_places_are_taken(policy: str) -> None:
         server.scheduler.add(request)
         requests.append(request)
         server.step()
-    drain(server)
+    server.drain()
     assert all(request.sequences[0].num_output_tokens == request.params.max_tokens for request in requests)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import Request, Sequence
+from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.fairness import OUTPUT_TOKEN, DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.plan import StepPlan, StepResult
@@ -66,6 +66,16 @@ class Server:
         self.plan = self.scheduler.schedule()
         self.scheduler.update(self.plan, StepResult((7,) * self.plan.num_draws))
 
+    def drain(self) -> None:
+        """Step until all is done; nobody holds a block then."""
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work
+        assert self.kv.pool.num_active == 0
+        self.kv.audit()
+
     def received(self, tenant: str) -> float:
         assert self.scheduler.turns is not None
         return self.scheduler.turns.received(tenant)
@@ -74,6 +84,10 @@ class Server:
         queue = self.scheduler.queue
         assert isinstance(queue, TenantQueue)
         return set(queue._lines)
+
+
+def running(request: Request) -> bool:
+    return request.sequences[0].status is SequenceStatus.RUNNING
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=5)

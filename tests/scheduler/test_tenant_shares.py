@@ -9,10 +9,10 @@ import pytest
 
 from octavo.errors import CapacityError, ConfigError
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.request import PinRequest, Request, SequenceStatus
+from octavo.request import PinRequest, Request
 from octavo.scheduler.kv_limits import Amount, KVLimits, resolve_limits
 from tests.kvcache.caches import FULL, make_request, sliding
-from tests.scheduler.test_fairness import Server
+from tests.scheduler.test_fairness import Server, running
 
 POLICIES = ["fcfs", "priority", "vtc", "dlpm"]
 SPEC = KVCacheSpec.build((FULL,), 4, "float32")
@@ -29,20 +29,6 @@ def held(server: Server, tenant: str) -> int:
     owners = server.kv.pool.owners
     assert owners is not None
     return owners.held(tenant)
-
-
-def running(request: Request) -> bool:
-    return request.sequences[0].status is SequenceStatus.RUNNING
-
-
-def drain(server: Server) -> None:
-    for _ in range(3000):
-        if not server.scheduler.has_work:
-            break
-        server.step()
-    assert not server.scheduler.has_work
-    assert server.kv.pool.num_active == 0
-    server.kv.audit()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -62,7 +48,7 @@ def test_a_floor_is_there_at_once_whatever_others_hold(policy: str) -> None:
     assert quiet.sequences[0].num_preemptions == 0
     # Places may be claimed by service, blocks need not be.
     assert policy in ("vtc", "dlpm") or server.scheduler.counters.num_preemptions - before < 8
-    drain(server)
+    server.drain()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,7 +65,7 @@ def test_a_cap_bounds_what_a_tenants_requests_hold_and_delays_nobody_else(policy
     while server.scheduler.has_work:
         server.step()
         assert held(server, "flood") <= 10
-    drain(server)
+    server.drain()
 
 
 def test_a_cap_leaves_its_tenants_order_as_it_is() -> None:
@@ -94,7 +80,7 @@ def test_a_cap_leaves_its_tenants_order_as_it_is() -> None:
         server.step()
         ended += [request for request in (*requests, urgent) if request.finished and request not in ended]
     assert ended == [requests[0], urgent, *requests[1:]]
-    drain(server)
+    server.drain()
 
 
 def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() -> None:
@@ -106,7 +92,7 @@ def test_a_capped_tenants_waiting_requests_can_be_aborted_wherever_they_stand() 
         server.scheduler.end_request(requests[number].request_id)
     assert server.scheduler.num_waiting == 2
     assert server.scheduler.num_waiting_tokens == 40
-    drain(server)
+    server.drain()
     assert [request.sequences[0].num_output_tokens for request in requests] == [4, 0, 0, 4, 0, 4]
 
 
@@ -119,7 +105,7 @@ def test_what_several_sequences_of_a_tenant_share_counts_once() -> None:
     # 8 blocks of the prompt, shared, and 2 of its own for each.
     assert server.scheduler.num_running == 3
     assert held(server, "a") <= 15
-    drain(server)
+    server.drain()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -133,7 +119,7 @@ def test_a_request_that_its_cap_cannot_hold_is_refused_with_the_numbers(policy: 
         "once (kv_cap)"
     )
     server.add("a", 40, 1)
-    drain(server)
+    server.drain()
 
 
 def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numbers() -> None:
@@ -141,7 +127,7 @@ def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numb
     with pytest.raises(CapacityError, match=r"but of the 40 of the cache 30 are kept for other tenants \(kv_floor\)"):
         server.add("c", 44, 5)
     server.add("a", 59, 5)
-    drain(server)
+    server.drain()
 
 
 def test_the_longest_output_is_that_of_the_tenant() -> None:
@@ -168,7 +154,7 @@ def test_pins_yield_for_a_floor() -> None:
     assert most > 28
     assert all(request.sequences[0].num_preemptions == 0 for request in quiet)
     assert not list(server.kv.pins)
-    drain(server)
+    server.drain()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -186,7 +172,7 @@ def test_limits_that_change_while_requests_run_lose_nothing(policy: str) -> None
             server.kv.audit()
         server.scheduler.set_limits(limits)
     server.scheduler.set_limits({"a": KVLimits(floor=20, cap=20), "b": KVLimits(cap=4), "c": KVLimits(floor=20)})
-    drain(server)
+    server.drain()
     assert all(request.sequences[0].num_output_tokens == 20 for request in requests)
 
 
@@ -202,7 +188,7 @@ def test_a_step_that_fails_leaves_floors_and_caps_as_they_were() -> None:
         server.step()
         assert held(server, "a") <= 10
         assert held(server, "b") <= 30
-    drain(server)
+    server.drain()
 
 
 def resolved(num_blocks: int = 100, **amounts: tuple[Amount | None, Amount | None]) -> dict[str, KVLimits]:

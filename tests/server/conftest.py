@@ -50,6 +50,11 @@ class Running:
         assert not self.engine.running
 
 
+def rendered(server: Running) -> str:
+    """The prompt the engine received last, as text."""
+    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
     """Seconds until `condition` holds; fails when it takes longer."""
     began = time.monotonic()

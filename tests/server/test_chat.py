@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, rendered
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_completions import events
 
@@ -18,11 +18,6 @@ def chat(server: Running, *messages: dict[str, Any], **body: Any) -> dict[str, A
     response = server.post(PATH, {"model": "fake", "messages": list(messages or [USER]), "max_tokens": 4, **body})
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def rendered(server: Running) -> str:
-    """The prompt the engine received last, as text."""
-    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
 
 
 def test_messages_go_through_the_chat_template(server: Running) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.server.conftest import Running, running_server
+from tests.server.conftest import Running, rendered, running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -36,10 +36,6 @@ def client_of(server: Running) -> anthropic.Anthropic:
 def client(server: Running) -> Iterator[anthropic.Anthropic]:
     with client_of(server) as client:
         yield client
-
-
-def rendered(server: Running) -> str:
-    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
 
 
 def test_a_message_is_answered(client: anthropic.Anthropic, server: Running) -> None:

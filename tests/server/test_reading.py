@@ -16,8 +16,9 @@ import pytest
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server import body_worker
+from octavo.server.body_reading import LARGE_NICENESS, MEDIUM_BODY, SMALL_BODY, BodyReading
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
-from octavo.server.reading import LARGE_NICENESS, MEDIUM_BODY, SMALL_BODY, BodyReader, BodyReading
+from octavo.server.reading import BodyReader
 from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
@@ -165,7 +166,7 @@ class BlockedWorker:
 
 @pytest.mark.parametrize("size", [10, MEDIUM_BODY])
 def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("octavo.server.reading.BodyWorker", BlockedWorker)
+    monkeypatch.setattr("octavo.server.body_reading.BodyWorker", BlockedWorker)
     BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
     bodies = reading()
 

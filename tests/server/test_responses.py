@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from octavo.server.response_store import ResponseStore, StoredResponse
-from tests.server.conftest import Running, running_server
+from tests.server.conftest import Running, rendered, running_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -39,10 +39,6 @@ def client_of(server: Running, key: str = "unused") -> openai.OpenAI:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:
         yield client
-
-
-def rendered(server: Running) -> str:
-    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
 
 
 def test_a_text_is_answered(client: openai.OpenAI, server: Running) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import Running, running_server
+from tests.server.conftest import Running, rendered, running_server
 from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import events
 
@@ -46,10 +46,6 @@ def chat(server: Running, *messages: dict[str, Any], **body: Any) -> dict[str, A
     response = server.post(PATH, {"messages": list(messages or [USER]), "tools": TOOLS, **body})
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
-
-
-def rendered(server: Running) -> str:
-    return server.engine.tokenizer.decode(server.engine.received[-1]["prompt"], False)
 
 
 def test_calls_come_out_of_the_text(server: Running) -> None:

@@ -15,41 +15,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from octavo.dialect.events import Arguments, CallBegins, Content, Event, Reasoning
 from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, ReasoningFormat, XmlCall
 from octavo.dialect.values import JSON, PYTHON, SPACES, Characters, MalformedError, Reader, Take
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for whoever asked."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """What the model tells itself."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegins:
-    """The model calls a tool; its arguments follow."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A piece of the JSON of a call's arguments."""
-
-    index: int
-    text: str
-
-
-Event = Content | Reasoning | CallBegins | Arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import octavo
 from octavo.errors import OctavoError, RequestError, shortened
 from octavo.server.access import Access
 from octavo.server.auth import AdminAccess, RequireApiKey, client_of
+from octavo.server.body_reading import BodyReading
 from octavo.server.chat import ChatCompletions
 from octavo.server.completions import Completions
 from octavo.server.config import ServerConfig
@@ -39,7 +40,6 @@ from octavo.server.protocol import GenerationBody
 from octavo.server.quota import Metered, Quotas, charge_of
 from octavo.server.reading import (
     BodyReader,
-    BodyReading,
     ChatRequest,
     CompletionRequest,
     FollowUp,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from octavo.dialect.parser import Arguments, CallBegins, Event, Reasoning
+from octavo.dialect.events import Arguments, CallBegins, Event, Reasoning
 from octavo.server.choices import CallIds
 
 

@@ -7,7 +7,8 @@ import string
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.dialect.parser import Arguments, CallBegins, Content, Dialect, Event, OutputParser, Reasoning
+from octavo.dialect.events import Arguments, CallBegins, Content, Event, Reasoning
+from octavo.dialect.parser import Dialect, OutputParser
 from octavo.engine.outputs import CompletionOutput
 from octavo.request import FinishReason
 
