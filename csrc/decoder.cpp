@@ -59,6 +59,21 @@ void Decoder::logits(int64_t first, int64_t count, float* out) {
     multiply(head, hidden, {reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4}, kF32, kPlain);
 }
 
+void Decoder::hidden(int64_t first, int64_t count, float* out) const {
+    const int64_t begin = first * shape.hidden, elements = count * shape.hidden;
+    if (shape.storage == kF32) {
+        std::memcpy(out, hidden_.data() + begin * 4, elements * 4);
+        return;
+    }
+    for (int64_t i = 0; i < elements; ++i) {
+        // A bf16 is the upper half of a float.
+        uint16_t half;
+        std::memcpy(&half, hidden_.data() + (begin + i) * 2, 2);
+        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+        std::memcpy(out + i, &bits, 4);
+    }
+}
+
 void Decoder::embed(const DecoderStep& step, const Matrix& residual) {
     constexpr int64_t kTokensPerTask = 32;
     parallel_for(static_cast<int>((step.num_tokens + kTokensPerTask - 1) / kTokensPerTask), [&](int task) {

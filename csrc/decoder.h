@@ -85,6 +85,8 @@ class Decoder {
     // Logits [count][vocab] of rows first .. first + count of the last step's, which are kept until the next.
     int64_t num_kept() const { return num_kept_; }
     void logits(int64_t first, int64_t count, float* out);
+    // What the head makes logits of, [count][hidden], of the same rows.
+    void hidden(int64_t first, int64_t count, float* out) const;
 
   private:
     using Buffer = std::vector<char>;  // [tokens][width] activations; keeps its memory from step to step

@@ -167,18 +167,29 @@ class BoundDecoder {
     }
 
     void logits(int64_t first, const Tensor& out) {
-        const int64_t vocab = decoder_.shape.vocab, kept = decoder_.num_kept();
-        check_shape(out, "logits", {-1, vocab});
-        check_dense(out, "logits", DType::f32, {out.shape[0], vocab});
-        require(first >= 0 && first + out.shape[0] <= kept,
-                "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
-                    " of the last step's " + std::to_string(kept) + " are wanted");
+        check_kept(first, out, "logits", decoder_.shape.vocab);
         if (out.shape[0] == 0) return;
         nb::gil_scoped_release release;
         decoder_.logits(first, out.shape[0], out.data<float>());
     }
 
+    void hidden(int64_t first, const Tensor& out) {
+        check_kept(first, out, "hidden", decoder_.shape.hidden);
+        if (out.shape[0] == 0) return;
+        nb::gil_scoped_release release;
+        decoder_.hidden(first, out.shape[0], out.data<float>());
+    }
+
   private:
+    // `out` [rows][width] asks for rows `first ..` of those that the last step has kept.
+    void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
+        check_shape(out, name, {-1, width});
+        check_dense(out, name, DType::f32, {out.shape[0], width});
+        require(first >= 0 && first + out.shape[0] <= decoder_.num_kept(),
+                "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
+                    " of the last step's " + std::to_string(decoder_.num_kept()) + " are wanted");
+    }
+
     DType dtype() const { return decoder_.shape.storage == kBf16 ? DType::bf16 : DType::f32; }
 
     // Keeps the object, hence its memory, as long as the decoder lives.
@@ -226,6 +237,7 @@ void bind_decoder(nb::module_& m) {
              "dtype"_a, "hidden"_a, "inner"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
              "eps"_a, "activation"_a)
         .def("logits", &BoundDecoder::logits, "first"_a, "out"_a)
+        .def("hidden", &BoundDecoder::hidden, "first"_a, "out"_a)
         .def("add_layer", &BoundDecoder::add_layer, "input_norm"_a, "post_attention_norm"_a, "query_norm"_a.none(),
              "key_norm"_a.none(), "qkv"_a, "output"_a, "gate_up"_a, "down"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "final_norm"_a, "head"_a)

@@ -37,6 +37,11 @@ class EngineConfig(RequestLimits):
         "where sampling parameters come from that a request does not give; auto: the model's generation_config.json; "
         "vllm: none; or a folder with such a file",
     )
+    pooling: Literal["auto", "last", "mean"] = option(
+        "auto",
+        "which tokens' last hidden states make an embedding; last: the last token's; mean: all of them, which the "
+        "prefix cache does not shorten; auto: as the model's 1_Pooling/config.json says, or last",
+    )
     quantization: Literal["auto", "none"] = option(
         "auto",
         "auto: GGUF's Q4_0, Q4_1 and Q8_0 weights are multiplied as they are, activations in int8, where the kernels "

@@ -16,8 +16,9 @@ from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.core import Prompt
 from octavo.engine.inspection import PinInfo
-from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputKind, RequestOutput
 from octavo.errors import RequestError, RequestFailedError
+from octavo.pooling import Pooling
 from octavo.request import PinReceipt, PinRequest, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -113,6 +114,36 @@ class LLM:
         (entry,) = self._make_requests(prompts, sampling_params, add_special_tokens=False)
         return self._stream(*entry)
 
+    def embed(
+        self, prompts: PromptLike | Seq[PromptLike], *, pooling: str | None = None, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt, of length 1; they come in the prompts' order.
+
+        Args:
+            prompts: as `generate` takes them.
+            pooling: "last": the last token's hidden state; "mean": the mean of all tokens', all computed anew, because
+                the prefix cache keeps keys and values only. None: as the option of that name says.
+
+        Raises:
+            RequestError: before anything is computed.
+            RequestFailedError: computing one of them failed.
+        """
+        try:
+            how = self.core.pooling if pooling is None else Pooling(pooling)
+        except ValueError:
+            raise RequestError(f"pooling must be 'last' or 'mean', got {pooling!r}", param="pooling") from None
+        prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        requests = self._make_requests(prompts, SamplingParams(), pooling=how)
+        found = []
+        for output in self._run(requests, use_tqdm):
+            if output.embedding is None:
+                raise RequestFailedError(output.request_id)
+            vector = EmbeddingOutput(output.embedding)
+            found.append(
+                EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, vector, output.num_cached_tokens)
+            )
+        return found
+
     def reset_prefix_cache(self) -> int:
         """Evict every cached block that is not pinned; returns how many."""
         return self.core.reset_prefix_cache()
@@ -170,6 +201,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None,
         *,
         add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
     ) -> list[tuple[Request, str | None]]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams(**self.core.default_sampling)] * len(prompts)
@@ -179,7 +211,7 @@ class LLM:
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             with _naming(index, len(prompts)):
                 content, options = _read_prompt(prompt)
-                context = RequestContext(**options)
+                context = RequestContext(**options, pooling=pooling)
                 request = self.core.make_request(content, each, context, add_special_tokens=add_special_tokens)
             requests.append((request, content if isinstance(content, str) else None))
         return requests

@@ -10,6 +10,7 @@ from enum import Enum, StrEnum
 from hashlib import blake2b
 from typing import NewType
 
+from octavo.pooling import PooledStates, Pooling
 from octavo.sampling_params import SamplingParams
 
 RequestId = NewType("RequestId", str)
@@ -76,6 +77,7 @@ class RequestContext:
             of the whole queue.
         traceparent: the trace that it is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
+        pooling: an embedding of the prompt is wanted; nothing is generated then.
     """
 
     request_id: str | None = None
@@ -88,6 +90,7 @@ class RequestContext:
     max_waiting_tokens: int | None = None
     traceparent: str | None = None
     pins: tuple[PinRequest, ...] = ()
+    pooling: Pooling | None = None
 
 
 DEFAULT_CONTEXT = RequestContext()
@@ -270,6 +273,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
         cache_report: why it was not more; None before first admission.
         prompt_logprobs: collected while the prompt is computed; entry i belongs to prompt token i + 1.
+        pooled: collected likewise where an embedding is wanted.
     """
 
     request_id: RequestId
@@ -293,6 +297,7 @@ class Request:
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: PooledStates | None = None
     cache_scope: str = field(init=False)
     ending_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
@@ -313,6 +318,11 @@ class Request:
             )
             for i in range(self.params.num_sequences)
         ]
+
+    @property
+    def most_output_tokens(self) -> int:
+        """Output tokens that count: the one that is drawn behind an embedding's prompt does not."""
+        return 0 if self.pooled is not None else self.params.max_tokens or 1
 
     @property
     def finished(self) -> bool:

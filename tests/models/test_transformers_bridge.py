@@ -235,3 +235,18 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelNotFoundError, match="safetensors"):
         TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Gemma2", "Cohere", "OPT"])
+def test_hidden_states_are_those_of_transformers_decoder(name: str) -> None:
+    model = build(name)
+    (ids,) = random_sequences(VOCAB, [12])
+    with torch.inference_mode():
+        expected = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
+        ours = TransformersModel(model)
+        paged = PagedSequences(ours.kv_layers, 4, 1, 12)
+        rows = torch.tensor([11, 2, 3, 4])
+        step = (ids, paged.step({0: 12}), paged.kv, ReferenceAttention(), rows)
+        logits, later = ours.forward_in_part(*step, num_now=1, num_logits=2)
+    assert (logits.shape, later.logits(0, 9).shape) == ((1, VOCAB), (2, VOCAB))
+    torch.testing.assert_close(later.hidden(1, 4), expected[rows[1:]], atol=1e-4, rtol=0)

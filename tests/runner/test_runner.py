@@ -12,7 +12,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import LogitsError
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, LaterRows
 from octavo.planner import calculator
 from octavo.request import FinishReason
 from octavo.runner.runner import ModelRunner
@@ -63,6 +63,12 @@ class MarkedModel(CausalLM):
         if self.nan_after is not None:
             logits[token_ids[logits_indices] == self.nan_after] = float("nan")
         return logits
+
+    def forward_in_part(self, *step: Any) -> tuple[torch.Tensor, LaterRows]:
+        *computed, num_now, _ = step
+        logits = self.forward(*computed)
+        later = lambda first, last: logits[first:last]  # noqa: E731
+        return logits[:num_now], LaterRows(logits=later, hidden=later)
 
 
 class Rig:
@@ -164,14 +170,15 @@ def test_a_scored_prompts_logits_come_in_slices_of_bounded_size(monkeypatch: pyt
     rig, wanted = Rig(), []
 
     def forward_in_part(*arguments: Any) -> Any:
-        *step, num_now = arguments
+        *step, num_now, num_logits = arguments
+        assert num_logits == 40
         logits = rig.model.forward(*step)
 
         def later(first: int, last: int) -> torch.Tensor:
             wanted.append((first, last))
             return logits[first:last]
 
-        return logits[:num_now], later
+        return logits[:num_now], LaterRows(logits=later, hidden=later)
 
     monkeypatch.setattr(rig.model, "forward_in_part", forward_in_part)
     monkeypatch.setattr(calculator, "SCORED_BYTES", 7 * 4 * VOCAB)

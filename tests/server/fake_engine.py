@@ -14,6 +14,7 @@ from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, Re
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.limits import DEFAULT_LIMITS, RequestLimits
 from octavo.observe.stats import EngineStats
+from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
@@ -70,6 +71,8 @@ class FakeEngine:
 
     model_name = "fake"
     vocab_size = VOCAB_SIZE
+    hidden_size = 4
+    pooling = Pooling.LAST
     tokenizer = ByteTokenizer()
 
     def __init__(
@@ -132,7 +135,8 @@ class FakeEngine:
         self.running.add(request_id)
         finished = False
         try:
-            for output in self._outputs(RequestId(request_id), token_ids, params, output_kind):
+            embedding = None if context.pooling is None else [len(token_ids) / 8, 0.1, -0.5, 0.0]
+            for output in self._outputs(RequestId(request_id), token_ids, params, output_kind, embedding):
                 await asyncio.sleep(self.step_seconds)
                 if output is not None:
                     finished = output.finished
@@ -156,7 +160,7 @@ class FakeEngine:
             raise CapacityError(f"n={params.n} is over max_num_seqs={self.max_num_seqs}", param="n")
 
     def _outputs(
-        self, request_id: RequestId, prompt: list[int], params: SamplingParams, kind: OutputKind
+        self, request_id: RequestId, prompt: list[int], params: SamplingParams, kind: OutputKind, embedding: Any
     ) -> Iterator[RequestOutput | None]:
         """What each step gives: None where nothing is to be told yet."""
         lines = [self.answer(prompt, params, index) for index in range(params.n)]
@@ -181,7 +185,9 @@ class FakeEngine:
                 given = prompt_logprobs if step == 0 else None
                 yield RequestOutput(request_id, None, prompt, news, last, cached, given)
             elif last:
-                yield RequestOutput(request_id, None, prompt, list(whole.values()), True, cached, prompt_logprobs)
+                final = RequestOutput(request_id, None, prompt, list(whole.values()), True, cached, prompt_logprobs)
+                final.embedding = embedding
+                yield final
             else:
                 yield None
 

@@ -48,6 +48,7 @@ def reading(seconds: float = 30.0, max_model_len: int = 500_000, memory: int = 2
     reader = BodyReader(
         tokenizer=SlowTokenizer(),
         vocab_size=VOCAB_SIZE,
+        hidden_size=4,
         max_model_len=max_model_len,
         limits=DEFAULT_LIMITS,
         names=("fake",),

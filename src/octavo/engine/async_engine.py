@@ -31,6 +31,7 @@ from octavo.engine.watchdog import Watchdog
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
+from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
@@ -155,6 +156,14 @@ class AsyncEngine:
         if self.core.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self.core.tokenizer
+
+    @property
+    def hidden_size(self) -> int:
+        return self.core.hidden_size
+
+    @property
+    def pooling(self) -> Pooling:
+        return self.core.pooling
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from octavo.attention.native import NativeAttention
 from octavo.checkpoint.generation_config import sampling_defaults
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, resolve_model
+from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
@@ -80,6 +81,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     started = time.perf_counter()
     source = resolve_model(config.model)
     default_sampling = sampling_defaults(config.generation_config, source)
+    pooling = model_pooling(config.pooling, source)
     runner, facts, tokenizer = _start_runner(config, source)
     grammars = _grammar_compiler(config, facts, lambda: tokenizer)
     if isinstance(runner, ModelRunner):
@@ -120,6 +122,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         eos_token_ids=facts.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         grammars=grammars,
         default_sampling=default_sampling,
+        hidden_size=facts.hidden_size,
+        pooling=pooling,
     )
 
 

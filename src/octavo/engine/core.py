@@ -22,6 +22,7 @@ from octavo.engine.stopping import StopStrings
 from octavo.errors import ContextLengthError, LogitsError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats
+from octavo.pooling import PooledStates, Pooling
 from octavo.request import (
     DEFAULT_CONTEXT,
     FinishReason,
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 Prompt = str | Seq[int]
 
+# The scheduler computes a prompt only to sample after it; what it samples is of no interest.
+_EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+
 
 class EngineCore:
     """One model, its cache, its scheduler.
@@ -52,6 +56,8 @@ class EngineCore:
         max_model_len: longest prompt + output, in tokens.
         grammars: compiles structured outputs; None: none is served.
         default_sampling: keywords of `SamplingParams` for whoever gives none, as the model's makers recommend.
+        hidden_size: numbers of an embedding.
+        pooling: what makes an embedding where nobody says otherwise.
     """
 
     def __init__(
@@ -65,12 +71,16 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         grammars: GrammarCompiler | None = None,
         default_sampling: Mapping[str, Any] | None = None,
+        hidden_size: int = 0,
+        pooling: Pooling = Pooling.LAST,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.pooling = pooling
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
@@ -99,10 +109,14 @@ class EngineCore:
     ) -> Request:
         """Tokenise and validate a request; thread-safe, because it touches no engine state but the seed.
 
+        Where `context` asks for an embedding, `params` is of no consequence.
+
         Raises:
             RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
             ContextLengthError, CapacityError: it could never be served; the message has the numbers.
         """
+        if context.pooling is not None:
+            params = _EMBEDDING
         self.config.check_sampling(params)
         self.config.check_structured_outputs(params.structured_outputs)
         self.config.check_context(context.priority, context.cache_salt)
@@ -135,8 +149,9 @@ class EngineCore:
         if max_tokens is None:
             max_tokens = self._longest_output(len(token_ids), context.tenant)
             params = params.with_max_tokens(max_tokens)
+        pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
         self.scheduler.capacity.check(
-            len(token_ids), max_tokens, params.num_sequences, params.width_param, context.tenant
+            len(token_ids), 0 if pooled else max_tokens, params.num_sequences, params.width_param, context.tenant
         )
         request = Request(
             request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
@@ -153,6 +168,7 @@ class EngineCore:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             traceparent=context.traceparent,
             bad_word_ids=bad_word_ids,
+            pooled=pooled,
         )
         # Here, because the thread that steps shall not do it.
         if params.structured_outputs is not None:

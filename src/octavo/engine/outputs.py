@@ -56,6 +56,7 @@ class RequestOutput:
         cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
         error: where a request failed, the code of why: `UNUSABLE_LOGITS` or `STEP_FAILED`.
         pins: what became of the prefixes that were to be pinned; once finished.
+        embedding: of the prompt, where it was asked for; once finished.
     """
 
     request_id: RequestId
@@ -68,6 +69,28 @@ class RequestOutput:
     cache_report: CacheReport | None = None
     pins: list[PinReceipt] = field(default_factory=list)
     error: str | None = None
+    embedding: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One prompt's embedding: `hidden_size` numbers, of length 1 together."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for a prompt.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that came from the prefix cache: none where all tokens' states are pooled.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,8 @@ class OutputProcessor:
                 output.prompt_logprobs = [None, *request.prompt_logprobs]
         if finished:
             output.pins = request.pin_receipts
+            if request.pooled is not None:
+                output.embedding = request.pooled.embedding()
             if request.cache_report is not None:
                 output.cache_report = request.cache_report.as_told_to(request.tenant)
         return output

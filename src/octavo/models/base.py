@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,8 +12,18 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.storage.arena import LayerKV
 
-LaterLogits = Callable[[int, int], torch.Tensor]
-"""(first, last) -> float32 [last - first, vocab_size], of those rows; until the model computes its next step."""
+
+@dataclass(frozen=True, slots=True)
+class LaterRows:
+    """What can be had of a step's rows `first .. last` until the model computes its next step.
+
+    Attributes:
+        logits: (first, last) -> float32 [last - first, vocab_size].
+        hidden: (first, last) -> float32 [last - first, hidden_size]: what the head makes logits of.
+    """
+
+    logits: Callable[[int, int], torch.Tensor]
+    hidden: Callable[[int, int], torch.Tensor]
 
 
 class CausalLM(ABC):
@@ -56,6 +67,7 @@ class CausalLM(ABC):
             float32 [rows, vocab_size], which the next call may write over
         """
 
+    @abstractmethod
     def forward_in_part(
         self,
         token_ids: torch.Tensor,
@@ -64,11 +76,10 @@ class CausalLM(ABC):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-    ) -> tuple[torch.Tensor, LaterLogits]:
-        """The same, with the logits of the first `num_now` rows, and a way to have any others' a few at a time.
+        num_logits: int,
+    ) -> tuple[torch.Tensor, LaterRows]:
+        """The same, with the logits of the first `num_now` rows, and a way to have more of any row.
 
-        Rows x vocabulary of a long prompt that is scored would be gigabytes. A model that can keep its rows before the
-        head does; here all are computed at once.
+        Rows x vocabulary of a long prompt that is scored would be gigabytes, so that the others' logits are asked for
+        a few at a time. Of rows from `num_logits` on, only hidden states will be asked for.
         """
-        logits = self.forward(token_ids, batch, kv, attention, logits_indices)
-        return logits[:num_now], lambda first, last: logits[first:last]

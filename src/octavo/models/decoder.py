@@ -20,7 +20,7 @@ from octavo.checkpoint.model_config import ModelConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.models.base import CausalLM, LaterLogits
+from octavo.models.base import CausalLM, LaterRows
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops
 from octavo.models.rotary import RotaryTable, Rotation
@@ -121,10 +121,15 @@ class LlamaDecoder(CausalLM):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-    ) -> tuple[torch.Tensor, LaterLogits]:
+        num_logits: int,
+    ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         hidden = self._hidden(token_ids, batch, kv, attention, logits_indices)
-        return self._apply_head(hidden[:num_now]), lambda first, last: self._apply_head(hidden[first:last])
+        later = LaterRows(
+            logits=lambda first, last: self._apply_head(hidden[first:last]),
+            hidden=lambda first, last: hidden[first:last].float(),
+        )
+        return self._apply_head(hidden[:num_now]), later
 
     def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden).float()

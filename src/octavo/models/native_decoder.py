@@ -19,7 +19,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kernels import PackedWeight, WeightFormat
-from octavo.models.base import CausalLM, LaterLogits
+from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import LlamaDecoder, WeightReader, Weights
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import LayerOps
@@ -109,16 +109,23 @@ class NativeDecoder(LlamaDecoder):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
         num_now: int,
-    ) -> tuple[torch.Tensor, LaterLogits]:
+        num_logits: int,
+    ) -> tuple[torch.Tensor, LaterRows]:
         """See `CausalLM.forward_in_part`."""
         if not isinstance(attention, NativeAttention) or not self._bind(kv):
-            return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now)
-        return self._compute(token_ids, batch, logits_indices, num_now), self._later_logits
+            return super().forward_in_part(token_ids, batch, kv, attention, logits_indices, num_now, num_logits)
+        later = LaterRows(self._later_logits, self._later_hidden)
+        return self._compute(token_ids, batch, logits_indices, num_now), later
 
     def _later_logits(self, first: int, last: int) -> torch.Tensor:
         logits = torch.empty(last - first, self.vocab_size)
         self._native.logits(first, logits)
         return logits
+
+    def _later_hidden(self, first: int, last: int) -> torch.Tensor:
+        hidden = torch.empty(last - first, self.config.hidden_size)
+        self._native.hidden(first, hidden)
+        return hidden
 
     def _compute(
         self, token_ids: torch.Tensor, batch: AttentionBatch, logits_indices: torch.Tensor, num_now: int

@@ -24,7 +24,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import attend_dense
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, LaterRows
 from octavo.storage.arena import LayerKV
 
 _ATTENTION = "octavo_paged"
@@ -119,6 +119,32 @@ class TransformersModel(CausalLM):
         return _run(
             self._model, _Step(self._layer_of, batch, kv, attention), token_ids, batch.positions, logits_indices
         ).float()
+
+    def forward_in_part(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        logits_indices: torch.Tensor,
+        num_now: int,
+        num_logits: int,
+    ) -> tuple[torch.Tensor, LaterRows]:
+        """See `CausalLM.forward_in_part`. transformers computes all logits at once; hidden states are its decoder's."""
+        kept: list[torch.Tensor] = []
+        # What precedes the head differs from class to class; what the decoder below it returns does not.
+        hook = self._model.get_decoder().register_forward_hook(
+            lambda module, inputs, output: kept.append(output.last_hidden_state[0])
+        )
+        try:
+            logits = self.forward(token_ids, batch, kv, attention, logits_indices[:num_logits])
+        finally:
+            hook.remove()
+        later = LaterRows(
+            logits=lambda first, last: logits[first:last],
+            hidden=lambda first, last: kept[0][logits_indices[first:last]].float(),
+        )
+        return logits[:num_now], later
 
 
 class _Attention(Protocol):

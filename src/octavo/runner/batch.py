@@ -10,7 +10,7 @@ import torch
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.runner.sequences import Rows, SequenceTable
 from octavo.sampling.batch import SamplingBatch
-from octavo.scheduler.plan import PromptScores, StepPlan
+from octavo.scheduler.plan import PromptPool, PromptScores, StepPlan
 
 
 @dataclass(slots=True)
@@ -19,10 +19,13 @@ class StepBatch:
 
     Attributes:
         token_ids: int64 [num_tokens]
-        logits_indices: int64 [rows]; tokens whose logits are needed: first the sampled ones, then the scored ones.
+        logits_indices: int64 [rows]; tokens whose logits or hidden states are needed: first the sampled ones, then the
+            scored ones, then the pooled ones.
         sampling: the draws; `sample_rows[i]` is the logits row of draw i.
         num_sample_rows: how many of the rows are drawn from.
+        num_logits: how many of the rows need logits: all but the pooled ones.
         scores: (first row, what to score) for prompt logprobs.
+        pools: (first row, what to pool) for embeddings.
     """
 
     token_ids: torch.Tensor
@@ -31,7 +34,9 @@ class StepBatch:
     sampling: SamplingBatch
     sample_rows: list[int]
     num_sample_rows: int
+    num_logits: int
     scores: list[tuple[int, PromptScores]]
+    pools: list[tuple[int, PromptPool]]
 
 
 class _Streams:
@@ -93,7 +98,9 @@ class _Streams:
             sampling=sampling,
             sample_rows=list(range(count)),
             num_sample_rows=count,
+            num_logits=count,
             scores=[],
+            pools=[],
         )
 
     def write(self, plan: StepPlan, block_size: int) -> None:
@@ -223,14 +230,23 @@ class BatchBuilder:
             begin = int(query_start[score.row]) + score.first - plan.starts[score.row]
             pieces.append(np.arange(begin, begin + len(score.targets)))
             num_rows += len(score.targets)
+        num_logits = num_rows
+        pools: list[tuple[int, PromptPool]] = []
+        for pool in plan.pools:
+            pools.append((num_rows, pool))
+            begin = int(query_start[pool.row]) + pool.first - plan.starts[pool.row]
+            pieces.append(np.arange(begin, begin + pool.num_tokens))
+            num_rows += pool.num_tokens
         return StepBatch(
             token_ids=self._tensor(np.array(plan.token_ids, dtype=np.int64)),
             attention=attention,
-            logits_indices=self._tensor(np.concatenate(pieces) if scores else indices),
+            logits_indices=self._tensor(np.concatenate(pieces) if scores or pools else indices),
             sampling=self.sequences.sampling.batch(rows[drawn_from], ends[drawn_from], seeds),
             sample_rows=sample_rows.tolist(),
             num_sample_rows=len(sampled),
+            num_logits=num_logits,
             scores=scores,
+            pools=pools,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

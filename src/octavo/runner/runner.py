@@ -9,7 +9,7 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.models.base import CausalLM, LaterLogits
+from octavo.models.base import CausalLM, LaterRows
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder
@@ -20,6 +20,9 @@ from octavo.sampling.top_k import argmax
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
+
+# Hidden states that are summed at a time.
+_POOLED_AT_ONCE = 256
 
 
 class ModelRunner(Executor):
@@ -85,19 +88,36 @@ class ModelRunner(Executor):
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._batches.build(plan)
         step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
-        if not batch.scores:
+        if not batch.scores and not batch.pools:
             logits = self.model.forward(*step)
             return self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
-        logits, later = self.model.forward_in_part(*step, batch.num_sample_rows)
+        logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
         result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
-        return replace(result, prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores))
+        return replace(
+            result,
+            prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores),
+            pooled=tuple(_sum_hidden(first, pool.num_tokens, later) for first, pool in batch.pools),
+        )
 
-    def _score(self, first: int, score: PromptScores, later: LaterLogits) -> tuple[TokenLogprobs, ...]:
+    def _score(self, first: int, score: PromptScores, later: LaterRows) -> tuple[TokenLogprobs, ...]:
         """Prompt logprobs from the rows `first ..`, a few rows' logits at a time."""
         at_once = scored_rows(self.model.vocab_size)
         scored: list[TokenLogprobs] = []
         for begin in range(0, len(score.targets), at_once):
             targets = score.targets[begin : begin + at_once]
-            rows = later(first + begin, first + begin + len(targets))
+            rows = later.logits(first + begin, first + begin + len(targets))
             scored += self._sampler.score(rows, targets, score.num_top)
         return tuple(scored)
+
+
+def _sum_hidden(first: int, count: int, later: LaterRows) -> bytes:
+    """The sum of the hidden states of rows `first .. first + count`: float64 in the machine's byte order.
+
+    In float64 it does not show in what order they came, so that chunks and batches make no difference.
+    """
+    total = sum(
+        later.hidden(begin, min(begin + _POOLED_AT_ONCE, first + count)).double().sum(0)
+        for begin in range(first, first + count, _POOLED_AT_ONCE)
+    )
+    assert isinstance(total, torch.Tensor), "a pool has at least one row"
+    return total.cpu().numpy().tobytes()

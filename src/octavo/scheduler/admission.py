@@ -20,7 +20,7 @@ from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
+from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens, num_missing
 from octavo.scheduler.yielding import Yielding
 
 # A look-up of so many blocks may be repeated with every step: about 0.1 ms.
@@ -92,7 +92,7 @@ class Admission:
             return 0
         if self._yielding.settle(seq):
             return kv.swap_in_shortage(seq, 1, self._reserve(seq, seq.num_computed + 1))
-        hit = kv.no_hit if is_scored(seq) else kv.match(seq)
+        hit = kv.no_hit if needs_all_tokens(seq) else kv.match(seq)
         shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
         if shortage > 0:
             self._refuse(seq, shortage, hit.num_tokens // kv.spec.block_size)
@@ -157,8 +157,7 @@ class Admission:
         if self._yielding.settle(seq):
             return self._swap_in(seq, budget, share)
         scored = is_scored(seq)
-        # Log-probabilities need every token's logits.
-        hit = kv.no_hit if scored else kv.match(seq)
+        hit = kv.no_hit if needs_all_tokens(seq) else kv.match(seq)
         start = hit.num_tokens
         num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored), share)
         if not num_new:
@@ -211,7 +210,7 @@ class Admission:
         whole = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if not tenants.num_over_cap(seq, whole + bound):
             return False
-        if seq.seq_id in self._yielding.swapped or is_scored(seq):
+        if seq.seq_id in self._yielding.swapped or needs_all_tokens(seq):
             return True
         hit = kv.match(seq)
         return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0

@@ -31,6 +31,7 @@ class Capacity:
         """Refuse what can never be served, with the numbers.
 
         Args:
+            max_tokens: 0: the prompt is computed to its end, and nothing after it.
             n: sequences that are computed of one prompt.
             n_param: the parameter that says so.
             tenant: whose floor and cap count.
@@ -51,7 +52,7 @@ class Capacity:
             raise CapacityError(
                 f"{n_param} is {n}, but at most {self._max_num_seqs} sequences run at once", param=n_param
             )
-        if (blocks := self._blocks(total)) > (most := self._most_blocks(tenant)):
+        if (blocks := self._blocks(num_prompt_tokens + max(1, max_tokens))) > (most := self._most_blocks(tenant)):
             if most == self._num_blocks:
                 limit_is = f"the cache has {most} in all"
             elif most == self._cap(tenant):

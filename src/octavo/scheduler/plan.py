@@ -107,6 +107,14 @@ class PromptScores(NamedTuple):
     num_top: int
 
 
+class PromptPool(NamedTuple):
+    """Positions `first .. first + num_tokens` of a row's sequence, whose hidden states are summed for an embedding."""
+
+    row: int
+    first: int
+    num_tokens: int
+
+
 class PlannedRow(NamedTuple):
     """One row of a plan, as `StepPlan.rows` gives it."""
 
@@ -139,6 +147,7 @@ class StepPlan:
             one for each of a request's parallel samples when its prompt ends.
         sibling_seeds: by row, the seeds of its draws after the first.
         scores: of rows whose prompt's log-probabilities are wanted.
+        pools: of rows whose prompt's embedding is wanted.
         reset: forget every sequence before reading on.
         num_streams: at least so many of the first rows compute one token and draw one.
     """
@@ -151,6 +160,7 @@ class StepPlan:
     token_ids: tuple[int, ...] = ()
     sibling_seeds: dict[int, tuple[int, ...]] = field(default_factory=dict)
     scores: tuple[PromptScores, ...] = ()
+    pools: tuple[PromptPool, ...] = ()
     reset: bool = False
     changes: tuple[SequenceForked | SequenceDropped, ...] = ()
     new: tuple[NewSequence, ...] = ()
@@ -222,6 +232,7 @@ class StepResult:
         candidates: by the number of the draw, where the request searches with beams.
         prompt_logprobs: one list for each of `StepPlan.scores`.
         forced: by the number of the draw, the tokens that a grammar lets follow it one way only.
+        pooled: for each of `StepPlan.pools` the sum of its hidden states, float64 in the machine's byte order.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -229,6 +240,7 @@ class StepResult:
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    pooled: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:

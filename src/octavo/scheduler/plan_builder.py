@@ -13,6 +13,7 @@ from octavo.request import Sequence, SequenceId
 from octavo.scheduler.beam import num_candidates
 from octavo.scheduler.plan import (
     NewSequence,
+    PromptPool,
     PromptScores,
     SamplingSnapshot,
     SequenceDropped,
@@ -59,6 +60,7 @@ class PlanBuilder:
         self._token_ids: list[int] = []
         self._sibling_seeds: dict[int, tuple[int, ...]] = {}
         self._scores: list[PromptScores] = []
+        self._pools: list[PromptPool] = []
         self._new: list[NewSequence] = []
         self._tables: list[TableDelta] = []
 
@@ -124,6 +126,10 @@ class PlanBuilder:
         num_top = seq.request.params.prompt_logprobs or 0
         self._scores.append(PromptScores(len(self.sequences) - 1, first, targets, num_top))
 
+    def pool_prompt(self, first: int, last: int) -> None:
+        """The hidden states of positions `first .. last` of the sequence added last belong to its embedding."""
+        self._pools.append(PromptPool(len(self.sequences) - 1, first, last - first))
+
     def finish(self, swap_out: Iterable[BlockSwap] = (), swap_in: Iterable[BlockSwap] = ()) -> StepPlan:
         """Finish the collected step. Without rows the plan is empty, and changes are sent with the next."""
         if not self.sequences:
@@ -140,6 +146,7 @@ class PlanBuilder:
             token_ids=tuple(self._token_ids),
             sibling_seeds=self._sibling_seeds,
             scores=tuple(self._scores),
+            pools=tuple(self._pools),
             reset=self._reset,
             changes=tuple(self._changes),
             new=tuple(self._new),

@@ -225,7 +225,7 @@ class Scheduler:
         params = request.params
         self.capacity.check(
             len(request.prompt_token_ids),
-            params.max_tokens or 1,
+            request.most_output_tokens,
             params.num_sequences,
             params.width_param,
             request.tenant,
@@ -359,6 +359,9 @@ class Scheduler:
         self.kv.swap.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
+        for pool, total in zip(plan.pools, result.pooled, strict=True):
+            if (states := sequences[pool.row].request.pooled) is not None:
+                states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
         places, forced = self._running.places, result.forced
         # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
@@ -480,6 +483,10 @@ class Scheduler:
             last = min(end, seq.num_prompt_tokens - 1)
             if first < last:
                 self._builder.score_prompt(first, last)
+        if (pooled := seq.request.pooled) is not None:
+            first, last = max(start, pooled.next_position), min(end, seq.num_prompt_tokens)
+            if first < last:
+                self._builder.pool_prompt(first, last)
 
     def _decoding(self, seq: Sequence) -> Decoding:
         return self._searches.get(seq.request.request_id, self._sampling)

@@ -137,5 +137,11 @@ def is_scored(seq: Sequence) -> bool:
     return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < seq.num_prompt_tokens - 1
 
 
+def needs_all_tokens(seq: Sequence) -> bool:
+    """Whether something is wanted of prompt tokens that a prefix cache does not keep, so that all are computed."""
+    pooled = seq.request.pooled
+    return is_scored(seq) or (pooled is not None and pooled.next_position < seq.num_prompt_tokens - 1)
+
+
 def _size_key(seq: Sequence) -> Key:
     return (seq.request.priority, num_missing(seq), *seq.order)

@@ -9,6 +9,7 @@ from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
 from octavo.limits import RequestLimits
 from octavo.observe.stats import EngineStats
+from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
@@ -65,6 +66,16 @@ class EngineClient(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of an embedding."""
+        ...
+
+    @property
+    def pooling(self) -> Pooling:
+        """What makes an embedding of a prompt's hidden states."""
+        ...
 
     @property
     def tokenizer(self) -> TokenizerLike: ...

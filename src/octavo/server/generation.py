@@ -183,9 +183,13 @@ class Usage:
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         """Count the tokens of a delta output."""
-        self._cached_tokens[prompt_index] = output.num_cached_tokens
+        self.add_prompt(prompt_index, output)
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)
+
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count what of a prompt was cached."""
+        self._cached_tokens[prompt_index] = output.num_cached_tokens
 
     @property
     def cached_tokens(self) -> int:

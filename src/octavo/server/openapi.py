@@ -7,14 +7,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
+import octavo
+from octavo.server.generation import json_bytes
 from octavo.server.messages_body import CountTokensBody, MessagesBody
-from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from octavo.server.responses_body import ResponsesBody
+from octavo.server.route import Endpoint, json_response
 
 _BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts"),
     "/v1/chat/completions": (ChatBody, "Answer a chat"),
+    "/v1/embeddings": (EmbeddingBody, "An embedding of each input"),
     "/v1/responses": (ResponsesBody, "Answer a chat, by OpenAI's responses API"),
     "/v1/messages": (MessagesBody, "Answer a chat, by Anthropic's API"),
     "/v1/messages/count_tokens": (CountTokensBody, "How many tokens the prompt of a message has"),
@@ -41,6 +47,18 @@ _ACTIONS = {
     ("/debug/pins/{pin_id}", "delete"): "Let a pin go before its time (admin key)",
     ("/reset_prefix_cache", "post"): "Give up every cached block (admin key)",
 }
+
+
+def description_endpoints() -> list[Endpoint]:
+    return [Endpoint("GET", "/openapi.json", _openapi), Endpoint("GET", "/docs", _docs)]
+
+
+async def _openapi(request: Request) -> Response:
+    return json_response(json_bytes(describe(octavo.__version__)))
+
+
+async def _docs(request: Request) -> Response:
+    return Response(DOCS_PAGE, media_type="text/html")
 
 
 def describe(version: str) -> dict[str, Any]:

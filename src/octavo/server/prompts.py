@@ -21,7 +21,7 @@ _TEMPLATE_VARIABLES = (
 # Members of messages that are no part of the prompt, or come in another form.
 _LEFT_OUT = ("cache_control", "tool_calls")
 _UNPACKED_AT_ONCE = 16384
-_PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+_PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ def _unpack(packed: bytes, text: str | None, pins: tuple[PinRequest, ...]) -> En
     return EncodedPrompt(token_ids, text, pins)
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
-    """The separate prompts of a completion body; raises `RequestError` for another form, or an empty one."""
+def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
+    """The separate prompts in a body's field `param`; raises `RequestError` for another form, or an empty one."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     elif not isinstance(prompt, list):
-        raise RequestError(f"prompt must be {_PROMPT_FORMS}", param="prompt")
+        raise RequestError(f"{param} {_PROMPT_FORMS}", param=param)
     elif _all_of_type(prompt, int) and prompt:
         prompts = [prompt]
     elif _all_of_type(prompt, str) or _are_token_id_lists(prompt):
         prompts = prompt
     else:
-        raise RequestError(f"prompt must be {_PROMPT_FORMS}", param="prompt")
+        raise RequestError(f"{param} {_PROMPT_FORMS}", param=param)
     if not prompts or not all(prompts):
-        raise RequestError("prompt must not be empty", param="prompt")
+        raise RequestError(f"{param} must not be empty", param=param)
     return prompts
 
 

@@ -283,6 +283,33 @@ class ChatBody(GenerationBody):
         return SamplingParams(**given, max_tokens=limit, logprobs=logprobs)
 
 
+class EmbeddingBody(RequestBody):
+    """`POST /v1/embeddings`. `input`: a string, token ids, or a list of either."""
+
+    names: ClassVar[tuple[str, ...]] = ("model", "user")
+    bulky: ClassVar[tuple[str, ...]] = ("input", "cache_salt")
+
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def check(self, hidden_size: int, limits: RequestLimits) -> None:
+        """Raises `RequestError` naming the field."""
+        limits.check_context(self.priority or 0, self.cache_salt or "")
+        if self.dimensions is not None and self.dimensions != hidden_size:
+            raise RequestError(
+                f"dimensions must be {hidden_size}, got {shown(self.dimensions)}: cut down, this model's embeddings "
+                "would mean little (it was not trained for that)",
+                param="dimensions",
+            )
+
+
 class TokenizeBody(RequestBody):
     """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them."""
 

@@ -5,7 +5,8 @@ Where it runs, `body_reading` decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +33,14 @@ from octavo.server.prompts import (
     end_in_message,
     split_prompts,
 )
-from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, RequestBody, TokenizeBody
+from octavo.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RequestBody,
+    TokenizeBody,
+)
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.tool_use import checked_tools
 from octavo.structured_outputs import StructuredOutputsParams
@@ -78,6 +86,16 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """An embedding body that was read; its bulky fields are empty now."""
+
+    body: EmbeddingBody
+    model: str
+    prompts: list[EncodedPrompt]
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReadAnswer:
     """A body that could be answered while it was read: the answer's JSON."""
 
@@ -100,6 +118,7 @@ class BodyReader:
 
     Args:
         tokenizer: None where the model has none: prompts must be token ids then.
+        hidden_size: numbers of an embedding.
         names: what the model is called here; the first is used where a body names none.
         strict: refuse fields that nobody here knows, instead of ignoring them.
         default_sampling: what the sampling fields mean that a body does not give.
@@ -111,6 +130,7 @@ class BodyReader:
         *,
         tokenizer: TokenizerLike | None,
         vocab_size: int,
+        hidden_size: int,
         max_model_len: int,
         limits: RequestLimits,
         names: Sequence[str],
@@ -121,6 +141,7 @@ class BodyReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self._max_model_len = max_model_len
         self._limits = limits
         self._names = tuple(names)
@@ -140,7 +161,7 @@ class BodyReader:
     def completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(CompletionBody, raw)
         params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
-        kept = self._kept_tokens(body, params.max_tokens)
+        kept = self._kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
         prompts = [
@@ -148,6 +169,16 @@ class BodyReader:
             for prompt in given
         ]
         return CompletionRequest(_without_bulk(body), model, params, prompts, body.cache_salt or "")
+
+    def embedding(self, raw: bytes) -> EmbeddingRequest:
+        body, model = self._parse(EmbeddingBody, raw)
+        body.check(self._hidden_size, self._limits)
+        kept = self._kept_tokens(body.truncate_prompt_tokens, 0)
+        given = split_prompts(body.input, "input")
+        with _about("input"):
+            self._limits.check_prompts(len(given), 1, "n")
+            prompts = [self._encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given]
+        return EmbeddingRequest(_without_bulk(body), model, prompts, body.cache_salt or "")
 
     def chat(self, raw: bytes) -> ChatRequest:
         body, model = self._parse(ChatBody, raw)
@@ -197,7 +228,7 @@ class BodyReader:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-        kept = self._kept_tokens(body, params.max_tokens)
+        kept = self._kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         chat = self._dialects.chat(messages, tools)
         prompt, text = self._render(body, chat, variables, cache_marks(body.messages), kept)
         dialect = self._dialects.of_answer(calls, tools, text)
@@ -267,9 +298,9 @@ class BodyReader:
         body.check_names(self._limits)
         return body, self.served_name(body.model)
 
-    def _kept_tokens(self, body: GenerationBody, max_tokens: int | None) -> int | None:
+    def _kept_tokens(self, kept: int | None, max_tokens: int) -> int | None:
         """How many tokens at a prompt's end are kept, by `truncate_prompt_tokens`; None: all of them."""
-        longest, kept = self._max_model_len, body.truncate_prompt_tokens
+        longest = self._max_model_len
         if kept is None:
             return None
         if kept != -1 and not 1 <= kept <= longest:
@@ -278,7 +309,7 @@ class BodyReader:
                 f"got {shown(kept)}",
                 param="truncate_prompt_tokens",
             )
-        return max(1, longest - (max_tokens or 1)) if kept == -1 else kept
+        return max(1, longest - max_tokens) if kept == -1 else kept
 
     def _encode(
         self,
@@ -362,6 +393,16 @@ class BodyReader:
 
         pins = [PinRequest(measure(mark.index), mark.ttl_seconds) for mark in marks]
         return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens)), text
+
+
+@contextmanager
+def _about(param: str) -> Iterator[None]:
+    """Let errors about a prompt name the field that it came in."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = param
+        raise
 
 
 def _without_bulk(body: Body) -> Body:

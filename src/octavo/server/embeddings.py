@@ -1,0 +1,93 @@
+"""`POST /v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from octavo.engine.outputs import RequestOutput
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import StepFailedError
+from octavo.server.generation import AT_ONCE, Job, Usage, json_bytes, new_id, offload
+from octavo.server.keys import Client
+from octavo.server.reading import EmbeddingRequest
+from octavo.server.turnstile import Turnstile
+
+# What the engine does with an embedding's prompt, it knows itself.
+_NO_PARAMS = SamplingParams(max_tokens=1)
+
+
+class Embeddings:
+    """Handles embedding requests with one engine."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._turnstile = Turnstile(AT_ONCE)
+
+    def answer(self, read: EmbeddingRequest, client: Client, traceparent: str | None = None) -> EmbeddingAnswer:
+        """What will answer a body that was read."""
+        client.check_prompts(len(read.prompts))
+        context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
+        context = replace(context, traceparent=traceparent, pooling=self._engine.pooling)
+        job = Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=self._turnstile)
+        return EmbeddingAnswer(self._engine, job, as_base64=read.body.encoding_format == "base64")
+
+
+class EmbeddingAnswer:
+    """One embedding request; the embeddings come in the order of the inputs.
+
+    Attributes:
+        usage: its tokens, as far as they are computed. None are generated.
+    """
+
+    def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool) -> None:
+        self._engine = engine
+        self._job = job
+        self._as_base64 = as_base64
+        self.usage = Usage(job.prompts)
+
+    async def whole(self) -> list[bytes]:
+        """The response body, in pieces."""
+        try:
+            outputs = await self._job.results(self._engine)
+        except RequestError as error:
+            error.param = "input"
+            raise
+        return await offload(sum(len(output.embedding or ()) for output in outputs), lambda: self._assemble(outputs))
+
+    def _assemble(self, outputs: Sequence[RequestOutput]) -> list[bytes]:
+        head = {"id": self._job.response_id, "object": "list", "created": self._job.created, "model": self._job.model}
+        pieces = [json_bytes(head)[:-1] + b',"data":[']
+        for index, output in enumerate(outputs):
+            if output.embedding is None:
+                raise StepFailedError(output.request_id)
+            self.usage.add_prompt(index, output)
+            # One by one: each is encoded in one go, which holds the interpreter's lock.
+            pieces.append(b"," * bool(index) + self._entry(index, output.embedding))
+        pieces.append(b'],"usage":' + json_bytes(self._usage()) + b"}")
+        return pieces
+
+    def _entry(self, index: int, embedding: list[float]) -> bytes:
+        return json_bytes({"object": "embedding", "index": index, "embedding": self._encoded(embedding)})
+
+    def _encoded(self, embedding: list[float]) -> Any:
+        return base64.b64encode(_little_endian(embedding)).decode() if self._as_base64 else embedding
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.usage.report()
+        del usage["completion_tokens"]
+        return usage
+
+
+def _little_endian(numbers: list[float]) -> bytes:
+    """float32, as OpenAI's clients read them."""
+    packed = array("f", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,131 @@
+"""The endpoints for whoever runs the server: health, load, metrics, and what only an admin may see or reset."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import shortened
+from octavo.server.auth import AdminAccess
+from octavo.server.config import ServerConfig
+from octavo.server.connection import InFlight
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.generation import json_bytes
+from octavo.server.quota import Quotas
+from octavo.server.route import Endpoint, json_response
+
+# Of a damaged cache's audit, which may name every block.
+_MAX_HEALTH_DETAIL = 1000
+
+
+class Operations:
+    """Their handlers."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        in_flight: InFlight,
+        admin: AdminAccess,
+        quotas: Quotas,
+        model_name: str,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._in_flight = in_flight
+        self._admin = admin
+        self._quotas = quotas
+        self._model_name = model_name
+        self._metrics: dict[bool, Any] = {}
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("GET", "/health", self.health),
+            Endpoint("GET", "/ready", self.ready),
+            Endpoint("GET", "/ping", self.health),
+            Endpoint("GET", "/load", self.load),
+            Endpoint("GET", "/version", self.show_version),
+            Endpoint("GET", "/metrics", self.metrics),
+            Endpoint("GET", "/debug/kv", self.debug_kv),
+            Endpoint("GET", "/debug/pins", self.list_pins),
+            Endpoint("DELETE", "/debug/pins/{pin_id}", self.unpin),
+            Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        if not self._engine.is_alive:
+            raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
+        if (problem := self._engine.stats.audit_problem) is not None:
+            # It serves on, so that this is no 503: whoever watches decides when to restart it.
+            return json_response(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
+        if (seconds := self._engine.stats.hung_step_seconds) is not None:
+            detail = f"A step of the engine has been running for {seconds:.0f} s; the log says where."
+            return json_response(json_bytes({"status": "degraded", "detail": detail}))
+        return json_response(b'{"status":"ok"}')
+
+    async def ready(self, request: Request) -> Response:
+        if not self._engine.is_alive:
+            raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
+        if self._in_flight.draining:
+            raise ApiError(503, "The server is shutting down.", type="server_error", code="shutting_down")
+        if self._engine.stats.hung_step_seconds is not None:
+            raise ApiError(503, "A step of the engine hangs.", type="server_error", code="step_hangs")
+        return json_response(b'{"status":"ready"}')
+
+    async def load(self, request: Request) -> Response:
+        stats = self._engine.stats
+        load = {"server_load": len(self._in_flight), "running": stats.num_running, "waiting": stats.num_waiting}
+        return json_response(json_bytes({**load, "kv_cache_usage": stats.kv_usage}))
+
+    async def show_version(self, request: Request) -> Response:
+        return json_response(json_bytes({"version": octavo.__version__}))
+
+    async def metrics(self, request: Request) -> Response:
+        if self._config.metrics_access == "admin":
+            self._admin.check(request)
+        page = self._metrics_page(with_tenants=self._admin.admits(request))
+        content, content_type = page.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
+
+    def _metrics_page(self, *, with_tenants: bool) -> Any:
+        """The metrics of the whole server; those of its tenants too, which are nobody's business but an admin's."""
+        if with_tenants not in self._metrics:
+            # Imported at the first scrape: prometheus_client costs start-up a tenth of a second.
+            from octavo.observe.metrics import MetricsPage
+            from octavo.server.tenant_metrics import TenantCollector
+
+            stats, name = self._engine.stats, self._model_name
+            others = [TenantCollector(self._quotas, stats.waiting, name)] if with_tenants else []
+            self._metrics[with_tenants] = MetricsPage(stats, name, others)
+        return self._metrics[with_tenants]
+
+    async def debug_kv(self, request: Request) -> Response:
+        self._admin.check(request)
+        return json_response(json_bytes(await self._engine.kv_report()))
+
+    async def list_pins(self, request: Request) -> Response:
+        self._admin.check(request)
+        pins = [{"id": pin.pin_id, **_without_id(asdict(pin))} for pin in await self._engine.pins()]
+        return json_response(json_bytes({"object": "list", "data": pins}))
+
+    async def unpin(self, request: Request) -> Response:
+        self._admin.check(request)
+        pin_id = request.path_params["pin_id"]
+        if not await self._engine.unpin(pin_id):
+            raise ApiError(
+                404, f"There is no pin `{shortened(pin_id)}`; it may have expired.", param="pin_id", code="no_such_pin"
+            )
+        return json_response(json_bytes({"id": pin_id, "object": "pin", "deleted": True}))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        self._admin.check(request)
+        return json_response(json_bytes({"evicted_blocks": await self._engine.reset_prefix_cache()}))
+
+
+def _without_id(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "pin_id"}
