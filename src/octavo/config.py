@@ -71,8 +71,10 @@ class EngineConfig(RequestLimits):
     prefix_cache: Literal["hashed", "radix"] = option(
         "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
     )
-    eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost"] = option(
-        "lru", "which cached block is evicted first; priority: a request's priority protects its blocks"
+    eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost", "adaptive"] = option(
+        "lru",
+        "which cached block is evicted first; priority: a request's priority protects its blocks; adaptive: the one "
+        "least often seen to come back, of those used once and those used again",
     )
     pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
     pin_tenant_share: float | None = option(

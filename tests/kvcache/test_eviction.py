@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.eviction import (
     EVICTION_POLICIES,
+    AdaptiveEviction,
     CostEviction,
     EvictionPolicy,
     FifoEviction,
@@ -23,6 +26,7 @@ from octavo.kvcache.eviction import (
     RecomputeCost,
     make_eviction_policy,
 )
+from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.eviction.ranked import RankedEviction
 
 NAMES = sorted(EVICTION_POLICIES)
@@ -147,7 +151,7 @@ def test_many_blocks_come_and_go_as_they_would_one_by_one(policy: EvictionPolicy
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="lru, fifo, lfu, priority, cost, got 'mru'"):
+    with pytest.raises(ConfigError, match="lru, fifo, lfu, priority, cost, adaptive, got 'mru'"):
         make_eviction_policy("mru")
 
 
@@ -234,6 +238,60 @@ def test_recompute_cost_doubles_where_attention_is_as_dear_as_the_matrix_product
     assert cost.of(6 * 4096 // 2) == pytest.approx(2.0, abs=1e-3)
 
 
+def replay(policy: EvictionPolicy, references: Iterable[int], pool: int) -> float:
+    """Share of references that a pool of single blocks finds."""
+    places: dict[int, int] = {}
+    keys: dict[int, int] = {}
+    hits = total = 0
+    for reference in references:
+        total += 1
+        block = places.get(reference)
+        if block is not None:
+            hits += 1
+            policy.remove(BlockId(block))
+            policy.hit([BlockId(block)], 0)
+        else:
+            block = len(places) + 1 if len(places) < pool else policy.evict()
+            places.pop(keys.get(block, -1), None)
+            policy.publish(BlockId(block), 0, 0, reference.to_bytes(16, "little"))
+            places[reference], keys[block] = block, reference
+        policy.add(BlockId(block))
+    return hits / total
+
+
+def test_adaptive_keeps_what_comes_back_from_a_flood_of_what_does_not() -> None:
+    rng, strangers = random.Random(0), itertools.count(1000)
+    references = [rng.randrange(150) if rng.random() < 0.3 else next(strangers) for _ in range(8000)]
+    assert replay(LruEviction(), references, 100) < 0.10
+    assert replay(AdaptiveEviction(), references, 100) > 0.15
+
+
+def test_adaptive_gives_up_old_conversations_as_lru_does() -> None:
+    """Everything comes back twice, soon, and then never: what was used once is worth more than what was used often."""
+    references = [x for i in range(3000) for x in (i, i - 40, i - 80) if x >= 0]
+    lru = replay(LruEviction(), references, 100)
+    assert replay(AdaptiveEviction(), references, 100) >= lru - 0.005
+
+
+def test_adaptive_follows_when_what_comes_back_changes() -> None:
+    rng, strangers = random.Random(0), itertools.count(10_000)
+    references = [rng.randrange(80) + i // 6000 * 1000 if rng.random() < 0.4 else next(strangers) for i in range(18000)]
+    assert replay(AdaptiveEviction(), references, 100) > 1.3 * replay(LruEviction(), references, 100)
+
+
+def test_a_ghost_takes_at_most_32_bytes_and_is_found_once() -> None:
+    ghosts = GhostList(4)
+    assert GhostList.BYTES_EACH <= 32
+    assert sum(len(a) * getattr(a, "itemsize", 1) for a in (ghosts._used, ghosts._index._slots)) == 4 * 16
+    for i in range(4):
+        assert ghosts.add(bytes([i]) * 16, Ghost(10 + i, i % 2)) is None
+    assert ghosts.add(b"x" * 16, Ghost(20, 1)) == Ghost(10, 0)
+    assert ghosts.take(bytes([1]) * 16) == Ghost(11, 1)
+    assert ghosts.take(bytes([1]) * 16) is None
+    assert ghosts.add(b"y" * 16, Ghost(21, 0)) is None
+    assert len(ghosts) == 4
+
+
 class PolicyMachine(RuleBasedStateMachine):
     """A policy beside a plain set: it holds exactly what it was given, whatever the order."""
 
@@ -308,6 +366,7 @@ def test_the_order_is_that_of_a_list_sorted_by_rank_and_age(name: str) -> None:
         "lfu": lambda b: (uses[b], last[b]),
         "priority": lambda b: (-priority[b], last[b]),
         "cost": lambda b: (uses[b], last[b]),  # before the first eviction, at one position
+        "adaptive": lambda b: last[b],  # before it has seen anything come back
     }[name]
     for now in range(400):
         block = rng.randrange(1, 40)

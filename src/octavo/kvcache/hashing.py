@@ -58,6 +58,13 @@ def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
     return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
 
 
+def group_key(group: int, key: bytes) -> bytes:
+    """The key of a group's block: each group of layers has blocks of its own for the same tokens."""
+    if not group:
+        return key
+    return key[:14] + (int.from_bytes(key[14:], "little") ^ group).to_bytes(2, "little")
+
+
 def chain_hashes(parent: BlockHash, packed: bytes, block_size: int) -> bytes:
     """The keys, one after another, of the full blocks that follow `parent`; `packed` holds whole blocks."""
     width = block_size * TOKEN_BYTES

@@ -17,7 +17,7 @@ from octavo.errors import CacheError
 from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.eviction.base import EvictionPolicy
-from octavo.kvcache.hashing import FullBlocks, TokenChain
+from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
 from octavo.kvcache.ledger import CacheLedger, Stock
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
@@ -416,16 +416,16 @@ class KVCacheManager:
         chain = holding.chain
         chain.grow(seq.num_tokens, seq.tokens)
         published = [
-            (block, index)
+            (block, index, group)
             for index in range(holding.num_published, min(filled, len(chain)))
             for group, table in enumerate(holding.tables)
             if (block := table[index]) != NULL_BLOCK and self.prefix_cache.put(group, chain, index, block)
         ]
         # The tail first, as on release: what a step published together leaves by age from its end.
         published.reverse()
-        for block, index in published:
-            self.pool.mark_published(block, index, seq.request.priority)
-        self.ledger.published(published, chain, seq.request)
+        for block, index, group in published:
+            self.pool.mark_published(block, index, seq.request.priority, group_key(group, chain.key(index + 1)))
+        self.ledger.published([(block, index) for block, index, _ in published], chain, seq.request)
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
 

@@ -240,18 +240,19 @@ class BlockPool:
                 self.num_freed += 1
                 self._eviction.add(block_id)
 
-    def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0) -> None:
+    def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0, key: bytes = b"") -> None:
         """The prefix cache refers to this active block: once unreferenced it is cached, not free.
 
         Args:
             position: index of the block in its sequence, for the eviction policy.
             priority: of the request that computed it, for the eviction policy.
+            key: of its contents, for the eviction policy.
         """
         if self.ref_counts[block_id] < 1:
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
         self._published[block_id] = 1
         self.num_published_ever += 1
-        self._eviction.publish(block_id, position, priority)
+        self._eviction.publish(block_id, position, priority, key)
 
     def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
         """A request of that priority has acquired these published blocks by a prefix hit; null blocks are none."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
+from octavo.kvcache.eviction import eviction_bytes
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
@@ -113,7 +114,7 @@ class StartSizing:
 
     def bookkeeping_bytes(self, pool: PoolSize) -> int:
         """Host memory that the accounting of the pool's blocks takes; default swap space leaves room for it."""
-        return pool.num_blocks * self.spec.bookkeeping_bytes
+        return pool.num_blocks * (self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy))
 
     def num_host_blocks(self, pool: PoolSize) -> int:
         """The number of host-memory blocks to allocate for swapped sequences.

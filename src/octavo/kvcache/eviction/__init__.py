@@ -7,6 +7,7 @@
 | lfu      | fewest hits                                           | O(log n)      |
 | priority | of the least important requests                       | O(log n)      |
 | cost     | cheapest to recompute, times how often it was used    | O(log n)      |
+| adaptive | least often seen to come back at its age              | O(1)          |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.errors import ConfigError
+from octavo.kvcache.eviction.adaptive import AdaptiveEviction
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.eviction.cost import CostEviction, RecomputeCost
 from octavo.kvcache.eviction.leaf_first import LeafFirstEviction
@@ -22,6 +24,7 @@ from octavo.kvcache.eviction.recency import LruEviction
 
 __all__ = [
     "EVICTION_POLICIES",
+    "AdaptiveEviction",
     "CostEviction",
     "EvictionPolicy",
     "FifoEviction",
@@ -30,6 +33,7 @@ __all__ = [
     "LruEviction",
     "PriorityEviction",
     "RecomputeCost",
+    "eviction_bytes",
     "make_eviction_policy",
 ]
 
@@ -39,7 +43,13 @@ EVICTION_POLICIES: dict[str, Callable[[RecomputeCost], EvictionPolicy]] = {
     "lfu": lambda cost: LfuEviction(),
     "priority": lambda cost: PriorityEviction(),
     "cost": CostEviction,
+    "adaptive": lambda cost: AdaptiveEviction(),
 }
+
+
+def eviction_bytes(name: str) -> int:
+    """Bytes a block that a policy takes beyond those that the bookkeeping of any block is planned with."""
+    return AdaptiveEviction.BYTES_PER_BLOCK if name == "adaptive" else 0
 
 
 def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> EvictionPolicy:

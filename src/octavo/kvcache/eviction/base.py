@@ -21,12 +21,13 @@ class EvictionPolicy(Protocol):
     Every operation is O(1) or amortised O(log n) in the number of held blocks.
     """
 
-    def publish(self, block_id: BlockId, position: int, priority: int) -> None:
+    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         """An active block enters the prefix cache; earlier knowledge of this id is discarded.
 
         Args:
             position: index of the block within its sequence; it can be recomputed only after those before it.
             priority: of the request that computed it; lower is more important.
+            key: stands for its contents: the same after an eviction. Empty where nobody needs to know.
         """
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:

@@ -51,7 +51,7 @@ class CostEviction(RankedEviction):
         self._last_rank = 0.0
         self._last_position = 0
 
-    def publish(self, block_id: BlockId, position: int, priority: int) -> None:
+    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         self._uses[block_id] = 1
         self._positions[block_id] = position
 

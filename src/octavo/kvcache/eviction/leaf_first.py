@@ -40,8 +40,8 @@ class LeafFirstEviction:
         self._parents = array("i")
         self._num_children = array("i")
 
-    def publish(self, block_id: BlockId, position: int, priority: int) -> None:
-        self._inner.publish(block_id, position, priority)
+    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+        self._inner.publish(block_id, position, priority, key)
         # A block computed again, where the old one went before its descendants.
         for child in self._lineage.children(block_id):
             if child in self and self._parent(child) == NULL_BLOCK:

@@ -27,7 +27,7 @@ class LruEviction:
         self._previous = array("i", [NULL_BLOCK])
         self._length = 0
 
-    def publish(self, block_id: BlockId, position: int, priority: int) -> None:
+    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         return
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
@@ -74,10 +74,15 @@ class LruEviction:
         for block_id in block_ids.tolist():
             self.remove(block_id)
 
+    @property
+    def oldest(self) -> BlockId:
+        """The next victim; the null block where none is held."""
+        return BlockId(self._next[NULL_BLOCK])
+
     def evict(self) -> BlockId:
         if not self._length:
             raise KeyError("no block is held")
-        block_id = BlockId(self._next[NULL_BLOCK])
+        block_id = self.oldest
         self.remove(block_id)
         return block_id
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockHash, BlockId, BlockTable, new_table, table_of
-from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, root_hash
+from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, group_key, root_hash
 from octavo.kvcache.key_index import KeyIndex
 
 # The first blocks of a prompt are looked up one by one, what follows in pieces: most prompts miss early.
@@ -70,7 +70,7 @@ class HashedPrefixCache:
         return found
 
     def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
-        block_id = self._index.get(_group_key(group, chain.key(index + 1)))
+        block_id = self._index.get(group_key(group, chain.key(index + 1)))
         if block_id is None:
             return None
         start = block_id * self._width
@@ -80,7 +80,7 @@ class HashedPrefixCache:
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         if block_id >= len(self._published):
             self.reserve(2 * block_id)
-        key = _group_key(group, chain.key(index + 1))
+        key = group_key(group, chain.key(index + 1))
         if self._published[block_id] or self._index.get(key) is not None:
             return False
         self._index.put(key, block_id)
@@ -127,10 +127,3 @@ class HashedPrefixCache:
             if length < len(keys):
                 break
         return found
-
-
-def _group_key(group: int, key: bytes) -> bytes:
-    """The key of a group's block: each group of layers has blocks of its own for the same tokens."""
-    if not group:
-        return key
-    return key[:14] + (int.from_bytes(key[14:], "little") ^ group).to_bytes(2, "little")

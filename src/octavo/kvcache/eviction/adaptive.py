@@ -1,0 +1,228 @@
+"""Evict what is least likely to come back soon, by what was seen to come back."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
+from octavo.kvcache.eviction.ghosts import Ghost, GhostList
+from octavo.kvcache.eviction.recency import LruEviction
+from octavo.kvcache.hashing import DIGEST_BYTES
+
+_ONCE, _AGAIN = 0, 1
+_GHOSTS_PER_BLOCK = 4
+_PER_OCTAVE = 3
+_YOUNGEST = 32  # ages below pool / 32 are one bucket
+_FORGETTING = 0.95  # of what was counted, this much remains after as many uses as there are blocks
+_SHORTEST_PERIOD = 256
+_SAMPLE = 4096
+
+
+class AdaptiveEviction:
+    """Two classes, blocks used once and blocks that came back, each in order of last use; the victim is the oldest of
+    one or of the other, whichever has the lower rate of return.
+
+        once   oldest <─> … <─> newest       ghosts: keys of evicted blocks, about four times as many as blocks
+        again  oldest <─> … <─> newest
+
+    ARC (Megiddo and Modha 2003) moves a boundary between two such lists with every ghost that is hit. Here, ghosts
+    complete a count, by class and age, of returns and of the time that blocks spent at that age. The rate of return of
+    a block of age a is the Gittins index of its class,
+
+        max over b > a of   returns between a and b / time between a and b
+
+    which is the best hits per time that keeping it can bring (the hit density of LHD, Beckmann 2018, has b = infinity).
+    Time is counted in uses of blocks, so that load does not matter. Where both classes return alike, this is LRU; where
+    most blocks are never used again, those used once leave early; and where old conversations end, blocks that came
+    back leave too.
+
+    The rates are computed anew after as many uses as there are blocks, from a sample, so that an operation is O(1).
+    """
+
+    # Two rings, a stamp, a key and a class; arrays may have grown to twice what is needed. And the ghosts.
+    BYTES_PER_BLOCK = 2 * (16 + 8 + DIGEST_BYTES + 1) + 6 * GhostList.BYTES_EACH
+
+    def __init__(self) -> None:
+        self._rings = (LruEviction(), LruEviction())
+        self._kinds = bytearray()
+        self._stamps = array("q")
+        self._keys = bytearray()
+        self._highest = 0  # block id: the pool's size, once anything is evicted
+        self._clock = 0
+        self._ghosts: GhostList | None = None
+        self._due = 0
+        self._edges: list[float] = []
+        self._returns = np.zeros((2, 1))
+        self._ends = np.zeros((2, 1))  # of a block's time at rest: it came back, or was forgotten
+        self._rates: list[list[float]] = []
+
+    def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
+        self._reserve(block_id)
+        ghost = self._ghosts.take(key) if self._ghosts is not None else None
+        if ghost is not None:
+            self._note(ghost, returned=True)
+        self._keys[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES] = key or bytes(DIGEST_BYTES)
+        self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
+        self._clock += 1
+        self._stamps[block_id] = self._clock
+
+    def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+        kinds, stamps = self._kinds, self._stamps
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK:
+                if self._edges:
+                    self._note(Ghost(stamps[block_id], kinds[block_id]), returned=True)
+                kinds[block_id] = _AGAIN
+                self._clock += 1
+                stamps[block_id] = self._clock
+
+    def add(self, block_id: BlockId) -> None:
+        self._reserve(block_id)
+        self._stamps[block_id] = self._clock
+        self._rings[self._kinds[block_id]].add(block_id)
+
+    def remove(self, block_id: BlockId) -> None:
+        if block_id >= len(self._kinds):
+            raise KeyError(block_id)
+        self._rings[self._kinds[block_id]].remove(block_id)
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        if block_ids.size:
+            self._reserve(int(block_ids.max()))
+            np.frombuffer(self._stamps, np.int64)[block_ids] = self._clock
+            for ring, run in zip(self._rings, self._by_kind(block_ids), strict=True):
+                ring.add_all(run)
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        if block_ids.size:
+            self._reserve(int(block_ids.max()))
+            for ring, run in zip(self._rings, self._by_kind(block_ids), strict=True):
+                ring.remove_all(run)
+
+    def evict(self) -> BlockId:
+        once, again = self._rings
+        if not len(once) or (len(again) and self._leaves_first(again.oldest, once.oldest)):
+            victim = again.evict()
+        else:
+            victim = once.evict()
+        self._remember(victim)
+        if self._clock >= self._due:
+            self._learn()
+        return victim
+
+    def restore(self, block_id: BlockId) -> None:
+        if self._ghosts is not None:
+            self._ghosts.take(self._key(block_id))
+        self._rings[self._kinds[block_id]].restore(block_id)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rings))
+
+    def __contains__(self, block_id: object) -> bool:
+        return any(block_id in ring for ring in self._rings)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        for ring in self._rings:
+            yield from ring
+
+    def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
+        """Whether, of the oldest of both classes, the one that came back is the victim."""
+        stamps = self._stamps
+        if self._rates:
+            ours = self._rates[_AGAIN][self._bucket(self._clock - stamps[again])]
+            theirs = self._rates[_ONCE][self._bucket(self._clock - stamps[once])]
+            if ours != theirs:
+                return ours < theirs
+        return stamps[again] < stamps[once]
+
+    def _remember(self, victim: BlockId) -> None:
+        wanted = _power_of_two(_GHOSTS_PER_BLOCK * self._highest)
+        if self._ghosts is None or self._ghosts.capacity < wanted:
+            self._begin(wanted)
+        assert self._ghosts is not None
+        ghost = Ghost(self._stamps[victim], self._kinds[victim])
+        if (forgotten := self._ghosts.add(self._key(victim), ghost)) is not None:
+            self._note(forgotten, returned=False)
+
+    def _begin(self, num_ghosts: int) -> None:
+        """Nothing is known of a pool of this size."""
+        self._ghosts = GhostList(num_ghosts)
+        youngest = max(1.0, self._highest / _YOUNGEST)
+        oldest = num_ghosts + 2 * self._highest
+        self._edges = [0.0]
+        while self._edges[-1] < oldest:
+            self._edges.append(youngest * 2 ** ((len(self._edges) - 1) / _PER_OCTAVE))
+        self._returns, self._ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
+        self._rates = []
+        self._due = self._clock + self._period
+
+    @property
+    def _period(self) -> int:
+        return max(_SHORTEST_PERIOD, self._highest)
+
+    def _note(self, ghost: Ghost, *, returned: bool) -> None:
+        bucket = self._bucket(self._clock - ghost.stamp)
+        self._ends[ghost.kind, bucket] += 1
+        if returned:
+            self._returns[ghost.kind, bucket] += 1
+
+    def _bucket(self, age: int) -> int:
+        return bisect_right(self._edges, age) - 1
+
+    def _learn(self) -> None:
+        """Rates by class and age, of all that has ended and of what is still waiting to."""
+        ends = self._ends.copy()
+        for stamps, kinds, weight in self._waiting():
+            ages = np.searchsorted(self._edges, self._clock - stamps, side="right") - 1
+            np.add.at(ends, (kinds, ages), weight)
+        widths = np.diff(self._edges, append=2 * self._edges[-1])
+        # Who ends in a bucket has spent all of the younger ones in full, and half of its own.
+        reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
+        spent = (reached - ends) * widths + ends * widths / 2
+        self._rates = []
+        for returns, time in zip(self._returns, spent, strict=True):
+            # One return a pool's time is assumed of each class, so that few observations mean little.
+            rates = [
+                float(((np.cumsum(returns[b:]) + 1) / (np.cumsum(time[b:]) + self._highest)).max())
+                for b in range(len(widths))
+            ]
+            self._rates.append(rates)
+        self._returns *= _FORGETTING
+        self._ends *= _FORGETTING
+        self._due = self._clock + self._period
+
+    def _waiting(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]]:
+        """Stamps and classes of ghosts and of blocks, a sample of each."""
+        assert self._ghosts is not None
+        yield self._ghosts.sample(_SAMPLE)
+        step = max(1, self._highest // _SAMPLE)
+        blocks = slice(1, self._highest + 1, step)
+        kinds = np.frombuffer(self._kinds[blocks], np.uint8).astype(np.int64)
+        yield np.array(self._stamps[blocks], np.int64), kinds, float(step)
+
+    def _by_kind(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
+        again = np.frombuffer(self._kinds, np.uint8)[block_ids] == _AGAIN
+        return block_ids[~again], block_ids[again]
+
+    def _key(self, block_id: BlockId) -> bytes:
+        return bytes(self._keys[block_id * DIGEST_BYTES : (block_id + 1) * DIGEST_BYTES])
+
+    def _reserve(self, block_id: int) -> None:
+        self._highest = max(self._highest, block_id)
+        missing = block_id + 1 - len(self._kinds)
+        if missing > 0:
+            missing = max(missing, len(self._kinds))
+            self._kinds.extend(bytes(missing))
+            self._stamps.frombytes(bytes(8 * missing))
+            self._keys.extend(bytes(DIGEST_BYTES * missing))
+
+
+def _power_of_two(number: int) -> int:
+    """The nearest, by ratio."""
+    below = 1 << max(1, number).bit_length() - 1
+    return below if number * number < 2 * below * below else 2 * below
