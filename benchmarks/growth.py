@@ -42,7 +42,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.memory import settle_garbage_collection
+from octavo.server.memory import SWITCH_SECONDS, settle_garbage_collection
 from octavo.text.tokenizer import Tokenizer
 
 MILLION = 1_000_000
@@ -311,7 +311,8 @@ def long_request() -> Figures:
         await engine.shutdown(0)
 
     gc.collect()
-    asyncio.run(serve())
+    with switching_as_a_server_does():
+        asyncio.run(serve())
     kv = scheduler.kv
     request = make_request(prompt, max_tokens=1)
     kv.match(request.sequences[0])  # hashes it, as its admission would have done
@@ -385,6 +386,17 @@ def repetition_penalty() -> Figures:
             scheduler.update(plan, play(plan))
         found[f"repetition penalty at {length:,} tokens"] = ms(statistics.median(seconds))
     return found
+
+
+@contextmanager
+def switching_as_a_server_does() -> Iterator[None]:
+    """The interval in which a server's threads hand each other the interpreter's lock."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager

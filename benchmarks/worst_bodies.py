@@ -1,6 +1,7 @@
 """What the worst permitted value of each field of a body costs: the event loop, and the engine's thread.
 
     python benchmarks/worst_bodies.py            writes benchmarks/results/worst_bodies.md
+    python benchmarks/worst_bodies.py --profile  prints what the worst iteration and the worst step spent their time on
 
 A server over SmolLM2 runs in this process; bodies come from another. While each is served, a stream of somebody else's
 is decoding, and four things are taken, each the most of any:
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
+import gc
 import json
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -64,28 +68,65 @@ except TimeoutError:
 """
 
 
+def _note_collection(phase: str, details: dict[str, int]) -> None:
+    if phase == "stop" and details["generation"] > 0:
+        print(f"(a collection of generation {details['generation']})")
+
+
 @dataclass
 class Meter:
-    """The worst seen since `reset`, in seconds."""
+    """The worst seen since `reset`, in seconds.
 
+    Args:
+        profiles: keep the profiles of the worst iteration and of the worst step; everything takes about twice as long.
+    """
+
+    profiles: bool = False
     loop: float = 0.0
     lag: float = 0.0
     host: float = 0.0
     sampler: float = 0.0
     steps: int = 0
+    loop_profile: cProfile.Profile | None = None
+    host_profile: cProfile.Profile | None = None
 
     def reset(self) -> None:
         self.loop = self.lag = self.host = self.sampler = 0.0
+        self.loop_profile = self.host_profile = None
 
     def watch_loop(self, loop: Any) -> None:
         run_once = loop._run_once
 
         def watched() -> None:
             began = time.thread_time()
-            run_once()
-            self.loop = max(self.loop, time.thread_time() - began)
+            with self._profiled() as profile:
+                run_once()
+            took = time.thread_time() - began
+            if took > self.loop:
+                self.loop, self.loop_profile = took, profile
 
         loop._run_once = watched
+
+    @contextmanager
+    def _profiled(self) -> Iterator[cProfile.Profile | None]:
+        """A profile of this thread's CPU time, if profiles are wanted."""
+        if not self.profiles:
+            yield None
+            return
+        profile = cProfile.Profile(time.thread_time)
+        gc.callbacks.append(_note_collection)  # so that the profile has a line for them
+        profile.enable()
+        try:
+            yield profile
+        finally:
+            profile.disable()
+            gc.callbacks.remove(_note_collection)
+
+    def print_profiles(self) -> None:
+        for what, profile in (("event loop", self.loop_profile), ("engine's thread", self.host_profile)):
+            if profile is not None:
+                print(f"--- the worst of the {what}")
+                pstats.Stats(profile).sort_stats("tottime").print_stats(28)
 
     async def sample_lag(self) -> None:
         while True:
@@ -115,8 +156,11 @@ class Meter:
         def watched() -> bool:
             spent["runner"] = spent["sampler"] = 0.0
             began = time.thread_time()
-            goes_on = step()
-            self.host = max(self.host, time.thread_time() - began - spent["runner"])
+            with self._profiled() as profile:
+                goes_on = step()
+            host = time.thread_time() - began - spent["runner"]
+            if host > self.host:
+                self.host, self.host_profile = host, profile
             self.sampler = max(self.sampler, spent["sampler"])
             self.steps += 1
             return goes_on
@@ -271,15 +315,15 @@ def bodies() -> Iterator[tuple[str, str, Any]]:
     yield "/tokenize: 600 kB of one letter", TOKENIZE, {"prompt": "a" * 600_000}
 
 
-def run(only: str) -> list[str]:
-    meter = Meter()
+def run(only: list[str] | None, *, profiles: bool) -> list[str]:
+    meter = Meter(profiles)
     rows = ["| body | size | answer | seconds | event loop, ms | its lag, ms | engine's thread, ms | sampler, ms |"]
     rows.append("|---|---:|---|---:|---:|---:|---:|---:|")
     with served(meter) as port:
         # The processes that read large bodies start with the first of them.
         post(port, COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())
         for name, path, content in bodies():
-            if only not in name:
+            if only and not any(part in name for part in only):
                 continue
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             with streaming(port):
@@ -298,15 +342,19 @@ def run(only: str) -> list[str]:
             ]
             rows.append("| " + " | ".join(row) + " |")
             print(rows[-1], flush=True)
+            meter.print_profiles()
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="bodies whose name holds this")
+    parser.add_argument("--only", action="append", help="bodies whose name holds this; may be given several times")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--profile", action="store_true", help="print profiles, and write no report")
     args = parser.parse_args()
-    rows = run(args.only)
+    rows = run(args.only, profiles=args.profile)
+    if args.profile:
+        return
     args.out.write_text(HEAD + "\n".join(rows) + "\n")
 
 

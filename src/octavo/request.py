@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from array import array
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from hashlib import blake2b
-from typing import NewType
+from typing import NewType, overload
 
 from octavo.pooling import PooledStates, Pooling
 from octavo.sampling_params import SamplingParams
@@ -39,6 +41,43 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+class TopLogprobs(Seq[tuple[int, float]]):
+    """(token id, logprob) of the most likely tokens, best first, in two arrays.
+
+    Of twenty pairs, sixty objects, a thousand times over: freeing those of one long prompt took a thread 8 ms.
+    """
+
+    __slots__ = ("_logprobs", "_token_ids")
+
+    def __init__(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        self._token_ids = array("i", token_ids)
+        self._logprobs = array("d", logprobs)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._token_ids, self._logprobs, strict=True)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[tuple[int, float], ...]: ...
+    def __getitem__(self, place: int | slice) -> tuple[int, float] | tuple[tuple[int, float], ...]:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        return self._token_ids[place], self._logprobs[place]
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, TopLogprobs) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position.
@@ -51,7 +90,7 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...]
+    top: Seq[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +340,7 @@ class Request:
     cache_scope: str = field(init=False)
     ending_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
+    _num_ended: int = field(init=False, default=0)  # so many of the first sequences, at least
 
     def __post_init__(self) -> None:
         self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
@@ -330,4 +370,7 @@ class Request:
         # Asked for every token of every stream: most requests have one sequence.
         if len(sequences) == 1:
             return sequences[0].status is SequenceStatus.FINISHED
-        return all(seq.finished for seq in sequences)
+        # Who has ended stays so: of many sequences that end one after the other, each is looked at once.
+        while self._num_ended < len(sequences) and sequences[self._num_ended].status is SequenceStatus.FINISHED:
+            self._num_ended += 1
+        return self._num_ended >= len(sequences)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -240,3 +241,25 @@ def test_a_request_has_as_many_sequences_as_it_has_beams() -> None:
     for _ in range(5):
         width = rng.randint(1, 8)
         assert SamplingParams(use_beam_search=True, best_of=width).num_sequences == width
+
+
+def test_of_the_candidates_of_many_beams_few_are_looked_at() -> None:
+    looked_at = 0
+
+    class Candidates(tuple[Candidate, ...]):
+        def __iter__(self) -> Iterator[Candidate]:
+            nonlocal looked_at
+            for candidate in super().__iter__():
+                looked_at += 1
+                yield candidate
+
+    width = 64
+    search = BeamSearch(width=width, max_tokens=1, enders={})
+    rng = random.Random(0)
+    found = [[Candidate(token, -rng.random()) for token in range(2 * width)] for _ in range(width)]
+    ranked = [Candidates(sorted(each, key=lambda candidate: -candidate.logprob)) for each in found]
+    beams = [Beam([], -rng.random(), (), candidates) for candidates in ranked]
+    assert not search.advance(beams)
+    assert looked_at <= 3 * width
+    best = sorted((b.score + c.logprob for b in beams for c in b.candidates), reverse=True)[:width]
+    assert [hypothesis.score for hypothesis in search.hypotheses] == best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server import completions
 from octavo.server.completions import Completions
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import AT_ONCE, Job, json_pieces
+from octavo.server.generation import AT_ONCE, Job, json_bytes, json_pieces
 from octavo.server.keys import ANYBODY
 from octavo.server.logprobs import TokenTexts
 from octavo.server.prompts import EncodedPrompt
@@ -159,3 +160,10 @@ async def test_a_stream_of_many_prompts_closes_what_it_began() -> None:
     async with aclosing(job().stream(as_client(engine), OutputKind.DELTA)) as outputs:
         await anext(outputs)
     assert not engine.running
+
+
+def test_a_choice_without_parts_of_its_own_is_encoded_in_one_piece() -> None:
+    choices = [{"index": i, "text": "a", "logprobs": None} for i in range(3)]
+    pieces = json_pieces({"id": "x", "choices": [*choices, {"index": 3, "logprobs": {"tokens": ["a"]}}]})
+    assert [piece for piece in pieces if b'"text"' in piece] == [json_bytes(choice) for choice in choices]
+    assert json.loads(b"".join(pieces))["choices"][3] == {"index": 3, "logprobs": {"tokens": ["a"]}}

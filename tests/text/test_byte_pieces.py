@@ -156,9 +156,9 @@ def test_a_prompt_that_ends_in_special_tokens_is_looked_at_no_further_back_than_
     looked_up: list[int] = []
 
     class Counted(BytePieces):
-        def join(self, token_ids: Sequence[int]) -> bytes:
-            looked_up.extend(token_ids)
-            return super().join(token_ids)
+        def __getitem__(self, token_id: int) -> str | bytes:
+            looked_up.append(token_id)
+            return super().__getitem__(token_id)
 
     ByteTokenDecoder(Counted(lambda token_id: b""), [7] * 100 * MAX_LOOK_BACK)
     assert len(looked_up) == MAX_LOOK_BACK

@@ -46,7 +46,7 @@ IDLE_COLLECT_SECONDS = 60.0
 AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
 # How long a step may be put off by requests that come in.
-TAKE_IN_SECONDS = 0.003
+TAKE_IN_SECONDS = 0.002
 # Characters or token ids of a prompt from which on its request is made in a thread; so is any with a grammar.
 _MADE_AT_ONCE = 1024
 

@@ -216,8 +216,11 @@ class BlockPool:
         unused = ids[(self._count_of[ids] == 0) & ~self._is_pinned[ids]]
         self._eviction.remove_all(unused)
         self._num_pinned += len(unused)
+        again = self._is_pinned[ids]
+        # A third of the time that counting takes.
+        dict.update(self.pin_counts, dict.fromkeys(ids[~again].tolist(), 1))
+        self.pin_counts.update(ids[again].tolist())
         self._is_pinned[ids] = True
-        self.pin_counts.update(ids.tolist())
 
     def unpin(self, block_ids: Iterable[BlockId]) -> None:
         """Remove one pin of each; null blocks are skipped. Without pins they are ordinary cached blocks.
@@ -285,6 +288,10 @@ class BlockPool:
         ids = as_array(block_ids)
         ids = ids[ids != NULL_BLOCK]
         return int(((self._count_of[ids] == 0) & ~self._is_pinned[ids]).sum())
+
+    def num_unpinned(self, block_ids: Sequence[BlockId]) -> int:
+        """How many of these blocks nobody pins."""
+        return len(block_ids) - int(self._is_pinned[as_array(block_ids)].sum())
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])

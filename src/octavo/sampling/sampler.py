@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import LogitsError
-from octavo.request import TokenLogprobs
+from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
 from octavo.sampling.grammar_masks import GrammarMasks, Words, allowed_ids, mask, split
@@ -295,7 +295,7 @@ def _token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list
     top_ids = _top_ids(logits, most)
     top_logprobs = logprobs.gather(1, top_ids).tolist()
     return [
-        TokenLogprobs(logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
+        TokenLogprobs(logprob, rank, TopLogprobs(ids[:k], values[:k]))
         for logprob, rank, ids, values, k in zip(chosen, ranks, top_ids.tolist(), top_logprobs, num_top, strict=True)
     ]
 
@@ -306,10 +306,10 @@ def _logprobs_of_row(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     given = logits[token_ids]
     above = logits[logits > given.min()]
     ranks = ((above > given.unsqueeze(1)).sum(-1) + 1).tolist()
-    top: tuple[tuple[int, float], ...] = ()
+    top: Seq[tuple[int, float]] = ()
     if num_top:
         top_ids = _top_ids(logits.unsqueeze(0), num_top).squeeze(0)
-        top = tuple(zip(top_ids.tolist(), logprobs[top_ids].tolist(), strict=True))
+        top = TopLogprobs(top_ids.tolist(), logprobs[top_ids].tolist())
     return [
         TokenLogprobs(logprob, rank, top) for logprob, rank in zip(logprobs[token_ids].tolist(), ranks, strict=True)
     ]

@@ -11,10 +11,12 @@ To choose so, no beam needs more candidates than the w best that do not end, and
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 from octavo.request import FinishReason, Request, TokenLogprobs
@@ -115,15 +117,11 @@ class BeamSearch:
             The live beams of the next step, best first; none when the search is over.
         """
         length = len(beams[0].token_ids) + 1
-        extensions = [
-            Extension(place, candidate, beam.score + candidate.logprob)
-            for place, beam in enumerate(beams)
-            for candidate in beam.candidates
-            if candidate.logprob > -math.inf
-        ]
-        extensions.sort(key=lambda extension: -extension.score)
         going: list[Extension] = []
-        for rank, extension in enumerate(extensions):
+        # Each beam's candidates are sorted, and few of all of them are looked at: up to the last that can matter.
+        for rank, extension in enumerate(heapq.merge(*map(_extensions, count(), beams), key=_worst_last)):
+            if rank >= self._width and (len(going) == self._width or length >= self._max_tokens):
+                break
             reason = self._end_reason(extension.candidate.token_id, length)
             if reason is None:
                 if len(going) < self._width:
@@ -165,6 +163,18 @@ class BeamSearch:
         hopes_for_more = self._early_stopping == "never" and self._length_penalty > 0
         best_length = float(self._max_tokens if hopes_for_more else length)
         return going[0].score / math.pow(best_length, self._length_penalty) <= self.hypotheses[-1].score
+
+
+def _extensions(place: int, beam: Beam) -> Iterator[Extension]:
+    """What may follow a beam, best first."""
+    for candidate in beam.candidates:
+        if candidate.logprob == -math.inf:
+            break
+        yield Extension(place, candidate, beam.score + candidate.logprob)
+
+
+def _worst_last(extension: Extension) -> float:
+    return -extension.score
 
 
 def enders(request: Request) -> dict[int, int | None]:

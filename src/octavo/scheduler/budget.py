@@ -15,7 +15,7 @@ class TimeLimit(Protocol):
         """Charge a chunk to the budget."""
 
 
-NEWCOMERS_BESIDE_STREAMS = 32
+NEWCOMERS_BESIDE_STREAMS = 16
 """Sequences admitted in a step that streams wait for: each takes the engine some 70 µs, whatever its length."""
 
 SCORED_BESIDE_STREAMS = 32

@@ -21,13 +21,13 @@ _OLD = 10_000
 # may wait that long after every system call while the engine's thread plans a step; and the engine's thread, which lets
 # go of the lock in each of a step's hundred calls into torch and the kernels, so long for each of them while the loop
 # is busy with a crowd of requests.
-_SWITCH_SECONDS = 0.0002
+SWITCH_SECONDS = 0.0002
 
 
 def settle_interpreter() -> None:
     """To be called once a model is loaded, by a process that does nothing but serve."""
     settle_garbage_collection()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def settle_garbage_collection() -> None:

@@ -191,8 +191,9 @@ class IncrementalDetokenizer:
 
     def copy(self) -> IncrementalDetokenizer:
         """Another one, for another output of the same prompt. No token may have been appended."""
-        other = copy(self)
-        other._text = []
+        # Not `copy.copy`, which takes five times as long: a request may have 64 outputs.
+        other = IncrementalDetokenizer.__new__(IncrementalDetokenizer)
+        other.num_tokens, other._min_tokens, other._text = self.num_tokens, self._min_tokens, []
         other._tokens = self._tokens.copy() if self._tokens is not None else None
         other._matcher = copy(self._matcher)
         return other
