@@ -104,7 +104,9 @@ class EngineConfig(RequestLimits):
         "host memory for swapped blocks, taken as it is needed, as '2GiB' (a bare 2 is GiB too); 0: never swap; "
         "default: 1GiB, or what RAM is left",
     )
-    attention_backend: Literal["auto", "native", "reference"] = option("auto", "auto: the fastest that runs here")
+    attention_backend: Literal["auto", "native", "triton", "reference"] = option(
+        "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
+    )
     deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
     executor: Literal["in_process", "process"] = option(
         "in_process", "where the model is computed: in the engine's own process, or in one beside it, over a pipe"

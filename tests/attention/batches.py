@@ -11,7 +11,7 @@ import torch
 
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import KVArena
+from octavo.storage.arena import BlockLayout, KVArena
 
 
 class PagedSequences:
@@ -30,13 +30,13 @@ class PagedSequences:
         *,
         dtype: str = "float32",
         device: str = "cpu",
+        layout: BlockLayout = BlockLayout.PAIRS,
         seed: int = 0,
     ) -> None:
         self.spec = KVCacheSpec.build(layers, block_size, dtype)
         num_groups = len(self.spec.groups)
-        self.arena = KVArena(
-            self.spec, 1 + num_seqs * num_groups * self.spec.blocks_for_tokens(max_tokens), device=device
-        )
+        num_blocks = 1 + num_seqs * num_groups * self.spec.blocks_for_tokens(max_tokens)
+        self.arena = KVArena(self.spec, num_blocks, device, layout)
         self.device = device
         self.lengths = [0] * num_seqs
         self.tables: list[list[list[int]]] = [[[] for _ in range(num_seqs)] for _ in range(num_groups)]

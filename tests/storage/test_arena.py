@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import KVArena, pair_width
+from octavo.storage.arena import BlockLayout, KVArena, pair_width
 
 FULL_AND_SLIDING = [LayerKVSpec(2, 8, 6), LayerKVSpec(2, 8, 6, 16), LayerKVSpec(2, 8, 6), LayerKVSpec(1, 4, 4, 16)]
 
@@ -110,3 +110,18 @@ def resident_bytes() -> int:
 def test_a_pool_without_a_block_to_own_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 2 blocks .* got 1"):
         arena(num_blocks=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_layouts_hold_the_same_tokens(dtype: str) -> None:
+    spec = KVCacheSpec.build([LayerKVSpec(2, 6, 4), LayerKVSpec(2, 6, 4)], 8, dtype)
+    slots, table = torch.tensor([19, 8, 30, 17]), torch.tensor([2, 1, 3])
+    key, value = torch.randn(4, 2, 6), torch.randn(4, 2, 4)
+    found = []
+    for layout in BlockLayout:
+        kv = KVArena(spec, 5, layout=layout).layers[1]
+        kv.write(key, value, slots)
+        found.append(kv.gather(table, 20))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    tokens_major = KVArena(spec, 5, layout=BlockLayout.TOKENS).layers[1]
+    assert (tokens_major.key.stride(2), tokens_major.value.stride(3)) == (1, 1), "a head's dimensions are adjacent"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import BlockLayout, LayerKV
 
 
 @dataclass(slots=True)
@@ -60,9 +60,14 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """Writes new keys and values into blocks and attends over block tables."""
+    """Writes new keys and values into blocks and attends over block tables.
+
+    Attributes:
+        layout: of the arena's blocks that it reads fastest; it reads the others too, or says so.
+    """
 
     name: str
+    layout = BlockLayout.PAIRS
 
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
         """Store the step's keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim]."""

@@ -21,8 +21,9 @@ from octavo.errors import CorruptModelError, UnsupportedModelError
 from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
+from octavo.models.fastest_ops import make_layer_ops
 from octavo.models.linear import Linear, LinearFactory, make_linear
-from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm, make_layer_ops
+from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm
 from octavo.models.rotary import RotaryTable, Rotation
 from octavo.models.weights import RawTensor
 from octavo.storage.arena import LayerKV

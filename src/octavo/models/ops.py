@@ -148,9 +148,3 @@ class NativeLayerOps(LayerOps):
         if activation == "gelu_pytorch_tanh":
             return kernels.gelu_tanh_mul(gate_up)
         return super().gate(gate_up, activation)
-
-
-def make_layer_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
-    """The fastest that runs here."""
-    native = kernels.available() and device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
-    return NativeLayerOps() if native else LayerOps()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,21 +12,27 @@ from octavo.checkpoint.model_config import RopeConfig
 from octavo.errors import UnsupportedModelError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
     """One step's positions in the tables.
 
     Attributes:
         cos, sin: float32 [positions known, rotary_dim / 2]
         positions: int64 [tokens]
-        token_cos, token_sin: float32 [tokens, rotary_dim / 2], the tables' rows at `positions`.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     positions: torch.Tensor
-    token_cos: torch.Tensor
-    token_sin: torch.Tensor
+
+    @cached_property
+    def token_cos(self) -> torch.Tensor:
+        """float32 [tokens, rotary_dim / 2], the table's rows at `positions`: for those who do not look them up."""
+        return self.cos[self.positions]
+
+    @cached_property
+    def token_sin(self) -> torch.Tensor:
+        return self.sin[self.positions]
 
 
 class RotaryTable:
@@ -40,7 +47,7 @@ class RotaryTable:
     def at(self, positions: torch.Tensor, limit: int) -> Rotation:
         """The rotation of int64 `positions` [tokens], all below `limit`."""
         cos, sin = self.tables(limit)
-        return Rotation(cos, sin, positions, cos[positions], sin[positions])
+        return Rotation(cos, sin, positions)
 
     def tables(self, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [positions, rotary_dim / 2], of at least `limit` positions."""

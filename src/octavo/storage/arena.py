@@ -7,18 +7,32 @@ With `pair` elements side by side (2 for 16-bit types, which is what `vdpbf16ps`
 
     K   [kv_heads][key_dim / pair][block_size][pair]        tokens adjacent: no horizontal sums in Q·K
     V   [kv_heads][block_size / pair][value_dim][pair]      dimensions adjacent: none in P·V
+
+That is what the CPU's kernels read. A GPU's read whole heads of one token after the other (`BlockLayout.TOKENS`):
+
+    K   [kv_heads][block_size][key_dim]
+    V   [kv_heads][block_size][value_dim]
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
 from octavo.storage.pages import zero_pages
+
+
+class BlockLayout(Enum):
+    """How keys and values lie inside a block; see the drawings above."""
+
+    PAIRS = "pairs"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,9 @@ class LayerKV:
 class KVArena:
     """All blocks of one engine on one device. Allocates; never decides who holds what.
 
+    Args:
+        layout: what the attention that reads it expects.
+
     Attributes:
         layers: one view for each of `spec.layers`, in their order.
 
@@ -81,11 +98,18 @@ class KVArena:
         ConfigError: fewer than 2 blocks; block 0 is the null block, which no sequence owns.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        layout: BlockLayout = BlockLayout.PAIRS,
+    ) -> None:
         if num_blocks < 2:
             raise ConfigError(f"a KV cache needs at least 2 blocks (one is the null block), got {num_blocks}")
         self.spec = spec
         self.num_blocks = num_blocks
+        self.layout = layout
         self.dtype = getattr(torch, spec.dtype)
         # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
         if torch.device(device).type == "cpu":
@@ -100,9 +124,16 @@ class KVArena:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) pairs; sources are read before any destination is written."""
-        if copies:
-            sources, destinations = zip(*copies, strict=True)
-            self._bytes[list(destinations)] = self._bytes[list(sources)]
+        if not copies:
+            return
+        if self._bytes.is_cuda and importlib.util.find_spec("triton") is not None:
+            from octavo.storage.block_copy import copy_blocks, independent
+
+            if independent(copies):
+                copy_blocks(self._bytes, copies)
+                return
+        sources, destinations = zip(*copies, strict=True)
+        self._bytes[list(destinations)] = self._bytes[list(sources)]
 
     def read_blocks(self, ids: Sequence[int]) -> torch.Tensor:
         """Whole blocks as rows uint8 [n, block_bytes], on the arena's device; a copy."""
@@ -122,20 +153,24 @@ class KVArena:
             offset = 0
             for index in group.layer_indices:
                 layer = spec.layers[index]
-                pair = pair_width(spec.block_size, layer.key_dim, element)
-                heads, size = layer.num_kv_heads, spec.block_size
+                heads, size, key_dim, value_dim = layer.num_kv_heads, spec.block_size, layer.key_dim, layer.value_dim
+                if self.layout is BlockLayout.TOKENS:
+                    pair, key_strides = 1, (1, key_dim, 1)
+                else:
+                    pair = pair_width(size, key_dim, element)
+                    key_strides = (size * pair, pair, 1)
                 key = typed.as_strided(
-                    (self.num_blocks, heads, layer.key_dim // pair, size, pair),
-                    (block_stride, layer.key_dim * size, size * pair, pair, 1),
+                    (self.num_blocks, heads, key_dim // pair, size, pair),
+                    (block_stride, key_dim * size, *key_strides),
                     offset,
                 )
-                offset += heads * layer.key_dim * size
+                offset += heads * key_dim * size
                 value = typed.as_strided(
-                    (self.num_blocks, heads, size // pair, layer.value_dim, pair),
-                    (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
+                    (self.num_blocks, heads, size // pair, value_dim, pair),
+                    (block_stride, value_dim * size, value_dim * pair, pair, 1),
                     offset,
                 )
-                offset += heads * layer.value_dim * size
+                offset += heads * value_dim * size
                 views[index] = LayerKV(key, value, group_index, group.sliding_window)
         return [views[index] for index in range(len(spec.layers))]
 

@@ -1,0 +1,75 @@
+"""Attention by Triton kernels, with the reference as fallback."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.reference import ReferenceAttention
+from octavo.attention.triton.chunk import attend_chunks
+from octavo.attention.triton.decode import attend_decodes
+from octavo.attention.triton.launch import INTERPRETED
+from octavo.attention.triton.store import store
+from octavo.errors import ConfigError
+from octavo.storage.arena import BlockLayout, LayerKV
+
+_MAX_HEAD_DIM = 256
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonAttention(AttentionBackend):
+    """Sequences with one new token go through the decode kernel, the others through the chunk kernel.
+
+    Raises:
+        ConfigError: the device is a CPU, and Triton's interpreter was not asked for.
+    """
+
+    name = "triton"
+    layout = BlockLayout.TOKENS
+
+    def __init__(self, device: torch.device | str) -> None:
+        if torch.device(device).type == "cpu" and not INTERPRETED:
+            raise ConfigError(
+                "attention_backend 'triton' on device 'cpu' runs in Triton's interpreter only, which is for tests: "
+                "set TRITON_INTERPRET=1 before octavo starts, or use 'auto'"
+            )
+        self._reference = ReferenceAttention()
+
+    @staticmethod
+    def supports(kv: LayerKV) -> bool:
+        """bfloat16, float16 or float32, heads of at most 256."""
+        key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
+        return kv.key.dtype in _DTYPES and max(key_dim, value_dim) <= _MAX_HEAD_DIM
+
+    def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
+        """See `AttentionBackend.write`."""
+        slots = batch.groups[kv.group].slot_mapping
+        if self.supports(kv):
+            store(kv, key, value, slots)
+        else:
+            kv.write(key, value, slots)
+
+    def attend(
+        self,
+        kv: LayerKV,
+        query: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        if not self.supports(kv):
+            return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        out = query.new_empty(query.shape[0], query.shape[1], kv.value.shape[3])
+        only_decodes = batch.max_query_len == 1
+        # A lone sequence with several tokens has no decodes beside it.
+        mixed = not only_decodes and batch.num_seqs > 1
+        if only_decodes or mixed:
+            attend_decodes(out, kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+        if not only_decodes:
+            attend_chunks(out, kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, decodes_apart=mixed)
+        return out

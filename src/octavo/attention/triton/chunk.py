@@ -1,0 +1,228 @@
+"""Chunk attention: causal attention of many new tokens a sequence over its block table, ragged.
+
+    rows of a program     BLOCK_Q tokens x SHARE query heads of one KV head
+    programs              (blocks of queries, KV head)
+
+        query_start   [ 0            5     6           12 ]
+        blocks of 4   | 0   1   -  | 2  - | 3    4   - |          sequence i's begin at query_start[i] // 4 + i
+
+    keys                  | hidden by the window | some see it | all see it | some see it | future |
+                          low                                  full                full_end      high
+
+Each program finds its sequence by bisection, so that the host need not know the lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.attention.base import AttentionBatch
+from octavo.attention.triton.decode import score_factors
+from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, computes_in_float32, kv_strides, padded, tile_tokens
+from octavo.attention.triton.tiles import load_tile, scores_of, soften
+from octavo.storage.arena import LayerKV
+
+
+@triton.jit
+def _attend_chunk(
+    out,
+    query,
+    key,
+    value,
+    tables,
+    table_rows,
+    query_start,
+    context_lens,
+    sinks,
+    scale,
+    softcap,
+    num_seqs,
+    table_stride,
+    query_token_stride,
+    query_head_stride,
+    key_block_stride,
+    key_head_stride,
+    key_dim_stride,
+    key_token_stride,
+    value_block_stride,
+    value_head_stride,
+    value_token_stride,
+    value_dim_stride,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIR: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    DECODES_APART: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    left = 0
+    right = num_seqs
+    while left < right:
+        middle = (left + right) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= program:
+            left = middle + 1
+        else:
+            right = middle
+    sequence = left - 1
+    bound = tl.load(query_start + sequence)
+    length = tl.load(query_start + sequence + 1) - bound
+    first_query = (program - (bound // BLOCK_Q + sequence)) * BLOCK_Q
+    if first_query >= length:
+        return
+    if DECODES_APART:
+        if length == 1:
+            return
+    context = tl.load(context_lens + sequence).to(tl.int32)
+    table = tables + tl.load(table_rows + sequence) * table_stride
+
+    rows = tl.arange(0, ROWS)
+    queries = first_query + rows // SHARE
+    present = (rows < BLOCK_Q * SHARE) & (queries < length)
+    positions = context - length + queries
+    tokens = (bound + queries).to(tl.int64)
+    heads = head * SHARE + rows % SHARE
+    i = tl.arange(0, KEY_PADDED)
+    j = tl.arange(0, VALUE_PADDED)
+    q = tl.load(
+        query + (tokens * query_token_stride + heads * query_head_stride)[:, None] + i[None, :],
+        mask=present[:, None] & (i < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    first_position = context - length + first_query
+    last_position = tl.minimum(first_position + BLOCK_Q, context) - 1
+    low = 0
+    full = 0
+    if WINDOW > 0:
+        low = tl.maximum(first_position - WINDOW + 1, 0)
+        full = tl.maximum(last_position - WINDOW + 1, 0)
+    high = last_position + 1
+    # Whole tiles between `full` and the first query's position are seen by every row: no score of them is hidden.
+    begin = low // TILE * TILE
+    full = tl.minimum((full + TILE - 1) // TILE * TILE, (last_position + TILE) // TILE * TILE)
+    full_end = tl.maximum((first_position + 1) // TILE * TILE, full)
+
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32)
+        maximum = sink * 1.4426950408889634
+        total = total + 1.0
+    mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    if WINDOW > 0:
+        for start in range(begin, full, TILE):
+            k, v, seen = load_tile(
+                key, value, table, start, low, high, head,
+                key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+                value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
+                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+            )  # fmt: skip
+            scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+            distance = positions[:, None] - seen[None, :]
+            scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
+            maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
+    for start in range(full, full_end, TILE):
+        k, v, seen = load_tile(
+            key, value, table, start, low, high, head,
+            key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+            value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+        )  # fmt: skip
+        scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+        maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
+    for start in range(full_end, high, TILE):
+        k, v, seen = load_tile(
+            key, value, table, start, low, high, head,
+            key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+            value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+        )  # fmt: skip
+        scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+        distance = positions[:, None] - seen[None, :]
+        hidden = distance < 0
+        if WINDOW > 0:
+            hidden = hidden | (distance >= WINDOW)
+        scores = tl.where(hidden, float("-inf"), scores)
+        maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
+
+    place = (tokens * (tl.num_programs(1) * SHARE) + heads)[:, None] * VALUE_DIM + j[None, :]
+    # Rows of no query have seen nothing where a window is: they divide by 1.
+    total = tl.where(present, total, 1.0)
+    tl.store(
+        out + place,
+        (mixed / total[:, None]).to(out.dtype.element_ty),
+        mask=present[:, None] & (j < VALUE_DIM)[None, :],
+    )
+
+
+def attend_chunks(
+    out: torch.Tensor,
+    kv: LayerKV,
+    query: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    decodes_apart: bool,
+) -> None:
+    """Attend for every sequence of the batch; arguments as of `attend_decodes`.
+
+    Args:
+        decodes_apart: leave alone the sequences with one query.
+    """
+    group = batch.groups[kv.group]
+    num_heads, key_dim = query.shape[1:]
+    kv_heads, value_dim = kv.key.shape[1], kv.value.shape[3]
+    share = num_heads // kv_heads
+    wide = max(key_dim, value_dim) > 128
+    rows = padded(share, MIN_DOT if INTERPRETED else 64 if wide else 128)
+    block_q = rows // share
+    _attend_chunk[(batch.num_tokens // block_q + batch.num_seqs, kv_heads)](
+        out,
+        query,
+        kv.key,
+        kv.value,
+        group.block_tables,
+        batch.table_rows,
+        batch.query_start,
+        batch.context_lens,
+        out if sinks is None else sinks,
+        *score_factors(scale, softcap),
+        batch.num_seqs,
+        group.block_tables.stride(0),
+        *query.stride()[:2],
+        *kv_strides(kv),
+        SHARE=share,
+        ROWS=rows,
+        BLOCK_Q=block_q,
+        KEY_DIM=key_dim,
+        KEY_PADDED=padded(key_dim, MIN_DOT),
+        VALUE_DIM=value_dim,
+        VALUE_PADDED=padded(value_dim, MIN_DOT),
+        BLOCK=kv.block_size,
+        PAIR=kv.pair,
+        TILE=tile_tokens(padded(max(key_dim, value_dim)), kv.key.dtype),
+        WINDOW=kv.sliding_window or 0,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        DECODES_APART=decodes_apart,
+        UPCAST=computes_in_float32(query.dtype),
+        num_warps=4 if rows <= 64 else 8,
+        num_stages=2,
+    )

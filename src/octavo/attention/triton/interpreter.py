@@ -1,0 +1,18 @@
+"""A mend of Triton 3.6's interpreter, where a CPU runs the kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def let_loops_end_at_tensors() -> None:
+    """Let `range` take loaded numbers under NumPy 2.4, which no longer makes an int of an array [1]."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

@@ -1,0 +1,56 @@
+"""The row-wise steps between the matrix products, by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionBatch
+from octavo.attention.triton import rows, store
+from octavo.attention.triton.backend import TritonAttention
+from octavo.models.ops import Heads, LayerOps, QKNorm
+from octavo.models.rotary import Rotation
+from octavo.storage.arena import LayerKV
+
+
+class TritonLayerOps(LayerOps):
+    """With the roundings of `LayerOps`. Heads are rotated, and keys and values stored, in one kernel."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The kernel leaves the sum where the residual was.
+        return rows.add_rms_norm(x, residual, weight, eps), residual
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norm: QKNorm | None,
+        rotation: Rotation,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        if not (isinstance(attention, TritonAttention) and attention.supports(kv)):
+            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
+        store.rotate_and_store(
+            qkv,
+            kv,
+            batch.groups[kv.group].slot_mapping,
+            rotation.positions,
+            rotation.cos,
+            rotation.sin,
+            num_heads=heads.num_heads,
+            query_norm=norm.query if norm else None,
+            key_norm=norm.key if norm else None,
+            eps=norm.eps if norm else 0.0,
+        )
+        return qkv[:, : heads.num_heads * heads.key_dim].view(-1, heads.num_heads, heads.key_dim)
+
+    def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation in ("silu", "gelu_pytorch_tanh"):
+            return rows.gate(gate_up, gelu=activation == "gelu_pytorch_tanh")
+        return super().gate(gate_up, activation)

@@ -1,0 +1,185 @@
+"""The Triton kernels against float64, in the interpreter on small batches, and on a GPU on large ones as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from octavo.attention import make_backend
+from octavo.attention.base import AttentionBatch
+from octavo.errors import ConfigError
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.storage.arena import BlockLayout
+from tests.attention.batches import PagedSequences
+from tests.attention.oracle import oracle_attention
+from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
+
+pytestmark = needs_triton
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+# Each example takes the interpreter a second: few of them, always the same, and no search for a smaller one.
+EXAMPLES = (
+    settings(max_examples=200, deadline=None)
+    if ON_GPU
+    else settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+)
+BOTH = st.sampled_from([BlockLayout.TOKENS, BlockLayout.PAIRS])
+
+
+def paged(layer: LayerKVSpec, block_size: int, num_seqs: int, max_tokens: int, **options: Any) -> PagedSequences:
+    return PagedSequences([layer], block_size, num_seqs, max_tokens, device=DEVICE, **options)
+
+
+def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int) -> torch.Tensor:
+    """Stores random keys and values for the step's tokens, by the kernel; returns random queries."""
+    generator = torch.Generator().manual_seed(seed)
+    layer, kv = sequences.spec.layers[0], sequences.kv[0]
+    shapes = ((layer.num_kv_heads, layer.key_dim), (layer.num_kv_heads, layer.value_dim), (heads, layer.key_dim))
+    key, value, query = (
+        torch.randn(batch.num_tokens, *shape, generator=generator).to(sequences.arena.dtype).to(DEVICE)
+        for shape in shapes
+    )
+    make_backend("triton", DEVICE).write(kv, key, value, batch)
+    return query
+
+
+def assert_right(
+    sequences: PagedSequences, batch: AttentionBatch, query: torch.Tensor, rtol: float, **options: Any
+) -> None:
+    """Attends, and compares each sequence with the textbook's answer in float64."""
+    kv = sequences.kv[0]
+    scale = query.shape[2] ** -0.5
+    actual = make_backend("triton", DEVICE).attend(kv, query, batch, scale=scale, **options)
+    assert actual.dtype == query.dtype
+    bounds, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    # Those of the oracle, on its device.
+    theirs: dict[str, Any] = {
+        name: option.cpu() if isinstance(option, torch.Tensor) else option for name, option in options.items()
+    }
+    for i, context in enumerate(contexts):
+        key, value = kv.gather(batch.groups[0].block_tables[i].long(), context)
+        expected = oracle_attention(
+            query[bounds[i] : bounds[i + 1]].cpu(), key.cpu(), value.cpu(), scale=scale, window=kv.sliding_window,
+            **theirs,
+        )  # fmt: skip
+        difference = actual[bounds[i] : bounds[i + 1]].cpu().double() - expected
+        assert difference.norm() <= rtol * expected.norm(), (i, context)
+
+
+def sinks_of(heads: int) -> torch.Tensor:
+    return torch.randn(heads, generator=torch.Generator().manual_seed(heads)).to(DEVICE)
+
+
+@EXAMPLES
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    layout=BOTH,
+    dims=st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
+    kv_heads=st.integers(1, 8 if ON_GPU else 2),
+    share=st.sampled_from([1, 3, 4, 8, 17]),
+    block_size=st.sampled_from([16, 32, 48, 128]),
+    contexts=st.lists(st.integers(1, 5000 if ON_GPU else 300), min_size=1, max_size=64 if ON_GPU else 2),
+    window=st.sampled_from([None, 1, 100, 270]),
+    softcap=st.sampled_from([None, 5.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@example("float32", BlockLayout.TOKENS, (64, 64), 2, 3, 16, [300, 5], None, None, True, 0)
+@example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 48, [300], 270, 5.0, True, 0)
+def test_a_decode_agrees_with_float64(
+    dtype: str, layout: BlockLayout, dims: tuple[int, int], kv_heads: int, share: int, block_size: int,
+    contexts: list[int], window: int | None, softcap: float | None, with_sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    layer = LayerKVSpec(kv_heads, *dims, window)
+    sequences = paged(layer, block_size, len(contexts), max(contexts), dtype=dtype, layout=layout, seed=seed)
+    heads = kv_heads * share
+    if any(context > 1 for context in contexts):
+        fill(sequences, sequences.step({i: n - 1 for i, n in enumerate(contexts) if n > 1}), heads, seed)
+    batch = sequences.step(dict.fromkeys(range(len(contexts)), 1))
+    query = fill(sequences, batch, heads, seed + 1)
+    sinks = sinks_of(heads) if with_sinks else None
+    assert_right(sequences, batch, query, TOLERANCE[dtype], softcap=softcap, sinks=sinks)
+
+
+@EXAMPLES
+@given(
+    dtype=st.sampled_from(list(TOLERANCE)),
+    layout=BOTH,
+    dims=st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
+    kv_heads=st.integers(1, 8 if ON_GPU else 2),
+    share=st.sampled_from([1, 3, 4, 8, 17]),
+    block_size=st.sampled_from([16, 32, 48, 128]),
+    first=st.lists(st.integers(1, 2000 if ON_GPU else 40), min_size=1, max_size=16 if ON_GPU else 2),
+    more=st.lists(st.integers(1, 2000 if ON_GPU else 30), min_size=1, max_size=16 if ON_GPU else 2),
+    window=st.sampled_from([None, 1, 7, 100, 270]),
+    softcap=st.sampled_from([None, 5.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@example("float16", BlockLayout.TOKENS, (16, 48), 2, 3, 16, [20, 40], [30, 1], 7, None, False, 0)
+@example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 32, [20, 1], [10, 1], 1, 5.0, True, 0)
+def test_ragged_chunks_agree_with_float64(
+    dtype: str, layout: BlockLayout, dims: tuple[int, int], kv_heads: int, share: int, block_size: int,
+    first: list[int], more: list[int], window: int | None, softcap: float | None, with_sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    layer = LayerKVSpec(kv_heads, *dims, window)
+    longest = max(first) + max(more)
+    sequences = paged(layer, block_size, len(first), longest, dtype=dtype, layout=layout, seed=seed)
+    heads = kv_heads * share
+    sinks = sinks_of(heads) if with_sinks else None
+    batch = sequences.step(dict(enumerate(first)))
+    assert_right(sequences, batch, fill(sequences, batch, heads, seed), TOLERANCE[dtype], softcap=softcap, sinks=sinks)
+    batch = sequences.step(dict(zip(range(len(first)), more, strict=False)))
+    query = fill(sequences, batch, heads, seed + 1)
+    assert_right(sequences, batch, query, TOLERANCE[dtype], softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_a_chunk_over_several_tiles_agrees_with_float64(window: int | None) -> None:
+    sequences = paged(LayerKVSpec(1, 16, 16, window), 16, 1, 400, dtype="float16", layout=BlockLayout.TOKENS)
+    fill(sequences, sequences.step({0: 290}), 16, 0)
+    batch = sequences.step({0: 4})
+    assert_right(sequences, batch, fill(sequences, batch, 16, 1), TOLERANCE["float16"])
+
+
+def test_queries_that_are_part_of_a_wider_row_are_read_where_they_lie() -> None:
+    sequences = paged(LayerKVSpec(1, 16, 16), 16, 2, 40, layout=BlockLayout.TOKENS)
+    for step in ({0: 20, 1: 3}, {0: 1, 1: 1}):
+        batch = sequences.step(step)
+        query = fill(sequences, batch, 2, 0)
+        wide = torch.full((batch.num_tokens, 64), float("nan"), device=DEVICE)
+        wide[:, 32:] = query.view(-1, 32)
+        assert_right(sequences, batch, wide[:, 32:].view(-1, 2, 16), TOLERANCE["float32"])
+
+
+def test_a_decodes_bits_do_not_depend_on_its_neighbours() -> None:
+    def result(neighbours: list[int]) -> torch.Tensor:
+        sequences = paged(LayerKVSpec(1, 16, 16), 16, 3, 600, dtype="float16", layout=BlockLayout.TOKENS)
+        for i, length in enumerate([300, *neighbours]):
+            fill(sequences, sequences.step({i: length}), 2, i)
+        batch = sequences.step(dict.fromkeys(range(1 + len(neighbours)), 1))
+        same = torch.linspace(-1, 1, 32, dtype=torch.float16, device=DEVICE).view(1, 2, 16)
+        query = same.expand(batch.num_seqs, -1, -1).contiguous()
+        backend = make_backend("triton", DEVICE)
+        backend.write(sequences.kv[0], query[:, :1], query[:, 1:], batch)
+        return backend.attend(sequences.kv[0], query, batch, scale=0.25)[0]
+
+    assert torch.equal(result([]), result([520]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs a CPU")
+def test_the_triton_backend_on_a_cpu_asks_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.attention.triton.backend.INTERPRETED", False)
+    with pytest.raises(ConfigError, match="set TRITON_INTERPRET=1"):
+        make_backend("triton", "cpu")
+
+
+def test_without_triton_the_backend_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.attention.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install triton"):
+        make_backend("triton", "cuda")
+    assert make_backend("auto", "cuda").name == "reference"

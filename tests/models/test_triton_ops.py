@@ -1,0 +1,88 @@
+"""The Triton kernels between the matrix products round as the plain steps do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.kvcache.spec import LayerKVSpec
+from octavo.models.ops import Heads, LayerOps, QKNorm
+from octavo.models.rotary import Rotation
+from octavo.storage.arena import BlockLayout
+from tests.attention.batches import PagedSequences
+from tests.attention.triton_device import DEVICE, needs_triton
+
+pytestmark = needs_triton
+
+# Relative, of the whole tensor: sums of squares come in another order, and the interpreter cuts off where it should
+# round to bfloat16.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert (actual.double() - expected.double()).norm() <= TOLERANCE[expected.dtype] * expected.double().norm()
+
+
+def triton_ops() -> LayerOps:
+    from octavo.models.triton_ops import TritonLayerOps
+
+    return TritonLayerOps()
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@DTYPES
+def test_normalisation_with_and_without_a_residual(dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(70, 96, dtype=dtype), randn(70, 96, dtype=dtype, seed=1), randn(96, dtype=dtype))
+    ours, plain = triton_ops(), LayerOps()
+    assert_near(ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    expected, expected_sum = plain.add_rms_norm(x, residual, weight, 1e-5)
+    normalised, total = ours.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    assert_near(total, expected_sum)
+    assert_near(normalised, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu"])
+def test_a_gated_activation(dtype: torch.dtype, activation: str) -> None:
+    gate_up = randn(5, 2 * 1100, dtype=dtype)
+    expected = LayerOps().gate(gate_up, activation)
+    assert_near(triton_ops().gate(gate_up, activation), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rotary", "with_norm", "layout"),
+    [
+        (torch.float32, 64, 64, False, BlockLayout.TOKENS),
+        (torch.bfloat16, 128, 128, True, BlockLayout.TOKENS),
+        (torch.float16, 80, 40, True, BlockLayout.PAIRS),
+    ],
+)
+def test_heads_are_normalised_rotated_and_stored(
+    dtype: torch.dtype, dim: int, rotary: int, with_norm: bool, layout: BlockLayout
+) -> None:
+    from octavo.attention.triton.backend import TritonAttention
+
+    heads, value_dim = Heads(6, 2, dim, 48), 48
+    angles = torch.arange(200.0, device=DEVICE)[:, None] * torch.linspace(0.01, 1, rotary // 2, device=DEVICE)
+    norm = QKNorm(randn(dim, dtype=dtype, seed=2), randn(dim, dtype=dtype, seed=3), 1e-6) if with_norm else None
+    name = str(dtype).removeprefix("torch.")
+    found = []
+    for ops in (LayerOps(), triton_ops()):
+        layer = LayerKVSpec(2, dim, value_dim)
+        sequences = PagedSequences([layer], 16, 2, 60, dtype=name, device=DEVICE, layout=layout)
+        for step in ({0: 37, 1: 5}, {0: 3, 1: 40}):
+            batch, kv = sequences.step(step), sequences.kv[0]
+            qkv = randn(batch.num_tokens, 8 * dim + 2 * value_dim, dtype=dtype, seed=batch.num_tokens)
+            rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
+            query = ops.rotate_and_store(qkv, heads, norm, rotation, kv, batch, TritonAttention(DEVICE))
+            found.append(query.clone())
+        found += kv.gather(batch.groups[0].block_tables[0].long(), 40)
+        found += kv.gather(batch.groups[0].block_tables[1].long(), 45)
+    half = len(found) // 2
+    for expected, actual in zip(found[:half], found[half:], strict=True):
+        assert_near(actual, expected)
