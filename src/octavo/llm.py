@@ -62,6 +62,20 @@ class LLM:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self.core.tokenizer
 
+    @property
+    def summary(self) -> str:
+        """One line for people: the model, how long its context is, and what takes how much memory."""
+        return self.core.summary
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no `sampling_params` are given: the model's own recommendation, if it has one."""
+        return SamplingParams(**self.core.default_sampling)
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """The same as keywords, only those that are recommended."""
+        return dict(self.core.default_sampling)
+
     def generate(
         self,
         prompts: PromptLike | Seq[PromptLike],

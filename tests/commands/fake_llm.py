@@ -21,6 +21,9 @@ class FakeLLM:
     last: Any = None
     on_token: Any = staticmethod(lambda index: None)
 
+    default_sampling: Any = {}  # noqa: RUF012
+    summary = "fake: 2,048 tokens of context"
+
     def __init__(self, **options: Any) -> None:
         self.config = EngineConfig(**options)
         self.num_cache_resets = 0

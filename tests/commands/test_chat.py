@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.commands.chat import Conversation
+from octavo.commands.conversation import Conversation
+from octavo.commands.terminal import Terminal
 from octavo.sampling_params import SamplingParams
 from tests.commands.conftest import OctavoCommand
 from tests.commands.fake_llm import FakeLLM
@@ -18,7 +20,7 @@ def converse(*lines: str | type[KeyboardInterrupt], llm: Any = None, **keywords:
     out = io.StringIO()
     script = iter([*lines, EOFError])
 
-    def read() -> str:
+    def read(prompt: str) -> str:
         line = next(script)
         if isinstance(line, str):
             return line
@@ -47,13 +49,15 @@ def test_the_system_message_comes_first_and_can_be_replaced() -> None:
 
 
 def test_reset_forgets_the_conversation_but_not_the_system_message() -> None:
-    llm, _ = converse("hi", "/reset", "again", system="Be brief.")
-    assert [m["content"] for m in llm.conversations[1]] == ["Be brief.", "again"]
+    for command in ("/clear", "/reset"):
+        llm, _ = converse("hi", command, "again", system="Be brief.")
+        assert [m["content"] for m in llm.conversations[1]] == ["Be brief.", "again"]
 
 
 def test_exit_leaves_and_nothing_after_it_is_read() -> None:
-    llm, _ = converse("/exit", "hi")
-    assert llm.conversations == []
+    for command in ("/exit", "/bye", "/quit"):
+        llm, _ = converse(command, "hi")
+        assert llm.conversations == []
 
 
 def test_an_unknown_command_is_not_sent_to_the_model() -> None:
@@ -111,3 +115,86 @@ def test_the_command_reads_stdin_until_its_end(
     assert (code, out) == (0, "Hello there!\n\n")
     assert fake_llm.last.config.model == "some-model"
     assert fake_llm.last.params == [SamplingParams(temperature=0.0, max_tokens=None)]
+
+
+def test_what_neither_the_user_nor_the_model_says_of_sampling_is_as_in_ollama(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases: list[tuple[dict[str, Any], float]] = [({}, 0.8), ({"temperature": 0.3, "top_p": 0.9}, 0.3)]
+    for recommended, expected in cases:
+        monkeypatch.setattr(fake_llm, "default_sampling", recommended)
+        monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+        octavo_command("chat")
+        assert fake_llm.last.params == [SamplingParams(**{**recommended, "temperature": expected}, max_tokens=None)]
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_greeted_and_its_lines_are_there_the_next_time(
+    octavo_command: OctavoCommand, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    readline = pytest.importorskip("readline")
+    readline.clear_history()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", FakeTerminal("hi\n"))
+    _, out, _ = octavo_command("chat")
+    summary, how, answer, *_ = out.splitlines()
+    assert summary == "fake: 2,048 tokens of context"
+    assert how == "Type a message; /? lists commands, Ctrl-C stops an answer, Ctrl-D or /bye leaves."
+    assert answer == "> Hello there!"
+    kept = tmp_path / "octavo" / "chat_history"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    # input() adds lines to the history only where it reads a real terminal.
+    kept.write_text("what was asked before\n")
+    monkeypatch.setattr("sys.stdin", FakeTerminal(""))
+    octavo_command("chat")
+    assert readline.get_history_item(readline.get_current_history_length()) == "what was asked before"
+    readline.clear_history()
+    monkeypatch.setattr("sys.stdin", FakeTerminal(""))
+    octavo_command("chat", "--no-history")
+    assert readline.get_current_history_length() == 0
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("sys.stdin", FakeTerminal(""))
+    code, _, err = octavo_command("chat")
+    assert code == 0
+    assert "chat_history cannot be kept: Not a directory)" in err
+
+
+def test_the_tabulator_completes_commands() -> None:
+    terminal = Terminal(commands=("/clear", "/set system ", "/set parameter "))
+    assert [terminal._complete("/set", i) for i in range(3)] == ["/set system ", "/set parameter ", None]
+    assert terminal._complete("", 0) is None
+
+
+def test_lines_between_quotes_are_one_message() -> None:
+    llm, _ = converse('"""one', "two", ' three"""', '"""four"""', '"""lost', KeyboardInterrupt, "five")
+    assert [c[-1]["content"] for c in llm.conversations] == ["one\ntwo\n three", "four", "five"]
+
+
+def test_parameters_change_for_the_answers_that_follow() -> None:
+    lines = ("/set parameter temperature 0.2", "/set parameter num_predict 7", "/set parameter stop User:", "hi")
+    llm, out = converse(*lines, "/show", "/set system Be brief.", "hi", "/show")
+    assert llm.params[0] == SamplingParams(temperature=0.2, max_tokens=7, stop="User:")
+    assert llm.conversations[1][0]["content"] == "Be brief."
+    assert "2,048 tokens of context, 7 of them in use" in out
+    assert "parameters  temperature 0.2, stop ('User:',), max_tokens 7" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set parameter temprature 1", "unknown parameter temprature; did you mean temperature?"),
+        ("/set parameter n 2", "unknown parameter n"),
+        ("/set parameter top_p 2", "error: top_p must be"),
+        ("/set parameter top_p", "usage: /set system TEXT, or /set parameter NAME VALUE"),
+        ("/set", "usage: /set system TEXT"),
+    ],
+)
+def test_a_parameter_that_cannot_be_set_leaves_all_as_it_was(line: str, message: str) -> None:
+    llm, out = converse(line, "hi")
+    assert message in out
+    assert llm.params == [SamplingParams(max_tokens=None)]

@@ -15,7 +15,7 @@ from tests.commands.conftest import OctavoCommand
 def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The server options that `serve` was called with; the engine is not made."""
     calls = []
-    monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config: calls.append(config))
+    monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config, **_: calls.append(config))
     return calls
 
 

@@ -170,7 +170,7 @@ def test_a_file_with_keys_that_others_can_read_is_told(tmp_path: Path, caplog: p
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     calls: list[ServerConfig] = []
-    monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config: calls.append(config))
+    monkeypatch.setattr(octavo.server.run, "serve", lambda make_engine, config, **_: calls.append(config))
     return calls
 
 
@@ -185,13 +185,17 @@ def test_serve_logs_all_options_by_source_and_no_key(
     path.write_text('admin_key = "sk-root"\nmax_num_seqs = 8')
     path.chmod(0o600)
     monkeypatch.setenv("OCTAVO_API_KEY", "sk-one,sk-two")
-    caplog.set_level(logging.INFO, "octavo")
-    code, _, _ = octavo_command("serve", "m.gguf", "--config", path, "--port", 0)
+    caplog.set_level(logging.DEBUG, "octavo")
+    argv = ["m.gguf", "--config", path, "--port", 0, "--log-level", "debug"]
+    code, _, _ = octavo_command("serve", *argv)
     assert code == 0
-    assert served == [ServerConfig(port=0, api_key=["sk-one", "sk-two"], admin_key="sk-root")]
-    lines = [record.getMessage() for record in caplog.records if "options from" in record.getMessage()]
+    assert served == [ServerConfig(port=0, log_level="debug", api_key=["sk-one", "sk-two"], admin_key="sk-root")]
+    told = [record for record in caplog.records if "options from" in record.getMessage()]
+    lines = [record.getMessage() for record in told]
+    # What nobody has just typed is told in any case; all the rest would hide it.
+    assert [record.levelname for record in told] == ["DEBUG", "INFO", "INFO", "DEBUG"]
     assert lines[:3] == [
-        "options from flags: port=0 model=m.gguf",
+        "options from flags: port=0 log_level=debug model=m.gguf",
         "options from the environment: api_key=(hidden),(hidden)",
         f"options from {path}: admin_key=(hidden) max_num_seqs=8",
     ]

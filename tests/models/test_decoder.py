@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import transformers
 from octavo.attention.reference import ReferenceAttention
 from octavo.checkpoint.model_config import ModelConfig, RopeConfig
 from octavo.errors import CorruptModelError, UnsupportedModelError
-from octavo.models.decoder import LlamaDecoder
+from octavo.models import decoder as decoder_module
+from octavo.models.decoder import LlamaDecoder, loading_bar
 from octavo.models.linear import PackedLinear, PlainLinear, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.rotary import RotaryTable, inverse_frequencies
@@ -274,3 +277,21 @@ def test_an_unknown_activation_is_refused() -> None:
     config = dataclasses.replace(model_config(build("grouped queries")), hidden_act="snake")
     with pytest.raises(UnsupportedModelError, match="activation 'snake' is not one of silu"):
         LlamaDecoder(config, StateDict(build("grouped queries")), dtype=torch.float32)
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loading_that_takes_long_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stderr, shown in ((FakeTerminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stderr)
+        monkeypatch.setattr(decoder_module, "LOADING_BAR_DELAY", 1e-9)
+        for _ in loading_bar(3):
+            time.sleep(0.06)  # a bar is drawn ten times a second at most
+        assert ("Loading weights: " in stderr.getvalue()) == shown
+    monkeypatch.setattr(decoder_module, "LOADING_BAR_DELAY", 60)
+    monkeypatch.setattr("sys.stderr", terminal := FakeTerminal())
+    list(loading_bar(3))
+    assert "Loading" not in terminal.getvalue()

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.sampling_params import SamplingParams
 from tests.server.conftest import Running
-from tests.server.fake_engine import BOS, EOS, FakeEngine
+from tests.server.fake_engine import BOS, EOS, ByteTokenizer, FakeEngine
 
 PATH = "/v1/completions"
 
@@ -220,3 +220,14 @@ def test_a_prompt_may_be_cut_down_to_its_last_tokens(server: Running) -> None:
     answer = response.json()
     assert [choice["text"][:-1] for choice in answer["choices"]] == ["ef", "23", "x"]
     assert answer["usage"]["prompt_tokens"] == 6
+
+
+def test_a_prompt_that_is_cut_down_is_not_tokenised_whatever_its_length(
+    start_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "max_kept_token_bytes", 1)
+    server = start_server(FakeEngine(max_model_len=64))
+    error = server.error(PATH, {"prompt": "a" * 257, "truncate_prompt_tokens": 2, "max_tokens": 1}, 400)
+    assert error["param"] == "prompt"
+    assert "257 bytes" in error["message"]
+    assert server.post(PATH, {"prompt": "a" * 256, "truncate_prompt_tokens": 2, "max_tokens": 1}).status_code == 200

@@ -19,8 +19,11 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.config import ServerConfig
 from octavo.server.listening import bind
+from octavo.server.run import serve
 from tests.server.conftest import wait_until
+from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 STEP = 0.02
@@ -212,3 +215,13 @@ def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
 def test_a_host_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on '256\.0\.0\.1'"):
         bind("256.0.0.1", 0)
+
+
+def test_an_interrupt_that_was_lost_while_the_model_loaded_ends_the_server_before_it_serves() -> None:
+    def lost() -> None:
+        raise KeyboardInterrupt
+
+    engine = FakeEngine()
+    with pytest.raises(KeyboardInterrupt):
+        serve(lambda: engine, ServerConfig(port=0), check_interrupt=lost)  # type: ignore[arg-type, return-value]
+    assert not engine.is_alive

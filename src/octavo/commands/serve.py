@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from typing import TYPE_CHECKING
 
 from octavo.commands.base import Command
+from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
@@ -17,6 +19,7 @@ from octavo.server.logs import configure_logging
 if TYPE_CHECKING:
     from octavo import AsyncEngine
 
+logger = logging.getLogger("octavo.serve")
 
 # Where a server's keys come from: the best source's only.
 KEYS = frozenset({"api_key", "keys_file"})
@@ -42,8 +45,16 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(server_config.log_level, server_config.log_format)
     config = share_among_tenants(EngineConfig.from_options(settings.given(EngineConfig)), server_config)
     settings.log()
+    logger.info("loading %s", config.model)
+    with remembered_interrupt() as interrupt:
+        _serve(config, server_config, interrupt)
+    return 0
 
+
+def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interrupt) -> None:
     from octavo.server.run import serve
+
+    interrupt.check()
 
     def make_engine() -> AsyncEngine:
         # Torch is imported here, once the server holds its port: a port in use is told without that wait.
@@ -54,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             build_engine(config), config.model, watchdog_seconds=server_config.watchdog_timeout or None
         )
         engine.stats.tracer = tracer
+        interrupt.check()
         return engine
 
     tracer = None
@@ -62,11 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
         tracer = otlp_tracer(server_config.otlp_traces_endpoint, config.model)
     try:
-        serve(make_engine, server_config)
+        serve(make_engine, server_config, check_interrupt=interrupt.check)
     finally:
         if tracer is not None:
             tracer.close()
-    return 0
 
 
 def share_among_tenants(config: EngineConfig, server: ServerConfig) -> EngineConfig:
@@ -84,5 +95,6 @@ COMMAND = Command(
     run,
     description="Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable "
     "(OCTAVO_MAX_NUM_SEQS=64; lists are split at commas) and a line of --config (max_num_seqs = 64). Flags go before "
-    "the environment, and that before the file. All options are logged at the start, keys hidden.",
+    "the environment, and that before the file. Options of the environment and the file are logged at the start, keys "
+    "hidden; all options with --log-level debug.",
 )

@@ -101,11 +101,15 @@ class Settings:
         return grouped
 
     def log(self) -> None:
-        """Log every option with its source, secrets hidden."""
+        """Log every option with its source, secrets hidden: flags and defaults only where debugging.
+
+        Whoever started the server has just written the flags, and may not know of the environment and the file.
+        """
         for source, told in self.by_source().items():
             words = " ".join(f"{name}={_word(value)}" for name, value in told.items())
             message = {"message": f"options from {source}", "options": told}
-            logger.info("options from %s: %s", source, words, extra={"fields": message})
+            level = logging.DEBUG if source in (FLAG, DEFAULT) else logging.INFO
+            logger.log(level, "options from %s: %s", source, words, extra={"fields": message})
 
     def _of_environment(self, environment: Mapping[str, str]) -> dict[str, Any]:
         given = {}

@@ -102,18 +102,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
     except BaseException:
         runner.close()
         raise
-    logger.info(
-        "%s: %s of weights, %d blocks of %d tokens (%s of KV cache), swap space: %s, attention: %s, ready in %.1f s",
-        config.model,
-        format_bytes(facts.weight_bytes),
+    logger.debug(
+        "%d blocks of %d tokens, swap space: %s, attention: %s",
         facts.num_blocks - 1,
         facts.spec.block_size,
-        format_bytes(facts.num_blocks * facts.spec.block_bytes),
         format_bytes(facts.num_host_blocks * facts.spec.block_bytes),
         facts.attention,
-        time.perf_counter() - started,
     )
-    return EngineCore(
+    core = EngineCore(
         config=config,
         scheduler=scheduler,
         runner=runner,
@@ -124,7 +120,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
         default_sampling=default_sampling,
         hidden_size=facts.hidden_size,
         pooling=pooling,
+        weight_bytes=facts.weight_bytes,
     )
+    logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
+    return core
 
 
 def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, Tokenizer | None]:
@@ -308,7 +307,7 @@ def _restore_speed(config: EngineConfig, runner: ModelRunner, host: HostTier) ->
         return None
     max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
     speed = measure_restore_speed(runner, host, max_tokens=max_tokens)
-    logger.info(
+    logger.debug(
         "preemption: swapping moves %s/s, prefill computes %.0f tokens/s: the cheaper way is taken for each victim",
         format_bytes(runner.arena.spec.block_bytes / speed.seconds_per_block),
         1 / speed.seconds_per_token,

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, format_bytes
 from octavo.engine.inspection import PinInfo, kv_report, list_pins
 from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.processor import OutputProcessor
@@ -73,6 +73,7 @@ class EngineCore:
         default_sampling: Mapping[str, Any] | None = None,
         hidden_size: int = 0,
         pooling: Pooling = Pooling.LAST,
+        weight_bytes: int = 0,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -81,6 +82,7 @@ class EngineCore:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.pooling = pooling
+        self._weight_bytes = weight_bytes
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
@@ -94,6 +96,16 @@ class EngineCore:
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
+
+    @property
+    def summary(self) -> str:
+        """One line for people: the model, how long its context is, and what takes how much memory."""
+        spec, num_blocks = self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
+        return (
+            f"{self.config.model}: {self.max_model_len:,} tokens of context, {format_bytes(self._weight_bytes)} of "
+            f"weights, {format_bytes(num_blocks * spec.block_bytes)} of KV cache for "
+            f"{(num_blocks - 1) // len(spec.groups) * spec.block_size:,} tokens"
+        )
 
     @property
     def has_work(self) -> bool:

@@ -8,12 +8,13 @@ The way of a token:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional
+from tqdm import tqdm
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.checkpoint.model_config import ModelConfig
@@ -27,6 +28,9 @@ from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm
 from octavo.models.rotary import RotaryTable, Rotation
 from octavo.models.weights import RawTensor
 from octavo.storage.arena import LayerKV
+
+# Seconds of loading before there is a bar: most models are there by then.
+LOADING_BAR_DELAY = 1.0
 
 
 class Weights(Protocol):
@@ -95,7 +99,7 @@ class LlamaDecoder(CausalLM):
         self._rotary = RotaryTable(config.rope, self.device)
         reader = self._reader(weights, linear)
         self._embedding, self._head = reader.embedding_and_head()
-        self._layers = [reader.layer(index) for index in range(config.num_layers)]
+        self._layers = [reader.layer(index) for index in loading_bar(config.num_layers)]
         self._final_norm = reader.tensor("model.norm.weight", config.hidden_size)
         self.weight_bytes = reader.nbytes
 
@@ -180,6 +184,20 @@ class LlamaDecoder(CausalLM):
             layer.qkv(hidden), self._heads, layer.qk_norm, rotation, kv, batch, attention
         )
         return attention.attend(kv, query, batch, scale=self._scale).flatten(1)
+
+
+def loading_bar(num_layers: int) -> Iterable[int]:
+    """0 .. num_layers, with a progress bar on a terminal's standard error where loading takes a while."""
+    bar: Iterable[int] = tqdm(
+        range(num_layers),
+        desc="Loading weights",
+        unit=" layers",
+        delay=LOADING_BAR_DELAY,
+        disable=None,
+        leave=False,
+        dynamic_ncols=True,
+    )
+    return bar
 
 
 class WeightReader:

@@ -324,7 +324,7 @@ class BodyReader:
             token_ids, text = prompt, None
         else:
             # All of a text that is cut down is tokenised first: where its tokens begin depends on what precedes them.
-            token_ids = self._tokenize(prompt, add_special_tokens, any_length=kept is not None)
+            token_ids = self._tokenize(prompt, add_special_tokens, is_cut=kept is not None)
             if not token_ids:
                 raise RequestError("prompt must not be empty", param="prompt")
             text = prompt if keeps_text else None
@@ -333,11 +333,10 @@ class BodyReader:
         self._check_length(token_ids)
         return EncodedPrompt(token_ids, text)
 
-    def _tokenize(self, text: str, add_special_tokens: bool, *, any_length: bool = False) -> list[int]:
+    def _tokenize(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
         tokenizer = self.tokenizer
-        if any_length:
-            return tokenizer.encode(text, add_special_tokens)
-        check_text_length(text, self._max_model_len, tokenizer.max_kept_token_bytes, tokenizer.dropped_bytes)
+        longest = tokenizer.max_kept_token_bytes
+        check_text_length(text, self._max_model_len, longest, tokenizer.dropped_bytes, is_cut=is_cut)
         return tokenizer.encode(text, add_special_tokens)
 
     def _check_length(self, token_ids: list[int]) -> None:

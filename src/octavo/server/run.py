@@ -34,12 +34,20 @@ _MOST_WAITING = 2048
 FAREWELL_SECONDS = 2.0
 
 
-def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None:
+def _nothing() -> None: ...
+
+
+def serve(
+    make_engine: Callable[[], EngineClient], config: ServerConfig, check_interrupt: Callable[[], None] = _nothing
+) -> None:
     """Serve one engine until SIGINT or SIGTERM; returns when every request has finished or was cancelled.
 
     The port is taken before `make_engine` loads a model, so that one in use fails at once. The first signal stops
     accepting, and lets what runs finish within `config.shutdown_timeout`; the second ends the process on the spot,
     with exit code 128 + the signal's number.
+
+    Args:
+        check_interrupt: raises `KeyboardInterrupt` where Ctrl-C came, and was lost, before signals were handled here.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -52,7 +60,7 @@ def serve(make_engine: Callable[[], EngineClient], config: ServerConfig) -> None
         require_keys_beyond_loopback(listener, config, access)
         engine = make_engine()
         settle_interpreter()
-        asyncio.run(serve_on(listener, engine, config, access))
+        asyncio.run(serve_on(listener, engine, config, access, check_interrupt))
 
 
 def check_certificate(config: ServerConfig) -> None:
@@ -67,7 +75,11 @@ def check_certificate(config: ServerConfig) -> None:
 
 
 async def serve_on(
-    listener: socket.socket, engine: EngineClient, config: ServerConfig, access: Access | None = None
+    listener: socket.socket,
+    engine: EngineClient,
+    config: ServerConfig,
+    access: Access | None = None,
+    check_interrupt: Callable[[], None] = _nothing,
 ) -> None:
     """`serve`, with a bound socket and an engine that is not yet started.
 
@@ -85,6 +97,7 @@ async def serve_on(
     server.on_hangup = None if config.keys_file is None else partial(_reread, access, engine)
     await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
     with server.handled_signals():
+        check_interrupt()
         await engine.start()
         try:
             listen(listener)

@@ -40,18 +40,35 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
             _refuse_first_unknown(part, vocab_size, param)
 
 
-def check_text_length(text: str, max_model_len: int, max_token_bytes: int | None, dropped: bytes = b"") -> None:
+# How much longer a text that is cut down in tokens may be than one that is not.
+CUT_TEXT_FACTOR = 4
+
+
+def check_text_length(
+    text: str, max_model_len: int, max_token_bytes: int | None, dropped: bytes = b"", *, is_cut: bool = False
+) -> None:
     """Raises `ContextLengthError` for a text that is too long however well it is tokenised, without tokenising it.
 
     Args:
         max_token_bytes: bytes of text that one token stands for at most; None where that is not certain.
         dropped: bytes that leave no trace in the tokens, and are not counted.
+        is_cut: only its last tokens are kept, so that it may be `CUT_TEXT_FACTOR` times as long.
     """
     # A character has at most 4 bytes; most texts are nowhere near.
-    if max_token_bytes is None or 4 * len(text) <= max_model_len * max_token_bytes:
+    if max_token_bytes is None:
+        return
+    most = max_model_len * max_token_bytes * (CUT_TEXT_FACTOR if is_cut else 1)
+    if 4 * len(text) <= most:
         return
     num_bytes = len(text.encode(errors="surrogatepass").translate(None, dropped))
-    if num_bytes > max_model_len * max_token_bytes:
+    if num_bytes > most and is_cut:
+        raise ContextLengthError(
+            f"the prompt has {num_bytes} bytes, but even where truncate_prompt_tokens cuts it down it may have at most "
+            f"{most}: {CUT_TEXT_FACTOR} times this model's maximum context length, {max_model_len} tokens of at most "
+            f"{max_token_bytes} bytes each",
+            param="prompt",
+        )
+    if num_bytes > most:
         raise ContextLengthError(
             f"this model's maximum context length is {max_model_len} tokens of at most {max_token_bytes} bytes each, "
             f"but the prompt has {num_bytes} bytes: at least {-(-num_bytes // max_token_bytes)} tokens",
