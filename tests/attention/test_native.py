@@ -76,7 +76,7 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     key_dim=st.sampled_from([32, 48, 64, 80, 128, 256]),
     value_dim=st.sampled_from([None, 16, 64, 96]),

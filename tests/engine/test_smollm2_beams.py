@@ -85,9 +85,9 @@ def assert_searches_agree(llm: LLM, model: Any, prompts: list[str], width: int, 
     [(2, RULES[0:2]), (4, RULES[2:4]), (8, RULES[4:6])],
     ids=["2 beams", "4 beams", "8 beams"],
 )
-def test_ten_prompts_have_the_beams_of_transformers(llm: LLM, model: Any, width: int, rules: list[Rules]) -> None:
-    assert_searches_agree(llm, model, PROMPTS[::2], width, rules[0])
-    assert_searches_agree(llm, model, PROMPTS[1::2], width, rules[1])
+def test_six_prompts_have_the_beams_of_transformers(llm: LLM, model: Any, width: int, rules: list[Rules]) -> None:
+    assert_searches_agree(llm, model, PROMPTS[:3], width, rules[0])
+    assert_searches_agree(llm, model, PROMPTS[3:6], width, rules[1])
 
 
 @pytest.mark.soak

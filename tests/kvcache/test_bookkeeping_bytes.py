@@ -15,7 +15,7 @@ from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 @pytest.mark.parametrize(
     ("prefix_cache", "eviction"), [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
 )
-@pytest.mark.parametrize("num_blocks", [4097, 6000, 8192])
+@pytest.mark.parametrize("num_blocks", [2049, 3000, 4096])
 def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
     admit_and_compute(make_manager(16, 16), make_sequence([1] * 40))  # what is made once
     gc.collect()

@@ -369,7 +369,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert BlockState.ACTIVE not in audit.counts
 
 
-CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=180, stateful_step_count=80, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 
 

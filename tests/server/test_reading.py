@@ -150,6 +150,15 @@ def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.Mo
     assert read(bodies, chat("y"), "chat").prompt.token_ids == SlowTokenizer().encode("y", False)
 
 
+def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
+    bodies = reading()
+    assert read(bodies, chat("x"), "chat").prompt.token_ids == SlowTokenizer().encode("x", False)
+    (idle,) = bodies._chats._idle
+    idle._process.kill()
+    idle._process.wait()
+    assert read(bodies, chat("y"), "chat").prompt.token_ids == SlowTokenizer().encode("y", False)
+
+
 class BlockedWorker:
     """Stands in for a process: reads nothing until `goes_on` is set; notes what it was given."""
 

@@ -108,8 +108,10 @@ class _Workers:
 
     def _take(self) -> BodyWorker:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:  # the system may have ended it meanwhile, for want of memory
+                    return worker
         reader = pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
         return BodyWorker(reader, self._memory, self._niceness)
 

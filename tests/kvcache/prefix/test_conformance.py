@@ -136,7 +136,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     sequences=st.lists(tokens_lists, min_size=4, max_size=4),
     salts=st.text("ab", min_size=4, max_size=4),
@@ -168,7 +168,7 @@ def test_any_history_of_puts_and_drops_leaves_all_caches_with_the_same_answers(
     assert sorted(caches[0]) == sorted(caches[1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     layers=st.sampled_from(GROUPS),
     block_size=st.sampled_from([1, 2, 4]),
