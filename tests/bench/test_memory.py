@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench.memory import CacheBudget, StepCost, play, simulated_engine
+from octavo.bench.memory import CacheBudget, play, simulated_engine
 from octavo.bench.memory_report import markdown, require_matplotlib
 from octavo.bench.workload import named_workload
 from octavo.config import EngineConfig
@@ -18,8 +18,8 @@ from octavo.planner.model_shape import ModelShape
 from octavo.planner.sources import find_shape
 from tests.commands.conftest import OctavoCommand
 
-COST = StepCost(step_s=0.02, token_s=1e-4, context_byte_s=1e-12)
-"""About what a 13B model costs on an A100: reading the weights is most of a decode step."""
+SPEEDS = (1000.0, 100_000.0)
+"""About an A100's, in GB/s and GFLOP/s: reading the weights is most of a decode step."""
 SIMULATE = ["--simulate", "--model", "llama-2-7b", "--max-model-len", 2048]
 
 
@@ -50,20 +50,20 @@ def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llam
 
 
 def test_a_step_costs_its_weights_its_tokens_and_its_context(llama: ModelShape) -> None:
-    cost = StepCost.of_device(llama, "bfloat16", gb_per_s=1000, gflop_per_s=100_000)
-    assert cost.step_s == pytest.approx(2 * llama.parameters.total / 1e12)
-    assert cost.token_s == pytest.approx(2 * llama.parameters.total / 1e14)
+    parameters = llama.parameters.total
+    step_s, token_s = 2 * parameters / 1e12, 2 * parameters / 1e14
     config = EngineConfig(max_model_len=2048)
-    engine = simulated_engine(CacheBudget.build(llama, config, 4), 16, config, cost)
+    engine = simulated_engine(CacheBudget.build(llama, config, 4), 16, config, *SPEEDS)
     engine.add(named_workload("single")[0], 1)
-    assert engine.step() == pytest.approx(cost.step_s + 64 * cost.token_s + 64 * 524_288 / 1e12)
-    assert engine.step() == pytest.approx(cost.step_s + cost.token_s + 65 * 524_288 / 1e12)
+    assert engine.step() == pytest.approx(step_s + 64 * token_s + 64 * 524_288 / 1e12)
+    assert engine.step() == pytest.approx(step_s + token_s + 65 * 524_288 / 1e12)
 
 
 @pytest.mark.parametrize("speeds", [(0, 1), (1, -1)])
 def test_a_speed_must_be_positive(llama: ModelShape, speeds: tuple[int, int]) -> None:
+    config = EngineConfig(max_model_len=2048)
     with pytest.raises(ConfigError, match="speeds must be above 0"):
-        StepCost.of_device(llama, "bfloat16", *speeds)
+        simulated_engine(CacheBudget.build(llama, config, 4), 16, config, *speeds)
 
 
 def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_once(llama: ModelShape) -> None:
@@ -71,7 +71,7 @@ def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_onc
     budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     played = {}
     for size in (16, "max"):
-        engine = simulated_engine(budget, size, config, COST)
+        engine = simulated_engine(budget, size, config, *SPEEDS)
         played[size] = play(engine, named_workload("mixed96"), budget)
         engine.scheduler.kv.audit()
     paged, contiguous = played[16], played["max"]

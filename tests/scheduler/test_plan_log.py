@@ -99,3 +99,9 @@ def test_what_is_no_recording_and_what_cannot_be_written_are_named(tmp_path: Pat
 
 def test_an_empty_result_has_no_samples() -> None:
     assert StepResult().samples == []
+
+
+def test_a_recording_says_what_its_engine_is_before_the_first_step(tmp_path: Path) -> None:
+    log = PlanLog(tmp_path / "plans", {"block_size": 4})
+    assert read_facts(tmp_path / "plans") == {"block_size": 4}
+    log.close()

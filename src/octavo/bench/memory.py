@@ -7,7 +7,7 @@ on top of them.
 
 The scheduler, the manager and the prefix cache are those that serve. What computes a step is either the engine's
 runner (`real_engine`) or nothing, for an assumed time (`simulated_engine`): then memory figures are exact and times
-follow from `StepCost`.
+follow from `StepTimes`.
 """
 
 from __future__ import annotations
@@ -30,59 +30,20 @@ from octavo.planner.calculator import (
     block_tokens,
     pool_for_memory,
     swap_bytes,
-    weight_bytes,
 )
 from octavo.planner.model_shape import ModelShape
+from octavo.planner.roofline import without_overlap
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.plan import StepResult
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.step_time import StepLoad, StepTimes
 
 BlockSize = int | Literal["max"]
 
 CONTIGUOUS: Literal["max"] = "max"
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """The assumed time of a step: step_s + token_s * new tokens + context_byte_s * bytes of keys and values read.
-
-    A sum, where hardware overlaps some of it: pessimistic by less than a factor of two. Each sequence's context is read
-    once a step, windows not taken off; the arithmetic of attention counts for nothing. A block that is swapped out or
-    in costs what reading its bytes does.
-
-    Attributes:
-        step_s: seconds of a step with nothing in it: all weights read once.
-        token_s: seconds of a new token: two operations for each parameter.
-        context_byte_s: seconds of a byte of context.
-    """
-
-    step_s: float
-    token_s: float
-    context_byte_s: float
-
-    @classmethod
-    def of_device(cls, shape: ModelShape, dtype: str, gb_per_s: float, gflop_per_s: float) -> StepCost:
-        """Of a device that reads so many 1e9 bytes and does so many 1e9 operations a second.
-
-        Raises:
-            ConfigError: a speed that is not positive.
-        """
-        if not gb_per_s > 0 or not gflop_per_s > 0:
-            raise ConfigError(f"speeds must be above 0, got {gb_per_s:g} GB/s and {gflop_per_s:g} GFLOP/s")
-        return cls(
-            step_s=weight_bytes(shape, dtype, tied_head_copied=False) / gb_per_s / 1e9,
-            token_s=2 * shape.parameters.total / gflop_per_s / 1e9,
-            context_byte_s=1 / gb_per_s / 1e9,
-        )
-
-    def seconds(self, plan: StepPlan, spec: KVCacheSpec) -> float:
-        context = sum(plan.starts) + plan.num_tokens
-        moved = (len(plan.swap_out) + len(plan.swap_in)) * spec.block_bytes
-        num_bytes = context * spec.bytes_per_token + moved
-        return self.step_s + self.token_s * plan.num_tokens + self.context_byte_s * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +120,9 @@ class BenchEngine(Protocol):
 class SimulatedEngine:
     """The real scheduler and cache over a runner that computes nothing."""
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
+    def __init__(self, scheduler: Scheduler, times: StepTimes) -> None:
         self.scheduler = scheduler
-        self._cost = cost
+        self._times = times
         self._ids = itertools.count()
 
     def add(self, request: BenchRequest, n: int) -> Request:
@@ -175,7 +136,8 @@ class SimulatedEngine:
     def step(self) -> float:
         """See `BenchEngine.step`."""
         plan = self.scheduler.schedule()
-        seconds = self._cost.seconds(plan, self.scheduler.kv.spec)
+        moved = len(plan.swap_out) + len(plan.swap_in)
+        seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths, num_moved=moved))
         # Parallel samples part with their first token, as they would under a temperature.
         result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))
         self.scheduler.update(plan, result)
@@ -209,14 +171,16 @@ class RealEngine:
 
 
 def simulated_engine(
-    budget: CacheBudget, block_size: BlockSize, config: EngineConfig, cost: StepCost
+    budget: CacheBudget, block_size: BlockSize, config: EngineConfig, gb_s: float, gflop_s: float
 ) -> SimulatedEngine:
+    """An engine on a device that reads so many 1e9 bytes and does so many 1e9 operations a second."""
     spec = budget.spec(block_size)
     pool = budget.pool(block_size, config)
     num_host_blocks = _num_host_blocks(config, spec)
     kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
-    speed = RestoreSpeed(cost.token_s, cost.context_byte_s * spec.block_bytes)
-    return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, restore_speed=speed), cost)
+    times = without_overlap(budget.shape, spec, cost_dtype(config), gb_s, gflop_s)
+    speed = RestoreSpeed(times.product_seconds(1), times.per_moved_block)
+    return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, restore_speed=speed), times)
 
 
 def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:

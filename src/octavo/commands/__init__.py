@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.commands import bench, chat, completion, generate, plan, serve
+from octavo.commands import bench, calibrate_speed, chat, completion, generate, plan, serve, simulate
 from octavo.commands.base import Command, add_command
 
 COMMANDS: tuple[Command, ...] = (
@@ -11,6 +11,8 @@ COMMANDS: tuple[Command, ...] = (
     chat.COMMAND,
     bench.COMMAND,
     plan.COMMAND,
+    simulate.COMMAND,
+    calibrate_speed.COMMAND,
     completion.COMMAND,
 )
 

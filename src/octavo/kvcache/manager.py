@@ -100,6 +100,11 @@ class KVCacheManager:
         """Share of the pool that sequences reference, 0 to 1."""
         return self.pool.num_active / (self.pool.num_blocks - 1)
 
+    @property
+    def num_evicted(self) -> int:
+        """Cached blocks that gave way to others, ever."""
+        return self._num_evicted
+
     def tables(self, seq: Sequence) -> list[BlockTable]:
         """The sequence's block tables, one per group: to read, not to change."""
         return self._holdings[seq.seq_id].tables

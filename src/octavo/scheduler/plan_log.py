@@ -101,6 +101,8 @@ class PlanLog:
         head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
         self._num_bytes = len(head)
         self._file.write(head)
+        # Whoever watches a server may read what it is before it has computed anything.
+        self._file.flush()
 
     def record(self, plan: StepPlan, began: float, seconds: float) -> None:
         """Append a plan that was executed from `began` (`time.perf_counter`) on; nothing once the file is full."""

@@ -450,7 +450,7 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long, from the end of the step before where the engine went straight on to its own end."""
         if self._latency is not None:
-            self._latency.observe(StepLoad.of(plan.starts, plan.lengths), seconds)
+            self._latency.observe(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams), seconds)
 
     def release(self) -> StepPlan | None:
         """A plan that makes the runner forget every sequence, where nothing is left to compute and it is worth it."""

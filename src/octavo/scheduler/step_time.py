@@ -12,12 +12,18 @@ solved by non-negative coordinate descent from the last solution: O(terms²) a s
 far longer than others do (a page fault, another process) moves the fit no more than a step at the edge of what is usual
 does (Huber's weights).
 
-Pure numbers, no clock: the scheduler sizes chunks by it, and a simulator can take it for a device.
+Pure numbers, no clock: the scheduler sizes chunks by it.
+
+`StepTimes` is the same sum with coefficients that are known: fitted to recorded plans at leisure, its products then
+piecewise linear through as many points as were measured, or taken from a device's data sheet. The simulator takes it
+for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 KNOTS = (16, 64, 256)
@@ -36,12 +42,14 @@ class StepLoad(NamedTuple):
         context: tokens whose keys and values are read: the sum of the sequences' lengths.
         chunk_work: sum, over chunks of prompts, of their tokens but one times their mean context.
         num_seqs: sequences.
+        num_moved: blocks that are copied, or swapped in or out, before it.
     """
 
     rows: int = 0
     context: int = 0
     chunk_work: float = 0.0
     num_seqs: int = 0
+    num_moved: int = 0
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
         """And `num_tokens` tokens of a prompt after `start` computed ones; one token of a stream is no different."""
@@ -50,19 +58,21 @@ class StepLoad(NamedTuple):
             self.context + start + num_tokens,
             self.chunk_work + max(0, num_tokens - 1) * (start + 0.5 * num_tokens),
             self.num_seqs + 1,
+            self.num_moved,
         )
 
     @classmethod
-    def of(cls, starts: Iterable[int], lengths: Iterable[int]) -> StepLoad:
-        """Of a plan: `starts[i]` tokens of sequence i are computed, and `lengths[i]` more will be."""
-        rows = context = num_seqs = 0
+    def of(cls, starts: Sequence[int], lengths: Sequence[int], *, num_streams: int = 0, num_moved: int = 0) -> StepLoad:
+        """Of a plan: `starts[i]` tokens of sequence i are computed, and `lengths[i]` more will be.
+
+        Args:
+            num_streams: so many of the first sequences compute one token: they need no look at each.
+        """
+        rows = sum(lengths)
         chunk_work = 0.0
-        for start, length in zip(starts, lengths, strict=True):
-            rows += length
-            num_seqs += 1
-            context += start + length
+        for start, length in zip(starts[num_streams:], lengths[num_streams:], strict=True):
             chunk_work += (length - 1) * (start + 0.5 * length)
-        return cls(rows, context, chunk_work, num_seqs)
+        return cls(rows, sum(starts) + rows, chunk_work, len(lengths), num_moved)
 
 
 def _terms(load: StepLoad) -> list[float]:
@@ -121,6 +131,55 @@ class StepTimeModel:
                 # A millionth of ridge: terms that always rise together share their weight.
                 slope = target - sum(map(float.__mul__, row, weights))
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The time of a step by known coefficients, in seconds.
+
+    Attributes:
+        base: of any step.
+        products: (rows, seconds) of the matrix products, by rising rows: linear in between, and on beyond the last.
+        per_context_token: of reading one token's keys and values, all layers.
+        per_chunk_work: see `StepLoad.chunk_work`.
+        per_seq: of a sequence.
+        per_moved_block: of a block that is copied or swapped.
+    """
+
+    base: float
+    products: tuple[tuple[float, float], ...]
+    per_context_token: float = 0.0
+    per_chunk_work: float = 0.0
+    per_seq: float = 0.0
+    per_moved_block: float = 0.0
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds that a step of this load takes."""
+        return (
+            self.base
+            + self.product_seconds(load.rows)
+            + self.per_context_token * load.context
+            + self.per_chunk_work * load.chunk_work
+            + self.per_seq * load.num_seqs
+            + self.per_moved_block * load.num_moved
+        )
+
+    def product_seconds(self, rows: float) -> float:
+        """Of `base` apart: the matrix products of so many rows."""
+        points = self.products
+        if len(points) < 2:
+            return points[0][1] if points else 0.0
+        above = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
+        (low, at_low), (high, at_high) = points[above - 1], points[above]
+        return max(0.0, at_low + (at_high - at_low) * (rows - low) / (high - low))
+
+    def with_kv_bytes(self, ratio: float) -> StepTimes:
+        """The same device where a token's keys and values take `ratio` times the bytes, and so the time to read."""
+        return replace(
+            self,
+            per_context_token=self.per_context_token * ratio,
+            per_moved_block=self.per_moved_block * ratio,
+        )
 
 
 _RATIO_GAIN = 0.1

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from octavo.bench.memory import (
     BlockSize,
     CacheBudget,
     Played,
-    StepCost,
     cost_dtype,
     play,
     real_engine,
@@ -27,6 +26,7 @@ from octavo.bench.workload import BenchRequest
 from octavo.commands.options import engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
 
 _SIMULATED_SIZES: list[BlockSize] = [1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS]
@@ -49,15 +49,15 @@ class _Bench:
 
     budget: CacheBudget
     options: dict[str, Any]
-    cost: StepCost | None
+    speeds: tuple[float, float] | None  # GB/s and GFLOP/s of a simulated device
 
     def config(self, **changes: Any) -> EngineConfig:
         return EngineConfig.from_options({**self.options, **changes})
 
     def engine(self, block_size: BlockSize, **changes: Any) -> AbstractContextManager[BenchEngine]:
-        if self.cost is None:
+        if self.speeds is None:
             return real_engine(self.budget, block_size, {**self.options, **changes})
-        return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), self.cost))
+        return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), *self.speeds))
 
     def play(self, block_size: BlockSize, work: _Work, n: int = 1, **changes: Any) -> Played:
         with self.engine(block_size, **changes) as engine:
@@ -74,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(options)
     shape = find_shape(config.model)
     budget = CacheBudget.build(shape, config, args.contiguous_seqs)
-    cost = StepCost.of_device(shape, cost_dtype(config), args.gb_s, args.gflop_s) if args.simulate else None
+    speeds = (args.gb_s, args.gflop_s) if args.simulate else None
+    cost = None if speeds is None else _step_cost(budget, config, speeds)
     # Nothing of one block size may be left over for the next; what sharing saves has a table of its own.
-    bench = _Bench(budget, {"enable_prefix_caching": False, **options}, cost)
+    bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
     works = list(_works(args, budget, shape.vocab_size))
 
     from octavo import __version__
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "kv_bytes": budget.num_bytes,
         "max_model_len": budget.max_model_len,
         "contiguous_seqs": budget.contiguous_seqs,
-        "step_cost": None if cost is None else asdict(cost),
+        "step_cost": cost,
         "workloads": [
             _compare(bench, work, args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, "max"]), args.runs)
             for work in works
@@ -106,6 +107,12 @@ def run(args: argparse.Namespace) -> int:
         memory_report.write(result, line, Path(args.output))
     print(line if args.json else memory_report.markdown(result))
     return 0
+
+
+def _step_cost(budget: CacheBudget, config: EngineConfig, speeds: tuple[float, float]) -> dict[str, float]:
+    """The law of a simulated step, for the report: seconds of a step, a new token and a byte of context."""
+    times = without_overlap(budget.shape, budget.spec(_PAGED), cost_dtype(config), *speeds)
+    return {"step_s": times.base, "token_s": times.product_seconds(1), "context_byte_s": 1 / speeds[0] / 1e9}
 
 
 def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> dict[str, Any]:

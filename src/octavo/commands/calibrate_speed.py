@@ -1,0 +1,71 @@
+"""`octavo calibrate-speed`: measure how long a server's steps take here, for `octavo simulate`."""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.commands.base import Command
+from octavo.commands.options import add_engine_options
+
+DESCRIPTION = """\
+Start `octavo serve` with the engine options, send it requests for a minute and a half, and write a file with the
+coefficients of a step's time, their bootstrap intervals and the fit's error. `octavo simulate --speed FILE` takes it.
+The machine should do nothing else meanwhile.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", default="speed.json", metavar="FILE", help="where to write it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=80.0, metavar="X", help="how long to measure (default: %(default)g)"
+    )
+    parser.add_argument("--keep-plans", metavar="FILE", help="keep the recorded plans there")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from octavo.bench import report
+    from octavo.commands.options import engine_argv, engine_options
+    from octavo.config import DEFAULT_MODEL
+    from octavo.errors import ConfigError
+    from octavo.planner.sources import find_shape
+    from octavo.simulator.calibration import calibrate
+
+    options = engine_options(args)
+    if "record_plans" in options:
+        raise ConfigError("plans are recorded for the measurement itself: --keep-plans FILE keeps them")
+    shape = find_shape(options.get("model", DEFAULT_MODEL))
+    speed = calibrate(engine_argv(options), args.seconds, shape.vocab_size, args.keep_plans)
+    speed.write(args.output)
+    if args.json:
+        print(report.as_json_line({**asdict(speed), "file": args.output}))
+        return 0
+    times, fit = speed.times, speed.fit["period"]
+    values = {
+        "base": times.base,
+        **{f"products({rows:g})": seconds for rows, seconds in times.products},
+        "per_context_token": times.per_context_token,
+        "per_chunk_work": times.per_chunk_work,
+        "per_seq": times.per_seq,
+        "per_moved_block": times.per_moved_block,
+    }
+    rows = [
+        [name, f"{1e6 * value:.5g}", *(f"{1e6 * end:.5g}" for end in fit["intervals_5_95"][name])]
+        for name, value in values.items()
+    ]
+    print("\n".join(report.columns(["coefficient", "µs", "5 %", "95 %"], rows)))
+    device = speed.fit["execution"]
+    print(f"{fit['steps']:,} steps, mean absolute error {100 * fit['mean_abs_error']:.1f} %", end=" ")
+    print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
+    print(f"a request takes {1e3 * speed.intake_s:.2f} ms beside its steps; written to {args.output}")
+    return 0
+
+
+COMMAND = Command(
+    "calibrate-speed", "measure how long steps take here, for octavo simulate", add_arguments, run, DESCRIPTION
+)

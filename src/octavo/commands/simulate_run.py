@@ -1,0 +1,194 @@
+"""The implementation of `octavo simulate`, apart from its options so that `--help` imports little."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from octavo.bench import report
+from octavo.bench.traces import read_trace
+from octavo.commands.options import add_engine_options, engine_options, integer
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.option import flag
+from octavo.planner.roofline import MACHINES, find_machine
+from octavo.planner.sources import find_shape
+from octavo.simulator.pareto import draw, require_matplotlib
+from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
+from octavo.simulator.setup import Plan
+from octavo.simulator.simulation import Results
+from octavo.simulator.speed import Speed, speed_of_plans
+from octavo.simulator.traffic import Tenants
+
+_OWN_SWEEPS: Mapping[str, Any] = {"kv_bits": float, "num_devices": integer}
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list_machines:
+        print("\n".join(_machines()))
+        return 0
+    if args.plot:
+        require_matplotlib()
+    options = engine_options(args)
+    plan, demand = _plan(args, options), _demand(args)
+    targets = Targets(args.ttft_slo_ms, options.get("itl_slo_ms"), args.slo_percentile)
+    if args.find_rate and args.find_replicas:
+        raise ConfigError("--find-rate asks what one server serves, --find-replicas how many are needed: give one")
+    if args.rates is not None and (args.find_rate or args.find_replicas or args.concurrency is not None):
+        raise ConfigError("--rates gives the rates: leave out --find-rate, --find-replicas and --concurrency")
+    points = list(_points(args, plan, demand, targets))
+    speed = plan.effective_speed
+    result: dict[str, Any] = {
+        "simulate": plan.shape.name,
+        "speed": {"kind": speed.kind, "origin": speed.origin},
+        "options": options,
+        "max_model_len": plan.max_model_len,
+        "traffic": {"trace": args.trace, **{k: v for k, v in asdict(demand).items() if k not in ("trace", "tenants")}},
+        "targets": asdict(targets) if targets.given else None,
+        "points": points,
+    }
+    if args.plot:
+        draw(result, args.plot)
+    print(report.as_json_line(result) if args.json else "\n".join(_tables(result)))
+    return 0
+
+
+def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
+    given = [name for name in ("speed", "plans", "machine") if getattr(args, name)]
+    if len(given) != 1:
+        raise ConfigError(
+            "say how fast the server is, in one way: --speed FILE (`octavo calibrate-speed` writes it), --plans FILE "
+            "or --machine NAME (an estimate; --list-machines)"
+        )
+    speed = Speed.read(args.speed) if args.speed else speed_of_plans(args.plans) if args.plans else None
+    if speed is not None and args.num_devices != 1:
+        raise ConfigError("--num-devices goes with --machine: a measured speed is that of the server that was measured")
+    machine = find_machine(args.machine) if args.machine else None
+    if speed is not None and "model" in speed.facts:
+        options.setdefault("model", speed.facts["model"])
+    config = EngineConfig.from_options(options)
+    plan = Plan(find_shape(config.model), config, speed, machine, args.kv_bits, args.num_devices)
+    measured = {} if speed is None else speed.facts
+    if measured.get("model", config.model) != config.model:
+        print(f"note: the speed is that of {measured['model']}, not of {config.model}", file=sys.stderr)
+    return plan
+
+
+def _demand(args: argparse.Namespace) -> Demand:
+    return Demand(
+        trace=tuple(read_trace(args.trace)) if args.trace else (),
+        count=args.num_requests,
+        rate=args.request_rate,
+        rate_scale=args.rate_scale,
+        burstiness=args.burstiness,
+        users=args.concurrency,
+        think_s=args.think_time,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        scale_lengths=args.scale_lengths,
+        tenants=Tenants.parse(args.tenants) if args.tenants else Tenants(),
+        seed=args.workload_seed,
+    )
+
+
+def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:
+    """A run for each variant and rate, or the answer for each variant."""
+    sweeps = [parse_sweep(text) for text in args.sweep]
+    rates = None if args.rates is None else _rates(args.rates)
+    for changes, variant in variants(plan, sweeps):
+        head = {"variant": changes, "num_blocks": variant.num_blocks}
+        if args.find_rate:
+            found = find_rate(variant, demand, targets)
+            answer = {"largest_rate": None if found is None else round(found.value, 4)}
+            answer["missed_at"] = None if found is None or found.missed_at is None else round(found.missed_at, 4)
+            yield head | answer | _report(None if found is None else found.results)
+        elif args.find_replicas:
+            replicas = find_replicas(variant, demand, targets)
+            yield head | {"replicas": replicas and replicas[0]} | _report(replicas and replicas[1])
+        elif rates is None:
+            yield head | _report(simulate(variant, demand))
+        else:
+            for rate in rates:
+                yield head | {"rate": rate} | _report(simulate(variant, replace(demand, rate=rate)))
+
+
+def _report(results: Results | None) -> dict[str, Any]:
+    return {} if results is None else results.report()
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"cannot read {text!r} as rates: write 1,2,4") from None
+
+
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """'max_num_seqs=16,64' -> ('max_num_seqs', [16, 64]), the values as the option's flag takes them.
+
+    Raises:
+        ConfigError: no such option, or not a value of it.
+    """
+    name, equals, values = text.partition("=")
+    name = name.removeprefix("--").replace("-", "_")
+    if not equals or not values:
+        raise ConfigError(f"cannot read {text!r} as a sweep: write kv_cache_memory=1GiB,4GiB")
+    return name, [_sweep_value(name, value) for value in values.split(",")]
+
+
+def _sweep_value(name: str, value: str) -> Any:
+    try:
+        if name in _OWN_SWEEPS:
+            return _OWN_SWEEPS[name](value)
+        parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+        add_engine_options(parser)
+        switches = {"on": flag(name), "off": flag("no_" + name)}
+        argument = switches[value] if value in switches else f"{flag(name)}={value}"
+        parsed, unknown = parser.parse_known_args([argument])
+    except (argparse.ArgumentError, argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(f"--sweep {name}={value}: {error}") from None
+    if unknown or not hasattr(parsed, name):
+        raise ConfigError(f"--sweep {name}: no such engine option, nor kv_bits or num_devices")
+    return getattr(parsed, name)
+
+
+def _tables(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{result['simulate']}: step times {result['speed']['origin']}"
+    points = result["points"]
+    if len(points) == 1:
+        point = {name: value for name, value in points[0].items() if name not in ("variant", "tenants")}
+        yield report.as_table(point)
+        if tenants := points[0].get("tenants"):
+            yield from report.columns(
+                ["tenant", *next(iter(tenants.values()))],
+                [[name, *map(report.show, figures.values())] for name, figures in tenants.items()],
+            )
+    else:
+        yield from report.columns(_HEADING, [_row(point) for point in points])
+    if any("largest_rate" in point and point["largest_rate"] is None for point in points):
+        yield "the targets are not kept at any rate: even a request alone takes longer"
+    if any("replicas" in point and point["replicas"] is None for point in points):
+        yield "no number of replicas keeps the targets: even a request alone takes longer"
+
+
+_HEADING = ("variant", "asked", "req/s", "out tok/s", "ttft p50", "p99 ms", "itl p50", "p99 ms", "hits", "preempted")
+
+
+def _row(point: Mapping[str, Any]) -> Sequence[str]:
+    variant = ", ".join(f"{name} {report.show(value)}" for name, value in point["variant"].items()) or "-"
+    asked = next((point[name] for name in ("largest_rate", "replicas", "rate") if name in point), None)
+    if "ttft_ms" not in point:
+        return [variant, report.show(asked), *["-"] * 8]
+    ttft, itl = point["ttft_ms"], point["itl_ms"]
+    figures = (asked, point["requests_s"], point["output_tok_s"], ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
+    return [variant, *map(report.show, figures), f"{100 * point['hit_rate']:.1f} %", f"{point['preemptions']:,}"]
+
+
+def _machines() -> list[str]:
+    rows = [[m.name, f"{m.gb_s:g}", f"{m.tflop_s:g}", f"{m.memory / 1e9:g}", m.source] for m in MACHINES.values()]
+    return report.columns(["machine", "GB/s", "bf16 TFLOP/s", "GB", "source"], rows)

@@ -1,0 +1,171 @@
+"""Step times of machines that one does not have: from bandwidth and matrix rate on their data sheets.
+
+    T = launches + max(weights / bandwidth, 2 · parameters · rows / rate)      products
+      + bytes of keys and values / bandwidth                                  attention of streams
+      + 4 · heads · head_dim · layers · Σ query · context / rate              attention of chunks
+      + 2 · layers all-reduces, where several devices share the model
+
+An estimate, and labelled as one wherever it is shown: what a kernel reaches of a data sheet's figure is an assumption
+(`BANDWIDTH_REACHED`, `RATE_REACHED`). `octavo calibrate-speed` measures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.option import nearest
+from octavo.planner.calculator import weight_bytes
+from octavo.planner.model_shape import ModelShape
+from octavo.scheduler.step_time import StepTimes
+
+BANDWIDTH_REACHED = 0.8
+RATE_REACHED = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One device by its data sheet.
+
+    Attributes:
+        gb_s: of memory bandwidth, 1e9 bytes a second.
+        tflop_s: dense bf16 matrix products with fp32 sums, 1e12 operations a second, without sparsity.
+        memory: bytes.
+        launch_us: of the host and the kernels' launches, for a layer and step. Assumed: 5 with graphs on a GPU.
+        link_gb_s: to the other devices of a group, one direction.
+        source: where the figures are from.
+    """
+
+    name: str
+    gb_s: float
+    tflop_s: float
+    memory: int
+    source: str
+    launch_us: float = 5.0
+    link_gb_s: float = 0.0
+    on_cpu: bool = False
+
+
+_GB = 10**9
+
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "a100-40gb", 1555, 312, 40 * _GB, "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 40GB", link_gb_s=300
+        ),
+        Machine(
+            "a100-80gb", 2039, 312, 80 * _GB, "NVIDIA A100 Tensor Core GPU data sheet (2021), SXM4 80GB", link_gb_s=300
+        ),
+        Machine("h100", 3350, 989, 80 * _GB, "NVIDIA H100 Tensor Core GPU data sheet (2023), SXM5", link_gb_s=450),
+        Machine("h200", 4800, 989, 141 * _GB, "NVIDIA H200 Tensor Core GPU data sheet (2023), SXM", link_gb_s=450),
+        Machine(
+            "l4", 300, 121, 24 * _GB, "NVIDIA L4 Tensor Core GPU data sheet (2023); half of the rate with sparsity"
+        ),
+        Machine(
+            "xeon-8480+",
+            307.2,
+            114.7,
+            512 * _GB,
+            "Intel ARK, Xeon Platinum 8480+: 8 channels of DDR5-4800; rate: 56 cores × 1024 bf16 operations a cycle "
+            "(AMX) at its base of 2.0 GHz",
+            launch_us=20.0,
+            on_cpu=True,
+        ),
+        Machine(
+            "epyc-9654",
+            460.8,
+            14.7,
+            768 * _GB,
+            "AMD, EPYC 9654: 12 channels of DDR5-4800; rate: 96 cores × 64 bf16 operations a cycle at 2.4 GHz",
+            launch_us=20.0,
+            on_cpu=True,
+        ),
+        Machine(
+            "graviton4",
+            537.6,
+            17.2,
+            768 * _GB,
+            "AWS, Graviton4: 96 Neoverse V2 cores, 12 channels of DDR5-5600; rate: 64 bf16 operations a cycle "
+            "(bfdot) at 2.8 GHz",
+            launch_us=20.0,
+            on_cpu=True,
+        ),
+        Machine(
+            "desktop-ddr5",
+            89.6,
+            2.05,
+            64 * _GB,
+            "two channels of DDR5-5600; rate: 8 Zen 4 cores × 64 bf16 operations a cycle at an assumed 4 GHz",
+            launch_us=20.0,
+            on_cpu=True,
+        ),
+    )
+}
+
+
+def find_machine(name: str) -> Machine:
+    """The machine of that name.
+
+    Raises:
+        ConfigError: there is none, with the nearest.
+    """
+    if (machine := MACHINES.get(name.lower())) is None:
+        raise ConfigError(f"no machine is called {name!r}{nearest(name.lower(), MACHINES)}")
+    return machine
+
+
+def roofline(
+    shape: ModelShape, spec: KVCacheSpec, machine: Machine, dtype: str = "bfloat16", num_devices: int = 1
+) -> StepTimes:
+    """The estimate for one group of `num_devices`; `shape` and `spec` are of one device's part of the model."""
+    byte_s = 1 / (machine.gb_s * 1e9 * BANDWIDTH_REACHED)
+    flop_s = 1 / (machine.tflop_s * 1e12 * RATE_REACHED)
+    weights = weight_bytes(shape, dtype, tied_head_copied=False) * byte_s
+    per_row = 2 * shape.parameters.total * flop_s
+    base, per_row_beyond = shape.num_layers * machine.launch_us * 1e-6, 0.0
+    if num_devices > 1:
+        if not machine.link_gb_s:
+            raise ConfigError(f"no figure is known for links between several {machine.name}: use one device")
+        # A ring sends 2 (n - 1) / n of the bytes; each of its steps waits some microseconds.
+        base += 2 * shape.num_layers * 10e-6
+        sent = 2 * (num_devices - 1) / num_devices * shape.hidden_size * 2
+        per_row_beyond = 2 * shape.num_layers * sent / (machine.link_gb_s * 1e9)
+    hidden_rows = weights / per_row
+    attended = sum(2 * shape.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.layers)
+    return StepTimes(
+        base=base,
+        products=(
+            (0.0, weights),
+            (hidden_rows, weights + hidden_rows * per_row_beyond),
+            (2 * hidden_rows, 2 * weights + 2 * hidden_rows * per_row_beyond),
+        ),
+        per_context_token=spec.bytes_per_token * byte_s,
+        per_chunk_work=attended * flop_s,
+        # Sampling reads the logits a few times in fp32.
+        per_seq=5 * 4 * shape.vocab_size * byte_s,
+        # Read here, written there.
+        per_moved_block=2 * spec.block_bytes * byte_s,
+    )
+
+
+def without_overlap(shape: ModelShape, spec: KVCacheSpec, dtype: str, gb_s: float, gflop_s: float) -> StepTimes:
+    """All terms added up, where hardware overlaps some: pessimistic by less than a factor of two.
+
+    Reading the weights, two operations for each parameter and token, and each byte of context read once. The
+    arithmetic of attention counts for nothing. A block that is moved costs what reading its bytes does.
+
+    Raises:
+        ConfigError: a speed that is not positive.
+    """
+    if not gb_s > 0 or not gflop_s > 0:
+        raise ConfigError(f"speeds must be above 0, got {gb_s:g} GB/s and {gflop_s:g} GFLOP/s")
+    byte_s = 1 / gb_s / 1e9
+    return StepTimes(
+        base=weight_bytes(shape, dtype, tied_head_copied=False) * byte_s,
+        products=((0.0, 0.0), (1.0, 2 * shape.parameters.total / gflop_s / 1e9)),
+        per_context_token=spec.bytes_per_token * byte_s,
+        per_moved_block=spec.block_bytes * byte_s,
+    )

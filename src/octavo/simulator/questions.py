@@ -1,0 +1,274 @@
+"""Questions to a simulation: the largest rate within targets, how many replicas, what other options would change."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.bench.traces import TraceRequest
+from octavo.bench.workload import Lengths
+from octavo.errors import ConfigError
+from octavo.simulator.setup import Plan
+from octavo.simulator.simulation import Results, Simulation
+from octavo.simulator.traffic import (
+    ClosedTraffic,
+    OpenTraffic,
+    Shape,
+    Tenants,
+    Traffic,
+    arrivals,
+    drawn_shapes,
+    trace_shapes,
+)
+
+Simulate = Callable[[float], Results]
+
+_CLOSE_ENOUGH = 1.03
+_MOST_TRIES = 40
+_PATIENCE_MS = 10_000.0
+_ANYBODY = Tenants()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The traffic to simulate; makes the same one anew each time.
+
+    Attributes:
+        count: requests; None: a trace's own number, else 1,000.
+        rate: requests a second; None: a trace's own times, else all at once.
+        rate_scale: factor on a trace's rate.
+        users: closed loop: so many, who think for `think_s` seconds on average.
+        replica, replicas: only each `replicas`-th request, from number `replica` on, as one of several servers gets it.
+    """
+
+    trace: tuple[TraceRequest, ...] = ()
+    count: int | None = None
+    rate: float | None = None
+    rate_scale: float = 1.0
+    burstiness: float = 1.0
+    users: int | None = None
+    think_s: float = 0.0
+    input_len: str = "64"
+    output_len: str = "128"
+    prefix_len: str | None = None
+    num_prefixes: int = 1
+    scale_lengths: float = 1.0
+    tenants: Tenants = _ANYBODY
+    seed: int = 0
+    replica: int = 0
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_requests", self.count), ("concurrency", self.users), ("replicas", self.replicas)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.rate_scale < math.inf:
+            raise ConfigError(f"rate_scale must be above 0, got {self.rate_scale:g}")
+        if not 0 <= self.think_s < math.inf:
+            raise ConfigError(f"think_time must be 0 or more, got {self.think_s:g}")
+        if self.users is not None and (self.rate is not None or self.rate_scale != 1):
+            raise ConfigError("a closed loop (--concurrency) has no rate: its users send when they have their answers")
+
+    @property
+    def num_requests(self) -> int:
+        return self.count if self.count is not None else len(self.trace) or 1000
+
+    @property
+    def follows_trace(self) -> bool:
+        """Whether requests come at a trace's own times."""
+        timed = bool(self.trace) and all(request.arrival_s is not None for request in self.trace)
+        return timed and self.rate is None and self.users is None
+
+    @property
+    def mean_rate(self) -> float:
+        """Requests a second; infinity where all are there at once."""
+        if not self.follows_trace:
+            return math.inf if self.rate is None else self.rate
+        last = max(request.arrival_s or 0.0 for request in self.trace)
+        return self.rate_scale * (len(self.trace) - 1) / last if last else math.inf
+
+    def shapes(self) -> Iterator[Shape]:
+        """Without end."""
+        if self.trace:
+            return trace_shapes(self.trace, self.tenants, scale_lengths=self.scale_lengths, seed=self.seed)
+        return drawn_shapes(
+            Lengths.parse(self.input_len),
+            Lengths.parse(self.output_len),
+            self.tenants,
+            prefix_lens=None if self.prefix_len is None else Lengths.parse(self.prefix_len),
+            num_prefixes=self.num_prefixes,
+            seed=self.seed,
+        )
+
+    def traffic(self) -> Traffic:
+        """See `Traffic`."""
+        count, shapes = self.num_requests, self.shapes()
+        if self.users is not None:
+            return ClosedTraffic(shapes, self.users, count, self.think_s, self.seed)
+        timed: Iterator[tuple[float, Shape]]
+        if self.follows_trace:
+            timed = (((shape.arrival_s or 0.0) / self.rate_scale, shape) for shape in itertools.islice(shapes, count))
+        else:
+            rate = math.inf if self.rate is None else self.rate
+            timed = zip(arrivals(count, rate, self.burstiness, self.seed), shapes, strict=False)
+        return OpenTraffic(itertools.islice(timed, self.replica, None, self.replicas))
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a service promises: at `percentile`, no more than so many milliseconds.
+
+    Attributes:
+        ttft_ms: None: ten seconds, so that a queue which only grows is no service.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    percentile: float = 99.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft_slo_ms", self.ttft_ms), ("itl_slo_ms", self.itl_ms)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0, got {value:g}")
+        if not 0 < self.percentile < 100:
+            raise ConfigError(f"slo_percentile must be between 0 and 100, got {self.percentile:g}")
+
+    @property
+    def given(self) -> bool:
+        return self.ttft_ms is not None or self.itl_ms is not None
+
+    @property
+    def most_ttft_ms(self) -> float:
+        return _PATIENCE_MS if self.ttft_ms is None else self.ttft_ms
+
+    def met(self, results: Results) -> bool:
+        """Whether a run kept to them, and served all that it could be sent."""
+        if results.unstable or not results.completed:
+            return False
+        pairs = ((self.most_ttft_ms, results.ttft), (self.itl_ms, results.itl))
+        return all(
+            limit is None or not sketch.count or 1e3 * sketch.percentile(self.percentile) <= limit
+            for limit, sketch in pairs
+        )
+
+    def gives_up(self, num_requests: int) -> Callable[[Results], bool]:
+        """Whether a run of so many requests can no longer meet them; looked at every thousandth step."""
+        allowed = (1 - self.percentile / 100) * num_requests
+
+        def too_late(results: Results) -> bool:
+            if results.steps % 1000:
+                return False
+            return results.ttft.share_above(1.02 * self.most_ttft_ms / 1e3) * results.ttft.count > allowed
+
+        return too_late
+
+
+def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Results:
+    """One run; with targets, ended once it can no longer meet them."""
+    give_up = None if targets is None else targets.gives_up(demand.num_requests // demand.replicas)
+    return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer of a search: the last value that met the targets, its run, and the first that did not."""
+
+    value: float
+    results: Results
+    missed_at: float | None
+
+
+def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> Found | None:
+    """The largest value, within 3 %, up to which the targets are met; None where none down to `first` / 2^40 does."""
+    met: tuple[float, Results] | None = None
+    missed: float | None = None
+    value = first
+    for _ in range(_MOST_TRIES):
+        results = simulate_at(value)
+        if targets.met(results):
+            met = (value, results)
+        else:
+            missed = value
+        if met is None:
+            value /= 2
+        elif missed is None:
+            value *= 2
+        elif missed / met[0] <= _CLOSE_ENOUGH:
+            break
+        else:
+            value = math.sqrt(met[0] * missed)
+    return None if met is None else Found(met[0], met[1], missed)
+
+
+def find_rate(plan: Plan, demand: Demand, targets: Targets) -> Found | None:
+    """The largest rate (requests a second) that one replica serves within the targets.
+
+    Raises:
+        ConfigError: no target, or a closed loop.
+    """
+    _check_search(demand, targets)
+
+    def simulate_at(rate: float) -> Results:
+        return simulate(plan, _at_rate(demand, rate), targets)
+
+    start = demand.mean_rate
+    return find_largest(simulate_at, targets, start if math.isfinite(start) else 1.0)
+
+
+def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 << 20) -> tuple[int, Results] | None:
+    """The fewest replicas, requests dealt out in turn, of which the first meets the targets; None: not `most` either.
+
+    All replicas see traffic of the same kind, so one of them is simulated.
+
+    Raises:
+        ConfigError: no target, or no rate.
+    """
+    _check_search(demand, targets)
+    if not math.isfinite(demand.mean_rate):
+        raise ConfigError(
+            "how many replicas a load needs depends on its rate: give --request-rate or a trace with times"
+        )
+
+    def with_replicas(count: int) -> Results:
+        return simulate(plan, _with(demand, replicas=count), targets)
+
+    too_few, count = 0, 1
+    while not targets.met(results := with_replicas(count)):
+        too_few, count = count, count * 2
+        if count > min(most, demand.num_requests):
+            return None
+    while count - too_few > 1:
+        middle = (count + too_few) // 2
+        if targets.met(tried := with_replicas(middle)):
+            count, results = middle, tried
+        else:
+            too_few = middle
+    return count, results
+
+
+def _check_search(demand: Demand, targets: Targets) -> None:
+    if not targets.given:
+        raise ConfigError("say what is to be kept: --ttft-slo-ms, --itl-slo-ms or both")
+    if demand.users is not None:
+        raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
+
+
+def _at_rate(demand: Demand, rate: float) -> Demand:
+    if demand.follows_trace:
+        return _with(demand, rate_scale=demand.rate_scale * rate / demand.mean_rate)
+    return _with(demand, rate=rate)
+
+
+def _with(demand: Demand, **changes: Any) -> Demand:
+    return replace(demand, **changes)
+
+
+def variants(plan: Plan, sweeps: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[dict[str, Any], Plan]]:
+    """Every combination of the swept options' values, and the plan with them."""
+    names = [name for name, _ in sweeps]
+    for values in itertools.product(*(values for _, values in sweeps)):
+        changes = dict(zip(names, values, strict=True))
+        yield changes, plan.replace(**changes)

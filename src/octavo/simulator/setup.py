@@ -1,0 +1,193 @@
+"""From options to a simulated server: the same cache and scheduler that `octavo serve` would build of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.kvcache.eviction import RecomputeCost
+from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.planner.calculator import (
+    DEFAULT_SWAP_SPACE,
+    MemoryBudget,
+    activation_bytes,
+    block_tokens,
+    pool_for_memory,
+    swap_bytes,
+    weight_bytes,
+)
+from octavo.planner.machine import CPU_MEMORY_SHARE
+from octavo.planner.model_shape import ModelShape, divide
+from octavo.planner.roofline import Machine, roofline
+from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
+from octavo.scheduler.preemption import RestoreSpeed
+from octavo.simulator.simulation import SimulatedServer, VirtualClock
+from octavo.simulator.speed import ESTIMATED, Speed
+
+# Rows that the time of computing a token again is taken from, as the engine measures it.
+_RESTORED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is simulated: a model under options on a machine, measured or estimated.
+
+    Attributes:
+        speed: as measured; None: estimated of `machine`.
+        kv_bits: bits of a key's or value's element in the cache, scales included; None: as kv_cache_dtype has it.
+        num_devices: of `machine`, that share the model.
+    """
+
+    shape: ModelShape
+    config: EngineConfig
+    speed: Speed | None = None
+    machine: Machine | None = None
+    kv_bits: float | None = None
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.speed is None) == (self.machine is None):
+            raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
+        if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
+            raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
+        if self.max_model_len > (limit := self.shape.max_position_embeddings):
+            raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.shape.name} supports at most {limit}")
+
+    def replace(self, **changes: Any) -> Plan:
+        """Another value for fields of this, or options of the engine."""
+        own = {name: value for name, value in changes.items() if name in _OWN}
+        config = self.config.replace(**{name: value for name, value in changes.items() if name not in _OWN})
+        return dataclasses.replace(self, config=config, **own)
+
+    @property
+    def part(self) -> ModelShape:
+        """The part of the model on one device."""
+        return divide(self.shape, self.num_devices)
+
+    @property
+    def max_model_len(self) -> int:
+        measured = self._facts.get("max_model_len")
+        return self.config.max_model_len or measured or self.shape.max_position_embeddings
+
+    @property
+    def _facts(self) -> Mapping[str, Any]:
+        return {} if self.speed is None else self.speed.facts
+
+    @property
+    def dtype(self) -> str:
+        return self.config.dtype if self.config.dtype in DTYPE_BYTES else "bfloat16"
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """Of one device; with `kv_bits`, blocks of so many bytes."""
+        size = block_tokens(self.config.block_size, self.max_model_len)
+        spec = KVCacheSpec.build(self.part.kv_layers, size, self.kv_dtype)
+        return dataclasses.replace(spec, block_bytes=max(1, round(spec.block_bytes * self._bits_ratio)))
+
+    @property
+    def _bits_ratio(self) -> float:
+        """Bytes of keys and values over those of `kv_dtype`."""
+        return 1.0 if self.kv_bits is None else self.kv_bits / (8 * DTYPE_BYTES[self.kv_dtype])
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool, the null block included: as given, or as the memory that is given or the machine's holds.
+
+        Raises:
+            ConfigError: nobody says how large the cache is, or it holds nothing.
+        """
+        config, spec = self.config, self.spec
+        if config.num_blocks is not None:
+            return config.num_blocks
+        if isinstance(config.kv_cache_memory, int):
+            return self._pool(config.kv_cache_memory)
+        if self.machine is not None:
+            return self._pool(self._machine_memory(self.machine))
+        if "num_blocks" not in self._facts or "block_bytes" not in self._facts:
+            raise ConfigError("say how large the KV cache is: --kv-cache-memory 2GiB or --num-blocks N")
+        return max(2, int(self._facts["num_blocks"]) * int(self._facts["block_bytes"]) // spec.block_bytes)
+
+    def _pool(self, num_bytes: int) -> int:
+        config = self.config
+        return pool_for_memory(
+            self.spec,
+            num_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_step=config.max_num_batched_tokens,
+        ).num_blocks
+
+    def _machine_memory(self, machine: Machine) -> int:
+        config, part = self.config, self.part
+        budget = MemoryBudget(
+            available=int(machine.memory * config.gpu_memory_utilization),
+            weights=weight_bytes(part, self.dtype, tied_head_copied=False),
+            activations=activation_bytes(
+                part, self.dtype, max_step=config.max_num_batched_tokens, max_rows=config.max_num_seqs
+            ),
+            cache_share=CPU_MEMORY_SHARE if machine.on_cpu else 1.0,
+        )
+        if budget.left <= 0:
+            raise ConfigError(
+                f"{part.name} does not fit: weights and activations take {budget.weights + budget.activations:,} bytes "
+                f"of the {budget.available:,} that may be used of {machine.name}: more devices (--num-devices)?"
+            )
+        return budget.for_cache
+
+    @property
+    def num_host_blocks(self) -> int:
+        config, spec = self.config, self.spec
+        if config.preemption_mode == "recompute":
+            return 0
+        space = config.swap_space
+        assert not isinstance(space, str), "the configuration has parsed it"
+        return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
+
+    @property
+    def effective_speed(self) -> Speed:
+        """The speed with the keys and values of this plan."""
+        if self.speed is None:
+            assert self.machine is not None
+            devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
+            times = roofline(self.part, self._plain_spec, self.machine, self.dtype, self.num_devices)
+            times = times.with_kv_bytes(self._bits_ratio)
+            return Speed(
+                f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}",
+                ESTIMATED,
+                times,
+            )
+        measured = self._facts.get("bytes_per_token")
+        ratio = self._plain_spec.bytes_per_token * self._bits_ratio / measured if measured else self._bits_ratio
+        return dataclasses.replace(self.speed, times=self.speed.times.with_kv_bytes(ratio))
+
+    @property
+    def _plain_spec(self) -> KVCacheSpec:
+        return dataclasses.replace(self, kv_bits=None).spec
+
+    def server(self) -> SimulatedServer:
+        """A new server, with nothing in its cache."""
+        config, spec, speed, clock = self.config, self.spec, self.effective_speed, VirtualClock()
+        kv = assemble_cache(
+            config,
+            spec,
+            self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            cost=RecomputeCost(spec.block_size, self.shape.hidden_size),
+            clock=clock,
+        )
+        times = speed.times
+        per_token = (times.base + times.product_seconds(_RESTORED)) / _RESTORED
+        per_block = times.per_moved_block or spec.block_size * times.per_context_token
+        scheduler = assemble_scheduler(config, kv, self.max_model_len, restore_speed=RestoreSpeed(per_token, per_block))
+        return SimulatedServer(scheduler, times, clock, speed.intake_s)
+
+
+_OWN = {entry.name for entry in dataclasses.fields(Plan)}

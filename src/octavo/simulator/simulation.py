@@ -1,0 +1,313 @@
+"""The scheduler and the cache that serve, run on a virtual clock over a device that only takes time.
+
+    traffic ──arrival──> scheduler.schedule() ──plan──> step times ──seconds──> clock
+                              ^                                                   │
+                              └───────────────── scheduler.update() <─────────────┘
+
+Nothing else differs from serving: queues, admission, preemption, eviction and prefix hits are those of the engine, and
+equal arrivals between equal steps give equal decisions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import CapacityError, ContextLengthError, OctavoError
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Request, RequestId, SequenceId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.simulator.sketch import Sketch
+from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
+
+# What every draw gives: outputs say nothing, as prompts do.
+_TOKEN = 1
+
+
+class VirtualClock:
+    """Seconds since the simulation began."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class SimulatedServer:
+    """The parts of one replica.
+
+    Attributes:
+        intake_s: from a request's arrival until the engine knows of it, its answer's way back included.
+    """
+
+    scheduler: Scheduler
+    times: StepTimes
+    clock: VirtualClock
+    intake_s: float = 0.0
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self.scheduler.kv
+
+
+@dataclass(slots=True)
+class TenantResults:
+    """The service that one tenant had."""
+
+    requests: int = 0
+    output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+
+
+@dataclass(slots=True)
+class Results:
+    """What came of a simulation; latencies in seconds of the virtual clock.
+
+    Attributes:
+        refused: requests that this server can never serve.
+        clipped: requests that were cut to max_model_len.
+        unstable: it was ended early, because the limit it was held to could no longer be kept.
+        busy_s: of the clock's time, that spent in steps.
+        mean_running: requests that ran, on average over `busy_s`; mean_usage: the share of blocks in use.
+        wall_s: that the simulation itself took.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    refused: int = 0
+    clipped: int = 0
+    unstable: bool = False
+    duration_s: float = 0.0
+    busy_s: float = 0.0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    moved_blocks: int = 0
+    evictions: int = 0
+    peak_running: int = 0
+    peak_waiting: int = 0
+    mean_running: float = 0.0
+    mean_usage: float = 0.0
+    wall_s: float = 0.0
+    ttft: Sketch = field(default_factory=Sketch)
+    itl: Sketch = field(default_factory=Sketch)
+    e2e: Sketch = field(default_factory=Sketch)
+    tenants: dict[str, TenantResults] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the admitted prompts' tokens that came from the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def per_second(self, count: float) -> float:
+        return count / self.duration_s if self.duration_s else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """The figures under the names of `octavo bench serve`, ready for JSON."""
+        figures: dict[str, Any] = {
+            "requests": self.requests,
+            "completed": self.completed,
+            "refused": self.refused,
+            "clipped": self.clipped,
+            "unstable": self.unstable,
+            "duration_s": round(self.duration_s, 3),
+            "busy_share": round(self.per_second(self.busy_s), 4),
+            "steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "hit_rate": round(self.hit_rate, 4),
+            "output_tokens": self.output_tokens,
+            "requests_s": round(self.per_second(self.completed), 3),
+            "output_tok_s": round(self.per_second(self.output_tokens), 2),
+            "total_tok_s": round(self.per_second(self.prompt_tokens + self.output_tokens), 2),
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "moved_blocks": self.moved_blocks,
+            "evictions": self.evictions,
+            "peak_running": self.peak_running,
+            "peak_waiting": self.peak_waiting,
+            "mean_running": round(self.mean_running, 2),
+            "mean_kv_usage": round(self.mean_usage, 4),
+            "ttft_ms": self.ttft.summary(1000.0),
+            "itl_ms": self.itl.summary(1000.0),
+            "e2e_ms": self.e2e.summary(1000.0),
+            "simulated_in_s": round(self.wall_s, 2),
+        }
+        if len(self.tenants) > 1:
+            figures["tenants"] = {
+                name: {
+                    "requests": tenant.requests,
+                    "output_tokens": tenant.output_tokens,
+                    "ttft_p50_ms": round(1e3 * tenant.ttft.percentile(50), 3) if tenant.ttft.count else None,
+                    "ttft_p99_ms": round(1e3 * tenant.ttft.percentile(99), 3) if tenant.ttft.count else None,
+                }
+                for name, tenant in sorted(self.tenants.items())
+            }
+        return figures
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on its way."""
+
+    sent: SimulatedRequest
+    request: Request
+
+
+class Simulation:
+    """One run of a server under a traffic.
+
+    Args:
+        give_up: asked after every step; True ends the simulation.
+    """
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        traffic: Traffic,
+        tenants: Tenants | None = None,
+        give_up: Callable[[Results], bool] | None = None,
+    ) -> None:
+        self.results = Results()
+        self._server = server
+        self._traffic = traffic
+        self._tenants = tenants or Tenants()
+        self._give_up = give_up
+        self._numbers = itertools.count()
+        self._live: dict[SequenceId, _Live] = {}
+        self._last_token: dict[SequenceId, float] = {}
+        self._running_s = self._usage_s = 0.0
+        # One object for each length: most requests share few of them, and none changes it.
+        self._params: dict[int, SamplingParams] = {}
+        server.scheduler.on_admitted = self._on_admitted
+
+    def run(self) -> Results:
+        """Until all requests have ended.
+
+        Raises:
+            OctavoError: requests wait, none runs, and nothing more will come: the scheduler is at fault.
+        """
+        began = time.perf_counter()
+        results, server, traffic = self.results, self._server, self._traffic
+        scheduler, clock, intake = server.scheduler, server.clock, server.intake_s
+        while True:
+            while (due := traffic.due()) is not None and due + intake <= clock.now:
+                self._arrive(traffic.take())
+            plan = scheduler.schedule() if scheduler.has_work else StepPlan()
+            if plan:
+                self._step(plan)
+                if self._give_up is not None and self._give_up(results):
+                    results.unstable = True
+                    break
+            elif due is not None:
+                clock.now = due + intake
+            elif scheduler.has_work:
+                raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, and nothing runs")
+            else:
+                break
+        counters = scheduler.counters
+        results.preemptions, results.recomputed_tokens = counters.num_preemptions, counters.recomputed_tokens
+        results.evictions = server.kv.num_evicted
+        results.duration_s = clock.now
+        if results.busy_s:
+            results.mean_running = self._running_s / results.busy_s
+            results.mean_usage = self._usage_s / results.busy_s
+        results.wall_s = time.perf_counter() - began
+        return results
+
+    def _arrive(self, sent: SimulatedRequest) -> None:
+        results, scheduler = self.results, self._server.scheduler
+        results.requests += 1
+        if (shape := clip(sent.shape, scheduler.config.max_model_len)) is not sent.shape:
+            sent = SimulatedRequest(sent.arrival_s, shape, sent.user)
+            results.clipped += 1
+        params = self._params.get(shape.output_tokens)
+        if params is None:
+            params = SamplingParams(max_tokens=shape.output_tokens, ignore_eos=True, temperature=0.0)
+            self._params[shape.output_tokens] = params
+        request = Request(
+            RequestId(f"sim-{next(self._numbers)}"),
+            sent.prompt_token_ids(),
+            params,
+            arrival_time=sent.arrival_s,
+            tenant=shape.tenant,
+            weight=self._tenants.weight_of(shape.tenant),
+        )
+        try:
+            scheduler.add(request)
+        except (CapacityError, ContextLengthError):
+            results.refused += 1
+            self._traffic.ended(sent, self._server.clock.now)
+            return
+        self._live[request.sequences[0].seq_id] = _Live(sent, request)
+        results.peak_waiting = max(results.peak_waiting, scheduler.num_waiting)
+
+    def _on_admitted(self, request: Request) -> None:
+        self.results.prompt_tokens += len(request.prompt_token_ids)
+        self.results.cached_tokens += request.num_cached_tokens or 0
+
+    def _step(self, plan: StepPlan) -> None:
+        server, results = self._server, self.results
+        scheduler, clock = server.scheduler, server.clock
+        moved = len(plan.copies) + len(plan.swap_out) + len(plan.swap_in)
+        load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
+        seconds = server.times.predict(load)
+        clock.now += seconds
+        running, used = scheduler.num_running, server.kv.usage
+        updates = scheduler.update(plan, StepResult((_TOKEN,) * plan.num_draws))
+        scheduler.observe(plan, seconds)
+        results.steps += 1
+        results.busy_s += seconds
+        results.moved_blocks += moved
+        results.output_tokens += plan.num_draws
+        results.peak_running = max(results.peak_running, running)
+        self._running_s += running * seconds
+        self._usage_s += used * seconds
+        self._note_tokens(plan)
+        for update in updates:
+            if update.finish_reason is not None:
+                self._finish(update.seq.seq_id)
+
+    def _note_tokens(self, plan: StepPlan) -> None:
+        """Each drawn token's time since the one before it, or since its request arrived."""
+        now, last = self._server.clock.now, self._last_token
+        drew: list[SequenceId] | tuple[SequenceId, ...] = plan.seq_ids[: plan.num_streams]
+        if plan.num_streams < plan.num_rows:
+            later = zip(plan.seq_ids[plan.num_streams :], plan.draws[plan.num_streams :], strict=True)
+            drew = [*drew, *(seq_id for seq_id, draws in later if draws)]
+        # Most had theirs in the step before: few different times.
+        for at, times in Counter(map(last.get, drew)).items():
+            if at is not None:
+                self.results.itl.add(now - at, times)
+        for seq_id in drew[plan.num_streams :]:
+            if seq_id not in last:
+                self._first_token(self._live[seq_id].sent, now)
+        last.update(dict.fromkeys(drew, now))
+
+    def _first_token(self, sent: SimulatedRequest, now: float) -> None:
+        waited = now - sent.arrival_s
+        self.results.ttft.add(waited)
+        tenant = self.results.tenants.setdefault(sent.shape.tenant, TenantResults())
+        tenant.requests += 1
+        tenant.output_tokens += sent.shape.output_tokens
+        tenant.ttft.add(waited)
+
+    def _finish(self, seq_id: SequenceId) -> None:
+        now = self._server.clock.now
+        live = self._live.pop(seq_id)
+        self._last_token.pop(seq_id, None)
+        self.results.completed += 1
+        self.results.e2e.add(now - live.sent.arrival_s)
+        self._traffic.ended(live.sent, now)

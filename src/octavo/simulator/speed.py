@@ -1,0 +1,108 @@
+"""How fast a server is: measured by `octavo calibrate-speed`, fitted to recorded plans, or estimated of a machine.
+
+The file is one JSON object: `times` as `StepTimes` has them, where they are from, and what the engine was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.scheduler.plan_log import read_facts, read_plans
+from octavo.scheduler.step_time import StepTimes
+from octavo.simulator.fitting import Fit, executions, fit, periods
+
+VERSION = 1
+MEASURED = "measured"
+ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The step times of one server, and what a report must say of them.
+
+    Attributes:
+        origin: one line: what was measured where, or which data sheet.
+        kind: "measured" or "estimated".
+        times: from one step's beginning to the next one's, with all that the host does in between.
+        intake_s: of a request, from its client's sending until the engine has it, and of its answer back.
+        facts: of the engine, as `--record-plans` writes them down.
+        fit: how well the coefficients hold: steps, errors, intervals.
+    """
+
+    origin: str
+    kind: str
+    times: StepTimes
+    intake_s: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, path: str | Path) -> None:
+        """Write the file.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        fields = {**asdict(self), "times": asdict(self.times)}
+        try:
+            Path(path).write_text(json.dumps({"octavo_speed": VERSION, **fields}, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> Speed:
+        """Read what `write` wrote.
+
+        Raises:
+            ConfigError: it cannot be read, or is something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        version = content.pop("octavo_speed", None) if isinstance(content, dict) else None
+        if version != VERSION:
+            raise ConfigError(f"{path} is no speed of version {VERSION}: `octavo calibrate-speed` writes one")
+        try:
+            times = content.pop("times")
+            times["products"] = tuple((float(rows), float(seconds)) for rows, seconds in times["products"])
+            return cls(times=StepTimes(**times), **content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from error
+
+
+def speed_of_plans(paths: list[str], *, intake_s: float = 0.0, origin: str | None = None) -> Speed:
+    """Fitted to recordings of one engine.
+
+    Raises:
+        ConfigError: no recording, of different engines, or too few steps.
+    """
+    facts = read_facts(paths[0])
+    measured, executed = [], []
+    for path in paths:
+        if read_facts(path) != facts:
+            raise ConfigError(
+                f"{path} is a recording of another engine than {paths[0]}: {read_facts(path)} and {facts}"
+            )
+        steps = list(read_plans(path))
+        measured += periods(steps)
+        executed += executions(steps)
+    fitted, device = fit(measured), fit(executed)
+    return Speed(
+        origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
+        kind=MEASURED,
+        times=fitted.times,
+        intake_s=intake_s,
+        facts=facts,
+        fit={"period": _quality(fitted), "execution": _quality(device) | {"times": asdict(device.times)}},
+    )
+
+
+def _quality(fitted: Fit) -> dict[str, Any]:
+    return {"steps": fitted.num_steps, "mean_abs_error": fitted.mean_abs_error, "intervals_5_95": fitted.intervals}

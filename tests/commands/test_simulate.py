@@ -1,0 +1,176 @@
+"""`octavo simulate` from its command line, on an estimated machine; and what `octavo calibrate-speed` refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.commands.simulate_run import parse_sweep
+from octavo.errors import ConfigError
+from octavo.planner.roofline import BANDWIDTH_REACHED, MACHINES, RATE_REACHED, find_machine, roofline
+from octavo.planner.sources import find_shape
+from octavo.simulator.pareto import best
+from octavo.simulator.setup import Plan
+from tests.commands.conftest import OctavoCommand
+
+ON_H100 = ["llama-3.1-8b", "--machine", "h100", "--max-model-len", "4096"]
+SHORT = ["--num-requests", "30", "--input-len", "200", "--output-len", "10"]
+
+
+def last_line(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_a_run_reports_latency_throughput_and_that_it_is_an_estimate(octavo_command: OctavoCommand) -> None:
+    code, out, err = octavo_command("simulate", *ON_H100, *SHORT, "--request-rate", "20", "--json")
+    assert code == 0, err
+    result = last_line(out)
+    assert result["speed"]["kind"] == "estimated"
+    assert "NVIDIA H100" in result["speed"]["origin"]
+    (point,) = result["points"]
+    assert point["completed"] == 30
+    assert point["output_tokens"] == 300
+    assert 0 < point["itl_ms"]["p50"] < point["ttft_ms"]["p50"]
+
+
+def test_the_answer_is_a_table_without_json_and_says_that_it_is_an_estimate(octavo_command: OctavoCommand) -> None:
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, "--tenants", "a:2,b")
+    assert code == 0
+    assert "ESTIMATED by a roofline of h100, not measured" in out
+    assert "ttft ms" in out
+    assert [line.split()[0] for line in out.splitlines()[-2:]] == ["a", "b"]
+
+
+def test_a_sweep_simulates_every_combination_of_its_options(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    sweeps = ["--sweep", "max-num-seqs=2,8", "--sweep", "kv_bits=16,8"]
+    code, out, err = octavo_command(
+        "simulate", *ON_H100, *SHORT, *sweeps, "--kv-cache-memory", "256MiB", "--rates", "5,50", "--json"
+    )
+    assert code == 0, err
+    points = last_line(out)["points"]
+    assert len(points) == 8
+    assert points[0]["variant"] == {"max_num_seqs": 2, "kv_bits": 16.0}
+    assert points[2]["num_blocks"] > points[0]["num_blocks"] > 0
+    assert points[0]["rate"] == 5.0
+    code, out, _ = octavo_command("simulate", *ON_H100, *SHORT, *sweeps)
+    assert len(out.splitlines()) == 1 + 1 + 4
+
+
+def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: OctavoCommand) -> None:
+    slo = ["--ttft-slo-ms", "40", "--max-num-seqs", "4", "--num-requests", "16", "--output-len", "4"]
+    code, out, err = octavo_command("simulate", *ON_H100, "--input-len", "200", *slo, "--find-rate", "--json")
+    assert code == 0, err
+    (point,) = last_line(out)["points"]
+    assert point["largest_rate"] < point["missed_at"]
+    rate = 4 * point["largest_rate"]
+    code, out, err = octavo_command(
+        "simulate", *ON_H100, "--input-len", "200", *slo, "--find-replicas", "--request-rate", rate, "--json"
+    )
+    assert code == 0, err
+    assert last_line(out)["points"][0]["replicas"] > 1
+    code, out, _ = octavo_command("simulate", *ON_H100, "--num-requests", "1", "--ttft-slo-ms", "0.01", "--find-rate")
+    assert code == 0
+    assert "not kept at any rate" in out
+
+
+def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "deep" / "p.png"
+    code, _, err = octavo_command("simulate", *ON_H100, *SHORT, "--rates", "5,50", "--plot", plot)
+    assert code == 0, err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_matplotlib_is_told_before_anything_is_simulated(
+    octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = octavo_command("simulate", *ON_H100, "--plot", "x.png")
+    assert code == 1
+    assert "pip install 'octavo[plot]'" in err
+
+
+def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
+    assert best([(1, 5), (2, 4), (2, 9), (3, 7), (4, 8), (4, 6)]) == [(2, 4), (4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["llama-3.1-8b"], "say how fast the server is, in one way"),
+        ([*ON_H100, "--plans", "x"], "in one way"),
+        (["llama-3.1-8b", "--machine", "h1000"], "did you mean h100?"),
+        (["llama-3.1-70b", "--machine", "h100"], "does not fit"),
+        ([*ON_H100, "--find-rate"], "--ttft-slo-ms, --itl-slo-ms or both"),
+        ([*ON_H100, "--find-rate", "--ttft-slo-ms", "-1"], "ttft_slo_ms must be above 0"),
+        ([*ON_H100, "--find-rate", "--concurrency", "3", "--ttft-slo-ms", "9"], "has no largest rate"),
+        ([*ON_H100, "--find-rate", "--find-replicas"], "give one"),
+        ([*ON_H100, "--find-replicas", "--ttft-slo-ms", "9"], "depends on its rate"),
+        ([*ON_H100, "--rates", "1,x"], "cannot read '1,x' as rates"),
+        ([*ON_H100, "--rates", "0"], "must be above 0"),
+        ([*ON_H100, "--rates", "1", "--find-rate"], "leave out --find-rate"),
+        ([*ON_H100, "--request-rate", "0"], "must be above 0"),
+        ([*ON_H100, "--scale-lengths", "0", "--trace", "TRACE"], "scaled by 0"),
+        ([*ON_H100, "--kv-bits", "0"], "kv_bits must be above 0"),
+        (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "no figure is known for links"),
+        ([*ON_H100, "--speed", "/nowhere/speed.json"], "in one way"),
+        (["llama-3.1-8b", "--speed", "/nowhere/speed.json"], "cannot read /nowhere/speed.json"),
+    ],
+)
+def test_a_question_without_an_answer_is_refused(
+    octavo_command: OctavoCommand, tmp_path: Path, argv: list[str], message: str
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,client,prompt_tokens,output_tokens\n0,a,10,2\n")
+    code, _, err = octavo_command("simulate", *(str(trace) if word == "TRACE" else word for word in argv))
+    assert code == 1
+    assert message in err
+
+
+def test_sweeps_take_values_as_their_flags_do() -> None:
+    assert parse_sweep("kv_cache_memory=1GiB,4GiB") == ("kv_cache_memory", ["1GiB", "4GiB"])
+    assert parse_sweep("--max-num-seqs=4k") == ("max_num_seqs", [4000])
+    assert parse_sweep("enable_prefix_caching=on,off") == ("enable_prefix_caching", [True, False])
+    for text, message in (
+        ("max_num_seqs", "cannot read"),
+        ("max_num_sequences=3", "no such engine option"),
+        ("max_num_seqs=x", "max_num_seqs=x"),
+        ("kv_bits=x", "kv_bits=x"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_sweep(text)
+
+
+def test_the_machines_are_listed_with_their_sources(octavo_command: OctavoCommand) -> None:
+    code, out, _ = octavo_command("simulate", "--list-machines")
+    assert code == 0
+    assert len(out.splitlines()) == 1 + len(MACHINES)
+    assert all(machine.source in out for machine in MACHINES.values())
+
+
+def test_an_estimate_is_bound_by_bandwidth_for_few_rows_and_by_arithmetic_for_many() -> None:
+    shape, h100 = find_shape("llama-3.1-8b"), find_machine("H100")
+    from octavo.config import EngineConfig
+
+    plan = Plan(shape, EngineConfig(max_model_len=4096), machine=h100)
+    times = roofline(shape, plan.spec, h100)
+    weights = 2 * shape.parameters.total
+    assert times.product_seconds(1) == pytest.approx(weights / (3.35e12 * BANDWIDTH_REACHED))
+    flops = 2 * shape.parameters.total * 4000
+    assert times.product_seconds(4000) == pytest.approx(flops / (989e12 * RATE_REACHED))
+    halves = roofline(Plan(shape, EngineConfig(), machine=h100, num_devices=2).part, plan.spec, h100, num_devices=2)
+    assert halves.product_seconds(1) == pytest.approx(times.product_seconds(1) / 2, rel=0.1)
+    assert halves.base > times.base
+
+
+def test_plans_cannot_be_recorded_twice_at_once(octavo_command: OctavoCommand) -> None:
+    code, _, err = octavo_command("calibrate-speed", "--record-plans", "x")
+    assert code == 1
+    assert "--keep-plans" in err
+    code, _, err = octavo_command("calibrate-speed", "--seconds", "0")
+    assert code == 1
+    assert "--seconds must be above 0" in err

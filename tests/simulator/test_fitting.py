@@ -1,0 +1,142 @@
+"""The fit against devices whose law is known, and the files it goes through."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.request import SequenceId
+from octavo.scheduler.plan import StepPlan
+from octavo.scheduler.plan_log import PlanLog
+from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.simulator.fitting import MeasuredStep, fit, mean_abs_error, nonnegative_least_squares
+from octavo.simulator.sketch import Sketch
+from octavo.simulator.speed import Speed, speed_of_plans
+
+LAW = StepTimes(
+    base=0.002,
+    products=((1.0, 0.0), (8.0, 0.001), (16.0, 0.004), (64.0, 0.006), (512.0, 0.1)),
+    per_context_token=4e-7,
+    per_chunk_work=2e-8,
+    per_seq=2e-5,
+)
+
+
+def steps(seed: int, count: int = 1500, noise: float = 0.0, late: float = 0.0) -> list[MeasuredStep]:
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        streams = rng.choice((0, 1, 2, 3, 5, 8, 13, 16, 30, 50, 64))
+        load = StepLoad(streams, sum(rng.randint(10, 2000) for _ in range(streams)), 0.0, streams)
+        if rng.random() < 0.4 or not streams:
+            load = load.with_chunk(rng.randrange(3000), rng.randint(1, 500))
+        factor = rng.uniform(1 - noise, 1 + noise) * (30.0 if rng.random() < late else 1.0)
+        found.append(MeasuredStep(load, LAW.predict(load) * factor))
+    return found
+
+
+def test_the_fit_finds_the_law_of_a_device_on_steps_that_it_has_not_seen() -> None:
+    fitted = fit(steps(1))
+    assert mean_abs_error(fitted.times, steps(2)) < 0.01
+    assert fitted.mean_abs_error < 0.01
+
+
+def test_noise_and_disturbed_steps_hardly_move_it_and_the_intervals_say_how_sure_it_is() -> None:
+    fitted = fit(steps(1, noise=0.1, late=0.01))
+    assert mean_abs_error(fitted.times, steps(2)) < 0.03
+    low, high = fitted.intervals["per_context_token"]
+    assert low <= fitted.times.per_context_token <= high
+    assert low > 0.8 * LAW.per_context_token
+    assert high < 1.2 * LAW.per_context_token
+
+
+def test_no_coefficient_is_negative_and_the_time_rises_with_the_rows() -> None:
+    times = fit(steps(5, count=80, noise=0.5)).times
+    assert min(times.base, times.per_context_token, times.per_chunk_work, times.per_seq) >= 0
+    seconds = [times.product_seconds(rows) for rows in range(1, 2000, 7)]
+    assert seconds == sorted(seconds)
+
+
+def test_nonnegative_least_squares_agrees_with_its_conditions_of_optimality() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        matrix, target = rng.normal(size=(30, 8)), rng.normal(size=30)
+        x = nonnegative_least_squares(matrix.T @ matrix, matrix.T @ target)
+        slope = matrix.T @ (target - matrix @ x)
+        assert (x >= 0).all()
+        assert (slope <= 1e-6).all()
+        assert np.abs(slope[x > 0]).max(initial=0.0) < 1e-6
+
+
+def test_too_few_steps_are_refused_with_their_number() -> None:
+    with pytest.raises(ConfigError, match=r"49 recorded steps are too few.*at least 50"):
+        fit(steps(1, count=49))
+
+
+def test_a_percentile_of_a_sketch_is_within_half_a_per_cent_and_its_size_does_not_grow() -> None:
+    rng, sketch = random.Random(1), Sketch()
+    values = sorted(rng.lognormvariate(-4, 1.5) for _ in range(20_000))
+    for value in values:
+        sketch.add(value)
+    for q in (1, 50, 90, 99, 99.9):
+        assert sketch.percentile(q) == pytest.approx(values[int(q / 100 * (len(values) - 1))], rel=0.006)
+    assert sketch.mean == pytest.approx(sum(values) / len(values))
+    assert sketch.greatest == values[-1]
+    assert sketch.share_above(values[15_000]) == pytest.approx(0.25, abs=0.02)
+    assert len(sketch._buckets) < 1500
+
+
+def test_an_empty_sketch_has_no_percentile_and_zero_counts_as_zero() -> None:
+    sketch = Sketch()
+    assert sketch.summary() == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))
+    sketch.add(0.0, times=3)
+    assert sketch.percentile(99) == 0.0
+
+
+def recording(path: Path, num_steps: int, **facts: object) -> str:
+    """Steps of 2 ms a row, each begun a millisecond after the one before ended."""
+    log = PlanLog(path, {"model": "m", "block_size": 16, **facts})
+    at = log._opened
+    for number in range(1, num_steps + 1):
+        rows = 1 + number % 7
+        ids = tuple(SequenceId(i) for i in range(rows))
+        plan = StepPlan(
+            step=number, seq_ids=ids, starts=(5,) * rows, lengths=(1,) * rows, draws=(1,) * rows, token_ids=(0,) * rows
+        )
+        log.record(plan, at, 0.002 * rows)
+        at += 0.002 * rows + 0.001
+    log.close()
+    return str(path)
+
+
+def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Path) -> None:
+    speed = speed_of_plans([recording(tmp_path / "plans", 200)])
+    load = StepLoad(4, 24, 0.0, 4)
+    assert speed.times.predict(load) == pytest.approx(0.009, rel=0.01), "the host's millisecond is part of a step"
+    assert speed.facts["model"] == "m"
+    speed.write(tmp_path / "speed.json")
+    again = Speed.read(tmp_path / "speed.json")
+    assert again.times == speed.times
+    assert again.fit["period"]["steps"] == 199
+    assert again.fit["execution"]["mean_abs_error"] < 0.01
+
+
+def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", "no speed of version 1"),
+        (json.dumps({"octavo_speed": 1}), "is damaged"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            Speed.read(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        Speed.read(tmp_path / "missing")
+    one, other = recording(tmp_path / "a", 60), recording(tmp_path / "b", 60, num_blocks=9)
+    with pytest.raises(ConfigError, match="a recording of another engine"):
+        speed_of_plans([one, other])

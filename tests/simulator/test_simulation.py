@@ -1,0 +1,174 @@
+"""Simulations of small servers whose steps take a known time."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from octavo.bench.traces import TraceRequest
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.planner.sources import find_shape
+from octavo.scheduler.step_time import StepTimes
+from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
+from octavo.simulator.setup import Plan
+from octavo.simulator.simulation import Simulation
+from octavo.simulator.speed import MEASURED, Speed
+from octavo.simulator.traffic import Tenants
+
+SHAPE = find_shape("llama-2-7b")
+STEP = 0.01
+TOKEN = 0.001
+
+
+def plan(**options: Any) -> Plan:
+    """A server whose steps take 10 ms, and 1 ms for each token beyond the first."""
+    options = {"num_blocks": 513, "max_model_len": 2048, "swap_space": 0, **options}
+    times = StepTimes(STEP, ((1.0, 0.0), (2.0, TOKEN)))
+    return Plan(SHAPE, EngineConfig(**options), Speed("made up", MEASURED, times))
+
+
+def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
+    results = simulate(plan(), Demand(count=1, input_len="11", output_len="5"))
+    assert results.ttft.greatest == pytest.approx(STEP + 10 * TOKEN)
+    assert results.itl.greatest == pytest.approx(STEP)
+    assert results.itl.count == 4
+    assert results.e2e.greatest == pytest.approx(results.duration_s) == pytest.approx(5 * STEP + 10 * TOKEN)
+    assert (results.steps, results.output_tokens, results.prompt_tokens) == (5, 5, 11)
+
+
+def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
+    demand = Demand(count=1, input_len="1", output_len="1")
+    slow = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), intake_s=0.5))
+    assert simulate(slow, demand).ttft.greatest == pytest.approx(STEP + 0.5)
+
+
+def test_every_token_is_accounted_for_and_no_block_is_lost() -> None:
+    demand = Demand(count=60, rate=20.0, input_len="lognormal:150,0.9", output_len="uniform:20-150", seed=3)
+    server = plan(num_blocks=81).server()
+    results = Simulation(server, demand.traffic()).run()
+    audit = server.kv.audit()
+    assert audit.num_sequences == 0
+    shapes = list(itertools.islice(demand.shapes(), 60))
+    assert results.completed == results.ttft.count == 60
+    assert results.output_tokens == sum(shape.output_tokens for shape in shapes)
+    assert results.prompt_tokens == sum(shape.prompt_tokens for shape in shapes)
+    assert results.itl.count == results.output_tokens - 60
+    assert results.preemptions > 0
+
+
+def test_prompts_share_what_the_trace_says_they_share() -> None:
+    trace = tuple(TraceRequest(float(i), 1024 + 100, 4, hash_ids=(7, 8, 100 + i)) for i in range(5))
+    results = simulate(plan(), Demand(trace=trace))
+    assert results.cached_tokens == 4 * 1024
+    again = simulate(plan(), Demand(trace=trace, count=10))
+    assert again.cached_tokens == 2 * 4 * 1024, "a repetition stands for other people"
+
+
+def test_requests_with_a_shared_prefix_find_it() -> None:
+    demand = Demand(count=20, rate=5.0, input_len="20", output_len="2", prefix_len="160", num_prefixes=2)
+    results = simulate(plan(), demand)
+    assert results.cached_tokens == 18 * 160
+
+
+def test_a_closed_loop_has_no_more_in_flight_than_users() -> None:
+    results = simulate(plan(), Demand(count=50, users=4, think_s=0.05, output_len="8"))
+    assert results.completed == 50
+    assert results.peak_running <= 4
+    assert results.mean_running < 4
+
+
+def test_a_trace_comes_faster_when_its_rate_is_scaled() -> None:
+    trace = tuple(TraceRequest(2.0 * i, 10, 2) for i in range(5))
+    assert simulate(plan(), Demand(trace=trace)).duration_s == pytest.approx(8.0, abs=0.1)
+    assert simulate(plan(), Demand(trace=trace, rate_scale=4.0)).duration_s == pytest.approx(2.0, abs=0.1)
+
+
+def test_tenants_with_twice_the_weight_are_served_sooner() -> None:
+    tenants = Tenants.parse("gold:4,basic:1")
+    demand = Demand(count=120, rate=200.0, output_len="40", tenants=tenants)
+    results = simulate(plan(scheduling_policy="vtc", max_num_seqs=4), demand)
+    gold, basic = results.tenants["gold"], results.tenants["basic"]
+    assert gold.requests + basic.requests == 120
+    assert gold.ttft.mean < 0.7 * basic.ttft.mean
+
+
+def test_a_request_that_can_never_be_served_is_counted_and_the_rest_goes_on() -> None:
+    trace = tuple(TraceRequest(0.0, length, 4) for length in (100, 1500, 100))
+    results = simulate(plan(num_blocks=33), Demand(trace=trace))
+    assert (results.refused, results.completed) == (1, 2)
+
+
+def test_a_request_over_the_models_length_is_cut_and_counted() -> None:
+    trace = (TraceRequest(0.0, 5000, 100),)
+    results = simulate(plan(), Demand(trace=trace))
+    assert (results.clipped, results.prompt_tokens, results.output_tokens) == (1, 1948, 100)
+
+
+def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None:
+    demand = Demand(count=60, rate=20.0, input_len="20", output_len="20")
+    targets = Targets(ttft_ms=200.0)
+    found = find_rate(plan(max_num_seqs=8), demand, targets)
+    assert found is not None
+    assert found.missed_at is not None
+    assert found.value < found.missed_at <= 1.031 * found.value
+    assert targets.met(found.results)
+
+
+def test_a_target_that_even_one_request_misses_is_said_to_be_out_of_reach() -> None:
+    assert find_rate(plan(), Demand(count=2, rate=1.0, output_len="2"), Targets(ttft_ms=0.001)) is None
+    assert find_replicas(plan(), Demand(count=3, rate=1.0), Targets(ttft_ms=0.001)) is None
+
+
+def test_replicas_are_the_fewest_that_keep_the_targets() -> None:
+    demand = Demand(count=120, rate=80.0, input_len="20", output_len="20")
+    server, targets = plan(max_num_seqs=4), Targets(ttft_ms=200.0)
+    answer = find_replicas(server, demand, targets)
+    assert answer is not None
+    count, results = answer
+    assert count > 1
+    assert targets.met(results)
+    assert results.requests == -(-120 // count)
+
+
+def test_a_larger_cache_preempts_less_and_smaller_elements_hold_more() -> None:
+    demand = Demand(count=40, input_len="200", output_len="60")
+    by_size = {
+        changes["num_blocks"]: simulate(each, demand).preemptions
+        for changes, each in variants(plan(), [("num_blocks", [65, 1025])])
+    }
+    assert by_size[65] > by_size[1025] == 0
+    sized = plan(num_blocks=None, kv_cache_memory="1GiB")
+    half = sized.replace(kv_bits=8.0)
+    assert half.num_blocks == pytest.approx(2 * sized.num_blocks, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("demand", "message"),
+    [
+        ({"count": 0}, "num_requests must be at least 1, got 0"),
+        ({"users": 0}, "concurrency must be at least 1"),
+        ({"rate_scale": 0.0}, "rate_scale must be above 0"),
+        ({"users": 3, "rate": 2.0}, "a closed loop"),
+        ({"think_s": -1.0}, "think_time must be 0 or more"),
+    ],
+)
+def test_traffic_that_makes_no_sense_is_refused(demand: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Demand(**demand)
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:1:2:3", ":2", "a:x", "a,a"])
+def test_tenants_that_cannot_be_read_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="tenant"):
+        Tenants.parse(text)
+
+
+def test_swapping_is_simulated_where_there_is_a_host_to_swap_to() -> None:
+    demand = Demand(count=40, input_len="200", output_len="60")
+    results = simulate(plan(num_blocks=65, swap_space="4GiB", preemption_mode="swap"), demand)
+    assert results.preemptions > 0
+    assert results.moved_blocks > 0
+    assert results.completed == 40
