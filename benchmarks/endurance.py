@@ -1,6 +1,7 @@
 """Ten minutes of everything at once on a real server: every surviving answer is that of the same request alone.
 
-    python benchmarks/endurance.py [--seconds 600] [--streams 256] [--model smollm2] [--rows FILE]
+    python benchmarks/endurance.py [--seconds 600] [--modes swap/hashed,recompute/radix] [--streams 256]
+    python benchmarks/endurance.py --seconds 180 --model smollm2 --streams 32 --questions 40
     python benchmarks/endurance.py --join FILE
 
 Writes benchmarks/results/endurance.md. `octavo serve --deterministic` runs in a process of its own with a pool so small
@@ -69,10 +70,9 @@ POOL = [
     "500",
 ]
 TIMEOUTS = ["--write-timeout", "5", "--body-timeout", "5"]
-WAYS = {
-    "swap": ["--preemption-mode", "swap", "--prefix-cache", "hashed"],
-    "recompute": ["--preemption-mode", "recompute", "--prefix-cache", "radix"],
-}
+# Preemption mode and prefix cache of each round, if nothing else is said.
+MODES = "swap/hashed,recompute/radix"
+PREEMPTION_MODES, PREFIX_CACHES = ("auto", "recompute", "swap"), ("hashed", "radix")
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,25 @@ def unexpected(log: str) -> list[str]:
     return found
 
 
-def endure(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def options_of(mode: str) -> list[str]:
+    """`swap/hashed` -> the server's options."""
+    preemption, prefix_cache = mode.split("/")
+    return ["--preemption-mode", preemption, "--prefix-cache", prefix_cache]
+
+
+def modes(text: str) -> list[str]:
+    """`swap/hashed,recompute/radix` -> its parts; raises `ArgumentTypeError` where one is none."""
+    found = text.split(",")
+    for mode in found:
+        preemption, _, prefix_cache = mode.partition("/")
+        if preemption not in PREEMPTION_MODES or prefix_cache not in PREFIX_CACHES:
+            raise argparse.ArgumentTypeError(
+                f"{mode!r} is not one of {'|'.join(PREEMPTION_MODES)} / one of {'|'.join(PREFIX_CACHES)}"
+            )
+    return found
+
+
+def endure(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One round: a server, its answers alone, the load, and what is left of it."""
     keys, log, counts = folder / "keys.toml", folder / "log", folder / "counters"
     calm = folder / "CALM"
@@ -426,7 +444,7 @@ def endure(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     words = ["block", "table", "the", "scheduler", "waits", "for", "its", "turn", "ünï", "日本", "😀", "queue"]
     asked = questions(random.Random(7), args.questions, words)
     server = [sys.executable, str(Path(__file__).with_name("faulty_server.py")), str(log), str(counts), args.faults]
-    options = ["--keys-file", str(keys), "--no-access-log", "--deterministic", *POOL, *TIMEOUTS, *WAYS[way]]
+    options = ["--keys-file", str(keys), "--no-access-log", "--deterministic", *POOL, *TIMEOUTS, *options_of(mode)]
     options += ["--model", args.model or str(folder / "model"), *args.server.split()]
     with running_server(options, [*server, "serve"]) as running:
         port = int(running.base_url.rpartition(":")[2])
@@ -446,7 +464,7 @@ def endure(way: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         metrics = counters(port)
     found = load.found
     return {
-        "way": way,
+        "mode": mode,
         "seconds": round(args.seconds),
         "stops": load.stops,
         "streams": args.streams,
@@ -490,10 +508,10 @@ def failings(row: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each way")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each mode")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--questions", type=int, default=300)
-    parser.add_argument("--way", choices=sorted(WAYS), action="append")
+    parser.add_argument("--modes", type=modes, default=modes(MODES), help=f"default: {MODES}")
     parser.add_argument("--faults", default="0.004", help="probability of a fault at each of four places of a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="", help="default: a tiny model of random weights")
@@ -504,13 +522,13 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(args.join.read_text()) if args.join else []
     if not args.join:
-        for way in args.way or WAYS:
+        for mode in args.modes:
             with tempfile.TemporaryDirectory() as folder:
                 name = args.model or "a tiny model of random weights"
                 if not args.model:
                     # Wide weights: with narrow ones a token hardly depends on those before it.
                     write_model(Path(folder) / "model", CHATML, initializer_range=0.4, max_position_embeddings=1024)
-                rows.append({**endure(way, args, Path(folder)), "model": name})
+                rows.append({**endure(mode, args, Path(folder)), "model": name})
                 print(json.dumps(rows[-1], indent=1), flush=True)
     if args.rows:
         known = json.loads(args.rows.read_text()) if args.rows.exists() else []
@@ -543,7 +561,7 @@ def _section(row: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"## {row['model']}, `{' '.join(WAYS[row['way']])}`",
+            f"## {row['model']}, `{' '.join(options_of(row['mode']))}`",
             "",
             f"{row['seconds']} s, {row['streams']} clients, at most {row['most_running']:,} requests at once, "
             f"{row['asked']:,} in all; {row['tokens']:,.0f} tokens drawn, {row['hits']:,.0f} tokens of prompts found "

@@ -10,6 +10,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.request import FinishReason, Request, RequestContext, SequenceStatus
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.kv_limits import KVLimits
 from tests.engine.test_same_tokens import thrash  # type: ignore[attr-defined]
 from tests.engine.tiny_engine import POISON, assert_drained, poison, tiny_core
 
@@ -131,3 +132,15 @@ def test_a_step_whose_logits_are_unusable_leaves_no_host_block_behind_and_its_pr
         assert core.stats.swapped_in_bytes == core.stats.swapped_out_bytes > 0
         assert check(core, requests)["swap"]["free_bytes"] == check(core, requests)["swap"]["space_bytes"]
         assert_drained(core)
+
+
+def test_floors_and_caps_are_told_in_bytes_of_tenants_that_have_asked_for_nothing_too() -> None:
+    with tiny_core(block_size=4) as core:
+        size = core.scheduler.kv.spec.block_bytes
+        core.set_kv_limits({"ada": KVLimits(3, 5), "bob": KVLimits(2)})
+        told = {name: tenant["limits"] for name, tenant in check(core, [])["tenants"].items()}
+        expected = {
+            "ada": {"floor_bytes": 3 * size, "cap_bytes": 5 * size},
+            "bob": {"floor_bytes": 2 * size, "cap_bytes": None},
+        }
+        assert told == core.stats.kv_limits == expected

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from octavo.engine.inspection import limits_in_bytes
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.errors import CapacityError, ContextLengthError, EngineDeadError, RequestError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -98,6 +99,7 @@ class FakeEngine:
         self.breaks_after = breaks_after
         self.stats = EngineStats(max_model_len=max_model_len)
         self.is_alive = False
+        self.is_planning = False
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.received: list[dict[str, Any]] = []
@@ -115,6 +117,7 @@ class FakeEngine:
 
     async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         self.kv_limits = dict(limits)
+        self.stats.kv_limits = {tenant: limits_in_bytes(limit, 2) for tenant, limit in limits.items()}
 
     async def reset_prefix_cache(self) -> int:
         self.cached.clear()

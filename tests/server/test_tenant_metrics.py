@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.observe.stats import EngineStats
 from octavo.server import quota
+from octavo.server.tenant_metrics import TenantCollector
 from tests.server.conftest import Running, wait_until
 
 KEYS = """
@@ -128,3 +130,25 @@ def test_metrics_can_be_kept_for_admins(
 def test_metrics_for_admins_need_an_admin_key_to_be_configured(start_server: Callable[..., Running]) -> None:
     response = start_server(api_key=["a"], metrics_access="admin").client.get("/metrics")
     assert (response.status_code, response.json()["error"]["code"]) == (403, "no_admin_key")
+
+
+def test_floors_and_caps_are_shown_under_a_bounded_number_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "MAX_SHOWN_TENANTS", 1)
+    stats = EngineStats(max_model_len=100)
+    stats.kv_limits = {
+        "ada": {"floor_bytes": 10, "cap_bytes": None},
+        "bob": {"floor_bytes": 20, "cap_bytes": 50},
+        "eve": {"floor_bytes": 40, "cap_bytes": 60},
+    }
+    collector = TenantCollector(quota.Quotas(), stats, "m")
+    told = {
+        (sample.name, sample.labels["tenant"]): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+        if "_kv_" in sample.name
+    }
+    assert told == {
+        ("octavo:tenant_kv_floor_bytes", "ada"): 10,
+        ("octavo:tenant_kv_floor_bytes", "other"): 60,
+        ("octavo:tenant_kv_cap_bytes", "other"): 110,
+    }

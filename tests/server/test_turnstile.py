@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.server.transport import _BEGUN_AT_ONCE, GuardedConnection
-from octavo.server.turnstile import Turnstile
+from octavo.server.turnstile import _MOST_WAITS, Turnstile
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_connections import BODY, HEAD, answer_of
@@ -132,3 +132,49 @@ def test_who_leaves_in_line_is_forgotten(start_server: Callable[..., Running]) -
     wait_until(lambda: not server.server.server_state.connections)
     assert server.client.get("/health").status_code == 200
     wait_until(lambda: not server.engine.running)
+
+
+def test_who_stands_in_line_waits_while_a_step_needs_the_interpreter_but_not_for_good() -> None:
+    async def run() -> None:
+        is_planning, asked = True, 0
+
+        def gives_way() -> bool:
+            nonlocal asked
+            asked += 1
+            return is_planning
+
+        turnstile = Turnstile(1, gives_way)
+        turns = [asyncio.ensure_future(turnstile.turn()) for _ in range(3)]
+        await asyncio.wait_for(turns[0], 5)
+        await asyncio.wait_for(turns[1], 5)
+        assert asked >= _MOST_WAITS
+        is_planning = False
+        await asyncio.wait_for(turns[2], 5)
+
+    asyncio.run(run())
+
+
+def test_clients_that_leave_at_once_are_given_up_in_many_rounds(
+    start_server: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(LoopEngine(step_seconds=30.0))
+    lost: Counter[int] = Counter()
+    rounds: list[Rounds] = []
+    lose = GuardedConnection._lose
+
+    def counted(self: Any, exc: Exception | None) -> None:
+        lost[rounds[0].number] += 1
+        lose(self, exc)
+
+    monkeypatch.setattr(GuardedConnection, "_lose", counted)
+    server.engine.loop.call_soon_threadsafe(lambda: rounds.append(Rounds()))
+    connections = connected(server)
+    for connection in connections:
+        connection.sendall(REQUEST)
+    wait_until(lambda: len(server.engine.running) == NUM_CONNECTIONS)
+    server.engine.loop.call_soon_threadsafe(time.sleep, 0.1)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: not server.engine.running)
+    assert lost.total() == NUM_CONNECTIONS
+    assert max(lost.values()) <= _BEGUN_AT_ONCE

@@ -181,6 +181,14 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether the engine's thread is at a step, and not at the part of it that the model computes.
+
+        It then needs the interpreter, and waits for it after each of a hundred calls that let go of it.
+        """
+        return self._watchdog.began is not None and not self.core.runner.is_computing
+
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -251,9 +259,9 @@ class AsyncEngine:
     async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Tenants' floors and caps from now on; may be called before `start`."""
         if self._loop is None:
-            self.core.scheduler.set_limits(limits)
+            self.core.set_kv_limits(limits)
         else:
-            await self._ask(lambda core: core.scheduler.set_limits(limits))
+            await self._ask(lambda core: core.set_kv_limits(limits))
 
     async def reset_prefix_cache(self) -> int:
         """Give up every cached block that is neither used nor pinned; returns how many."""

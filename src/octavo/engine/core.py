@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
-from octavo.engine.inspection import PinInfo, kv_report, list_pins
+from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins
 from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
@@ -33,6 +33,7 @@ from octavo.request import (
 )
 from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
+from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_outputs import StructuredOutputsParams
@@ -319,6 +320,12 @@ class EngineCore:
         found = self.scheduler.kv.pins.unpin(pin_id)
         self._recorder.on_changed()
         return found
+
+    def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
+        """Tenants' floors and caps from now on, as `Scheduler.set_limits`; the statistics say them too."""
+        self.scheduler.set_limits(limits)
+        size = self.scheduler.kv.spec.block_bytes
+        self.stats.kv_limits = {tenant: limits_in_bytes(limit, size) for tenant, limit in limits.items()}
 
     def reset_prefix_cache(self) -> int:
         """Evict every cached block that is not pinned; returns how many."""

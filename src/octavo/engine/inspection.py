@@ -13,6 +13,7 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport
+from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
@@ -95,8 +96,11 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
                 "bytes": _bytes(stock.tenants.get(tenant, {}), stock.swapped.get(tenant, 0), size),
                 "prefix_cache": _totals(kv.ledger.totals.get(tenant, CacheTotals())),
                 "pins": {"held_bytes": kv.pins.num_blocks_of(tenant) * size},
+                "limits": limits_in_bytes(scheduler.limits.get(tenant, KVLimits()), size),
             }
-            for tenant in sorted(kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys())
+            for tenant in sorted(
+                kv.ledger.totals.keys() | stock.tenants.keys() | stock.swapped.keys() | scheduler.limits.keys()
+            )
         },
         "pins": {
             "budget_bytes": kv.pins.budget_blocks * size,
@@ -118,6 +122,12 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             for request in requests
         ],
     }
+
+
+def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:
+    """A tenant's floor and cap for JSON; a cap of null is none."""
+    cap = None if limits.cap is None else limits.cap * block_bytes
+    return {"floor_bytes": limits.floor * block_bytes, "cap_bytes": cap}
 
 
 def report_fields(report: CacheReport) -> dict[str, Any]:

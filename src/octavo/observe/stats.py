@@ -103,6 +103,7 @@ class EngineStats:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.kv_bytes: dict[BlockState, int] = {}
+        self.kv_limits: dict[str, dict[str, int | None]] = {}  # by tenant: "floor_bytes", "cap_bytes"
         self.cache_outcomes: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.uncached_tokens: dict[CacheOutcome, int] = dict.fromkeys(CacheOutcome, 0)
         self.finished: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)

@@ -29,7 +29,13 @@ T = TypeVar("T")
 
 
 class Executor(ABC):
-    """Carries out one plan after the other; keeps by id what they say of sequences."""
+    """Carries out one plan after the other; keeps by id what they say of sequences.
+
+    Attributes:
+        is_computing: the model is at work, and hardly needs this process's interpreter. Other threads may read it.
+    """
+
+    is_computing = False
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
@@ -101,7 +107,11 @@ class ProcessExecutor(Executor, Generic[T]):
             self._pipe.send(plan)
         except (OSError, ValueError) as error:
             raise self._died() from error
-        result: StepResult = self._receive(plan.step)
+        self.is_computing = True
+        try:
+            result: StepResult = self._receive(plan.step)
+        finally:
+            self.is_computing = False
         return result
 
     def close(self) -> None:

@@ -16,6 +16,11 @@ class RecordingExecutor(Executor):
         self.executor = executor
         self._log = log
 
+    @property
+    def is_computing(self) -> bool:  # type: ignore[override]  # it is only read
+        """See `Executor`."""
+        return self.executor.is_computing
+
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Executor.execute`."""
         began = time.perf_counter()

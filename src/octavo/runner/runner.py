@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -89,15 +91,25 @@ class ModelRunner(Executor):
         batch = self._batches.build(plan)
         step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
         if not batch.scores and not batch.pools:
-            logits = self.model.forward(*step)
+            with self._computing():
+                logits = self.model.forward(*step)
             return self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
-        logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
+        with self._computing():
+            logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
         result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
         return replace(
             result,
             prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores),
             pooled=tuple(_sum_hidden(first, pool.num_tokens, later) for first, pool in batch.pools),
         )
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self.is_computing = True
+        try:
+            yield
+        finally:
+            self.is_computing = False
 
     def _score(self, first: int, score: PromptScores, later: LaterRows) -> tuple[TokenLogprobs, ...]:
         """Prompt logprobs from the rows `first ..`, a few rows' logits at a time."""

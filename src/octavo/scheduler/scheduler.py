@@ -241,6 +241,11 @@ class Scheduler:
         """Floors and caps in blocks of this cache; raises `ConfigError` where they do not go into it. Thread-safe."""
         return resolve_limits(amounts, self.kv.spec, self.kv.pool.num_blocks - 1, self.config.max_num_batched_tokens)
 
+    @property
+    def limits(self) -> Mapping[str, KVLimits]:
+        """Tenants' floors and caps, in blocks."""
+        return self._limits
+
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
         """Tenants' floors and caps from now on.
 

@@ -94,6 +94,11 @@ class EngineClient(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether a step is under way that needs the interpreter now; what can wait for a millisecond should."""
+        ...
+
     async def start(self) -> None: ...
 
     def generate(

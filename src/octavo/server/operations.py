@@ -100,7 +100,7 @@ class Operations:
             from octavo.server.tenant_metrics import TenantCollector
 
             stats, name = self._engine.stats, self._model_name
-            others = [TenantCollector(self._quotas, stats.waiting, name)] if with_tenants else []
+            others = [TenantCollector(self._quotas, stats, name)] if with_tenants else []
             self._metrics[with_tenants] = MetricsPage(stats, name, others)
         return self._metrics[with_tenants]
 

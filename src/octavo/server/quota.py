@@ -173,6 +173,12 @@ class Quotas:
         """The name under which a tenant is shown: its own, or `OTHERS`."""
         return tenant if tenant in self._shown else OTHERS
 
+    def show(self, tenant: str) -> str:
+        """`shown_name` of a tenant that the operator named; it has its own name where there is room for one more."""
+        if len(self._shown) < MAX_SHOWN_TENANTS:
+            self._shown.add(tenant)
+        return self.shown_name(tenant)
+
     def shown(self) -> dict[str, TenantUse]:
         """The use of each tenant by name, as many as `MAX_SHOWN_TENANTS`; the rest are added up as `OTHERS`."""
         shown: dict[str, TenantUse] = {}

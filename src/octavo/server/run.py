@@ -93,6 +93,7 @@ async def serve_on(
     app = create_app(engine, config, in_flight, access)
     server = Server(app, config, in_flight, engine.model_name)
     server.has_engine = lambda: engine.is_alive
+    server.is_engine_planning = lambda: engine.is_planning
     # Without a file to reread, a hangup ends the process, as ever.
     server.on_hangup = None if config.keys_file is None else partial(_reread, access, engine)
     await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
@@ -129,7 +130,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded_protocol(config, self.connections),
+                http=guarded_protocol(config, self.connections, lambda: self.is_engine_planning()),
                 ws="none",
                 root_path=config.root_path,
                 ssl_certfile=config.ssl_certfile,
@@ -145,6 +146,7 @@ class Server(uvicorn.Server):
         )
         self._model_name = model_name
         self.has_engine: Callable[[], bool] = lambda: True
+        self.is_engine_planning: Callable[[], bool] = lambda: False
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
         self.on_hangup: Callable[[], None] | None = None

@@ -6,12 +6,14 @@ others are added up as "other". No series has a key, a request's id or a word of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from octavo.observe.tenant_queues import TenantQueues, Waiting
+from octavo.observe.stats import EngineStats
+from octavo.observe.tenant_queues import Waiting
 from octavo.server.quota import Quotas
 
 _COUNTERS = (
@@ -25,9 +27,9 @@ _COUNTERS = (
 class TenantCollector(Collector):
     """A Prometheus collector over the tenants' use of one server."""
 
-    def __init__(self, quotas: Quotas, queues: TenantQueues, model_name: str) -> None:
+    def __init__(self, quotas: Quotas, stats: EngineStats, model_name: str) -> None:
         self._quotas = quotas
-        self._queues = queues
+        self._stats = stats
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -53,7 +55,7 @@ class TenantCollector(Collector):
                 counter.add_metric([self._model_name, tenant], getattr(use, attribute))
             yield counter
         waiting: dict[str, Waiting] = dict.fromkeys(uses, Waiting())
-        for tenant, own in self._queues.snapshot().items():
+        for tenant, own in self._stats.waiting.snapshot().items():
             name = self._quotas.shown_name(tenant)
             before = waiting.get(name, Waiting())
             waiting[name] = Waiting(before.requests + own.requests, before.tokens + own.tokens)
@@ -64,4 +66,16 @@ class TenantCollector(Collector):
             gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
             for tenant, own in waiting.items():
                 gauge.add_metric([self._model_name, tenant], getattr(own, attribute))
+            yield gauge
+        for name, attribute, help in (
+            ("kv_floor_bytes", "floor_bytes", "KV cache that is always kept available for the tenant."),
+            ("kv_cap_bytes", "cap_bytes", "KV cache that the tenant may hold at most; of tenants with a cap."),
+        ):
+            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            amounts: Counter[str] = Counter()
+            for tenant, limits in self._stats.kv_limits.items():
+                if (amount := limits[attribute]) is not None:
+                    amounts[self._quotas.show(tenant)] += amount
+            for tenant, amount in amounts.items():
+                gauge.add_metric([self._model_name, tenant], amount)
             yield gauge

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -38,9 +39,15 @@ class ConnectionCounters:
     unread: int = 0
 
 
-def guarded_protocol(limits: ServerConfig, counters: ConnectionCounters) -> type[GuardedConnection]:
-    """The connection class for uvicorn, bound to these limits."""
-    fields = {"limits": limits, "counters": counters, "turnstile": Turnstile(_BEGUN_AT_ONCE)}
+def guarded_protocol(
+    limits: ServerConfig, counters: ConnectionCounters, gives_way: Callable[[], bool] = lambda: False
+) -> type[GuardedConnection]:
+    """The connection class for uvicorn, bound to these limits.
+
+    Args:
+        gives_way: whether requests that begin or are left should wait, where there are many (`Turnstile`).
+    """
+    fields = {"limits": limits, "counters": counters, "turnstile": Turnstile(_BEGUN_AT_ONCE, gives_way)}
     return type("LimitedConnection", (GuardedConnection,), fields)
 
 
@@ -49,7 +56,7 @@ class GuardedConnection(H11Protocol):
 
     Attributes:
         limits: `max_connections` and the timeouts of the phases.
-        turnstile: of all connections, for those on which a request begins.
+        turnstile: of all connections, for those on which a request begins, or whose client leaves before its end.
     """
 
     limits: ClassVar[ServerConfig]
@@ -83,6 +90,14 @@ class GuardedConnection(H11Protocol):
         for timer in (self._header_timer, self._body_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not is_answering or self.turnstile.passes():
+            self._lose(exc)
+        else:
+            # Giving up what was under way takes the event loop half a millisecond, and clients may leave in a crowd.
+            self.turnstile.queue(lambda: self._lose(exc))
+
+    def _lose(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         # asyncio's transport refers to itself by this method: only a collection of all garbage would find it.
         if hasattr(self.transport, "_read_ready_cb"):
