@@ -6,16 +6,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 import octavo
+from octavo.limits import RequestLimits
 from octavo.server.app import create_app
 from octavo.server.openapi import describe
+from octavo.server.schema_answers import EXAMPLES
+from octavo.server.schema_ranges import Described
 from tests.server.conftest import Running
-from tests.server.fake_engine import BOS, FakeEngine
+from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine
 
 
 def test_health_and_version(server: Running) -> None:
@@ -103,7 +107,7 @@ def test_the_description_has_exactly_the_routes_that_are_served() -> None:
     routes = [route for route in app.routes if isinstance(route, Route)]
     # Starlette answers HEAD wherever it answers GET.
     served = {(re.sub(r":\w+}", "}", r.path), m.lower()) for r in routes for m in (r.methods or ()) if m != "HEAD"}
-    described = {(path, method) for path, methods in describe("1")["paths"].items() for method in methods}
+    described = {(path, method) for path, methods in DESCRIPTION["paths"].items() for method in methods}
     assert described == served
 
 
@@ -113,4 +117,76 @@ def test_the_api_documents_itself(server: Running) -> None:
     reference = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = reference["$ref"].removeprefix("#/components/schemas/")
     assert "max_tokens" in schema["components"]["schemas"][name]["properties"]
-    assert server.client.get("/docs").status_code == 200
+
+
+def test_the_page_that_shows_it_loads_nothing_from_elsewhere(server: Running) -> None:
+    page = server.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert re.findall(r'(?:src|href|fetch)[=(]"([^"]*)"', page.text) == ["openapi.json"] * 3
+    assert "://" not in page.text
+
+
+LIMITS = RequestLimits(
+    max_n=3, max_stop_strings=2, max_stop_string_length=5, max_logit_bias=2, max_bad_words=2, max_bad_word_length=4
+)
+DESCRIPTION = describe("1", Described(LIMITS, 4096, VOCAB_SIZE, 4))
+
+
+def body_schema(path: str) -> dict[str, Any]:
+    reference = DESCRIPTION["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return {**reference, "components": DESCRIPTION["components"]}
+
+
+def is_valid(path: str, body: dict[str, Any]) -> bool:
+    return bool(jsonschema.Draft202012Validator(body_schema(path)).is_valid(body))
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_examples_are_valid_and_their_answers_too(path: str, start_server: Callable[..., Running]) -> None:
+    server = start_server(FakeEngine(limits=LIMITS))
+    assert is_valid(path, EXAMPLES[path])
+    response = server.post(path, EXAMPLES[path])
+    assert response.status_code == 200, response.text
+    answer = DESCRIPTION["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(response.json(), {**answer, "components": DESCRIPTION["components"]})
+
+
+# At the edge of each range, and one past it.
+EDGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"n": 3, "temperature": 1}, {"n": 4}),
+    ({"stop": ["a", "b"]}, {"stop": ["a", "b", "c"]}),
+    ({"stop": "abcde"}, {"stop": "abcdef"}),
+    ({"logit_bias": {"1": 100, "2": -100}}, {"logit_bias": {"1": 1, "2": 1, "3": 1}}),
+    ({"logit_bias": {"1": 100}}, {"logit_bias": {"1": 101}}),
+    ({"bad_words": ["abcd"]}, {"bad_words": ["abcde"]}),
+    ({"bad_words": ["a", "b"]}, {"bad_words": ["a", "b", "c"]}),
+    ({"stop_token_ids": [VOCAB_SIZE - 1]}, {"stop_token_ids": [VOCAB_SIZE]}),
+    ({"allowed_token_ids": [0]}, {"allowed_token_ids": []}),
+    ({"top_p": 1}, {"top_p": 0}),
+    ({"top_k": -1}, {"top_k": -2}),
+    ({"min_p": 1}, {"min_p": 1.1}),
+    ({"repetition_penalty": 0.1}, {"repetition_penalty": 0}),
+    ({"presence_penalty": -2}, {"presence_penalty": -2.1}),
+    ({"seed": 2**64 - 1}, {"seed": 2**64}),
+    ({"logprobs": 20}, {"logprobs": 21}),
+    ({"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
+    ({"priority": 1000}, {"priority": 1001}),
+    ({"cache_salt": "a" * 256}, {"cache_salt": "a" * 257}),
+    ({"user": "a" * 256}, {"user": "a" * 257}),
+    ({"max_tokens": 4000}, {"max_tokens": 0}),
+    ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
+    ({"suffix": ""}, {"suffix": "a"}),
+    ({"prompt": [1, VOCAB_SIZE - 1]}, {"prompt": [VOCAB_SIZE]}),
+    ({"prompt": [[1], [2]]}, {"prompt": []}),
+    ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "xml"}}),
+]
+
+
+def test_the_described_ranges_are_those_that_hold(start_server: Callable[..., Running]) -> None:
+    server = start_server(FakeEngine(limits=LIMITS, eos_after=1))
+    path = "/v1/completions"
+    for inside, outside in EDGES:
+        for fields, allowed in ((inside, True), (outside, False)):
+            body = {"prompt": "a", "max_tokens": 1, **fields}
+            assert is_valid(path, body) == allowed, fields
+            assert server.post(path, body).status_code == (200 if allowed else 400), fields

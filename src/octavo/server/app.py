@@ -17,10 +17,11 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
 from octavo.server.ignored_fields import IGNORED_HEADER
 from octavo.server.logs import RequestLog
-from octavo.server.openapi import description_endpoints
+from octavo.server.openapi import Description
 from octavo.server.operations import Operations
 from octavo.server.origin import RefuseWebPages
 from octavo.server.quota import Metered, Quotas
+from octavo.server.schema_ranges import Described
 
 
 def create_app(
@@ -46,7 +47,7 @@ def create_app(
         *Operations(
             engine, config, in_flight, AdminAccess(access.admins), quotas, served_names(engine, config)[0]
         ).endpoints(),
-        *description_endpoints(),
+        *Description(Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)).endpoints(),
     ]
     middleware = [Middleware(RequestLog, writes=config.access_log), Middleware(LastResort)]
     if config.allowed_origins:

@@ -1,9 +1,10 @@
-"""The documentation page at /docs, and its OpenAPI description."""
+"""The OpenAPI description of the API: paths, bodies with this server's ranges, and answers."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -11,101 +12,162 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.server.docs_page import DOCS_PAGE
 from octavo.server.generation import json_bytes
 from octavo.server.messages_body import CountTokensBody, MessagesBody
-from octavo.server.protocol import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from octavo.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RequestBody,
+    TokenizeBody,
+)
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.route import Endpoint, json_response
+from octavo.server.schema_answers import EXAMPLES, SCHEMAS
+from octavo.server.schema_ranges import Described, field_ranges, narrow, unsupported
 
-_BODIES: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionBody, "Continue one or several prompts"),
-    "/v1/chat/completions": (ChatBody, "Answer a chat"),
-    "/v1/embeddings": (EmbeddingBody, "An embedding of each input"),
-    "/v1/responses": (ResponsesBody, "Answer a chat, by OpenAI's responses API"),
-    "/v1/messages": (MessagesBody, "Answer a chat, by Anthropic's API"),
-    "/v1/messages/count_tokens": (CountTokensBody, "How many tokens the prompt of a message has"),
-    "/tokenize": (TokenizeBody, "A prompt's or a chat's token ids"),
-    "/detokenize": (DetokenizeBody, "The text of token ids"),
+
+class _Post(NamedTuple):
+    body: type[RequestBody]
+    answer: str
+    summary: str
+
+
+_POSTS = {
+    "/v1/completions": _Post(CompletionBody, "Completion", "Continue one or several prompts"),
+    "/v1/chat/completions": _Post(ChatBody, "ChatCompletion", "Answer a chat"),
+    "/v1/embeddings": _Post(EmbeddingBody, "EmbeddingList", "An embedding of each input"),
+    "/v1/responses": _Post(ResponsesBody, "Response", "Answer a chat, by OpenAI's responses API"),
+    "/v1/messages": _Post(MessagesBody, "Message", "Answer a chat, by Anthropic's API"),
+    "/v1/messages/count_tokens": _Post(CountTokensBody, "TokenCount", "How many tokens the prompt of a message has"),
+    "/tokenize": _Post(TokenizeBody, "Tokens", "A prompt's or a chat's token ids"),
+    "/detokenize": _Post(DetokenizeBody, "Text", "The text of token ids"),
 }
-_PLAIN = {
-    "/v1/models": "The models served",
-    "/v1/models/{model}": "One model",
-    "/health": '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
-    "/ready": "200 while the server takes requests, 503 while it stops or its engine does not run",
-    "/ping": "As /health",
-    "/load": "Requests in flight, running and waiting, and the share of the KV cache in use",
-    "/version": "The version of Octavo",
-    "/debug/kv": "Who holds which bytes of the KV cache, and how much it helped (admin key)",
-    "/debug/pins": "Every pinned prefix (admin key)",
-    "/metrics": "Prometheus metrics, under vLLM's names",
-    "/openapi.json": "This description",
-    "/docs": "A page that shows it",
+# (path, method): (the answer's schema, or its media type, and a summary)
+_OTHERS = {
+    ("/v1/responses/{response_id}", "get"): ("Response", "A stored response"),
+    ("/v1/responses/{response_id}", "delete"): ("DeletedResponse", "Forget a stored response"),
+    ("/v1/models", "get"): ("ModelList", "The models served"),
+    ("/v1/models/{model}", "get"): ("Model", "One model"),
+    ("/health", "get"): (
+        "Status",
+        '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
+    ),
+    ("/ready", "get"): (
+        "Status",
+        "200 while the server takes requests, 503 while it stops or its engine does not run",
+    ),
+    ("/ping", "get"): ("Status", "As /health"),
+    ("/load", "get"): ("Load", "Requests in flight, running and waiting, and the share of the KV cache in use"),
+    ("/version", "get"): ("Version", "The version of Octavo"),
+    ("/debug/kv", "get"): (
+        "KVReport",
+        "Who holds which bytes of the KV cache, and how much it helped (admin key)",
+    ),
+    ("/debug/pins", "get"): ("PinList", "Every pinned prefix (admin key)"),
+    ("/debug/pins/{pin_id}", "delete"): ("DeletedPin", "Let a pin go before its time (admin key)"),
+    ("/reset_prefix_cache", "post"): ("Evicted", "Give up every cached block (admin key)"),
+    ("/metrics", "get"): ("text/plain", "Prometheus metrics, under vLLM's names"),
+    ("/openapi.json", "get"): ("Description", "This description"),
+    ("/docs", "get"): ("text/html", "A page that shows it"),
 }
-_ACTIONS = {
-    ("/v1/responses/{response_id}", "get"): "A stored response",
-    ("/v1/responses/{response_id}", "delete"): "Forget a stored response",
-    ("/debug/pins/{pin_id}", "delete"): "Let a pin go before its time (admin key)",
-    ("/reset_prefix_cache", "post"): "Give up every cached block (admin key)",
+_STREAMS = (CompletionBody, ChatBody, ResponsesBody, MessagesBody)
+# Why a request may be refused, by status; what is left is an error object too.
+_REFUSALS = {
+    "400": "The body is wrong, or asks for what cannot be served",
+    "401": "No API key, or a wrong one",
+    "403": "The key, or the web page, may not do this",
+    "404": "There is no such model, response or pin",
+    "413": "The body is too large",
+    "429": "The tenant is over a limit",
+    "503": "The server has no room, stops, or its engine does not run",
 }
 
 
-def description_endpoints() -> list[Endpoint]:
-    return [Endpoint("GET", "/openapi.json", _openapi), Endpoint("GET", "/docs", _docs)]
+class Description:
+    """The description of one server, and the page that shows it."""
+
+    def __init__(self, server: Described) -> None:
+        self._server = server
+
+    def endpoints(self) -> list[Endpoint]:
+        return [Endpoint("GET", "/openapi.json", self._openapi), Endpoint("GET", "/docs", self._docs)]
+
+    @cached_property
+    def _described(self) -> bytes:
+        return json_bytes(describe(octavo.__version__, self._server))
+
+    async def _openapi(self, request: Request) -> Response:
+        return json_response(self._described)
+
+    async def _docs(self, request: Request) -> Response:
+        return Response(DOCS_PAGE, media_type="text/html")
 
 
-async def _openapi(request: Request) -> Response:
-    return json_response(json_bytes(describe(octavo.__version__)))
-
-
-async def _docs(request: Request) -> Response:
-    return Response(DOCS_PAGE, media_type="text/html")
-
-
-def describe(version: str) -> dict[str, Any]:
+def describe(version: str, server: Described) -> dict[str, Any]:
     """The OpenAPI description of the API."""
-    bodies: list[tuple[type[BaseModel], Literal["validation"]]] = [(body, "validation") for body, _ in _BODIES.values()]
-    _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
     paths: dict[str, Any] = {}
-    for path, (body, summary) in _BODIES.items():
-        reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    for path, post in _POSTS.items():
+        content = {"schema": _reference(post.body.__name__), "example": EXAMPLES[path]}
         paths[path] = {
             "post": {
-                "summary": summary,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-                "responses": _RESPONSES,
+                "summary": post.summary,
+                "requestBody": {"required": True, "content": {"application/json": content}},
+                "responses": _responses(post.answer, streams=post.body in _STREAMS, error=_error_of(path)),
             }
         }
-    for path, summary in _PLAIN.items():
-        paths[path] = {"get": {"summary": summary, "responses": _RESPONSES}}
-    for (path, method), summary in _ACTIONS.items():
-        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _RESPONSES}
+    for (path, method), (answer, summary) in _OTHERS.items():
+        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _responses(answer)}
     for path, methods in paths.items():
-        if named := re.findall(r"{(\w+)}", path):
-            for operation in methods.values():
+        for operation in methods.values():
+            if named := re.findall(r"{(\w+)}", path):
                 operation["parameters"] = [
-                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                    for name in named
                 ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version},
         "paths": paths,
-        "components": {"schemas": definitions["$defs"]},
+        "components": {"schemas": {**_bodies(server), **SCHEMAS}},
     }
 
 
-_RESPONSES = {"200": {"description": "As OpenAI's API"}, "default": {"description": "An error object"}}
+def _bodies(server: Described) -> dict[str, Any]:
+    """The schemas of all bodies, with ranges."""
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [(p.body, "validation") for p in _POSTS.values()]
+    _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
+    schemas: dict[str, Any] = definitions["$defs"]
+    ranges = field_ranges(server)
+    for post in _POSTS.values():
+        properties = schemas[post.body.__name__]["properties"]
+        for name, schema in properties.items():
+            if name in post.body.unsupported:
+                properties[name] = unsupported()
+            elif name in ranges and not (name == "input" and post.body is ResponsesBody):
+                properties[name] = narrow(schema, ranges[name])
+    return schemas
 
-# Swagger UI comes from its public network, as FastAPI's page does: offline, /openapi.json is there all the same.
-DOCS_PAGE = """<!DOCTYPE html>
-<html>
-<head>
-<title>Octavo</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui"})</script>
-</body>
-</html>
-"""
+
+def _responses(answer: str, *, streams: bool = False, error: str = "Error") -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _reference(answer)}}
+    if "/" in answer:
+        content = {answer: {"schema": {"type": "string"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    refused = {"application/json": {"schema": _reference(error)}}
+    return {
+        "200": {"description": "The answer", "content": content},
+        **{status: {"description": why, "content": refused} for status, why in _REFUSALS.items()},
+        "default": {"description": "Any other error", "content": refused},
+    }
+
+
+def _error_of(path: str) -> str:
+    return "MessageError" if path.startswith("/v1/messages") else "Error"
+
+
+def _reference(name: str) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -12,7 +12,7 @@ from octavo.limits import RequestLimits
 from octavo.request import PinRequest
 from octavo.server.tool_use import checked_calls
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a body must not pass to the template: the server and the tokenizer do.
 _TEMPLATE_VARIABLES = (
     *("messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"),
@@ -87,8 +87,8 @@ def checked_messages(messages: list[dict[str, Any]], limits: RequestLimits) -> l
 
 def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits) -> dict[str, Any]:
     role = message.get("role")
-    if role not in _ROLES:
-        roles = ", ".join(map(repr, _ROLES))
+    if role not in ROLES:
+        roles = ", ".join(map(repr, ROLES))
         raise RequestError(f"{where}.role must be one of {roles}, got {shown(role)}", param=f"{where}.role")
     content = message.get("content")
     calls = {}

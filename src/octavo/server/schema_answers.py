@@ -1,0 +1,109 @@
+"""The answers in the OpenAPI description, and an example of each body.
+
+Only what is always there is required: objects may hold more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_FLAG: Schema = {"type": "boolean"}
+_ANY: Schema = {}
+
+
+def _object(**members: Schema) -> Schema:
+    return {"type": "object", "required": list(members), "properties": members}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _const(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+_DETAILS = _object(cached_tokens=_COUNT)
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT, prompt_tokens_details=_DETAILS)
+_MODEL = _object(id=_TEXT, object=_const("model"), created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))),
+    "MessageError": _object(type=_const("error"), error=_object(type=_TEXT, message=_TEXT)),
+    "Completion": _object(
+        id=_TEXT,
+        object=_const("text_completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list(_object(index=_COUNT, text=_TEXT, finish_reason=_TEXT)),
+        usage=_USAGE,
+    ),
+    "ChatCompletion": _object(
+        id=_TEXT,
+        object=_const("chat.completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_list(
+            _object(
+                index=_COUNT,
+                message=_object(role=_const("assistant"), content=_or_null(_TEXT)),
+                finish_reason=_TEXT,
+            )
+        ),
+        usage=_USAGE,
+    ),
+    "EmbeddingList": _object(
+        object=_const("list"),
+        model=_TEXT,
+        data=_list(
+            _object(object=_const("embedding"), index=_COUNT, embedding={"anyOf": [_TEXT, _list({"type": "number"})]})
+        ),
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Response": _object(
+        id=_TEXT, object=_const("response"), status=_TEXT, model=_TEXT, output=_list(_object(type=_TEXT))
+    ),
+    "DeletedResponse": _object(id=_TEXT, object=_const("response"), deleted=_FLAG),
+    "Message": _object(
+        id=_TEXT,
+        type=_const("message"),
+        role=_const("assistant"),
+        model=_TEXT,
+        content=_list(_object(type=_TEXT)),
+        stop_reason=_or_null(_TEXT),
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+    ),
+    "TokenCount": _object(input_tokens=_COUNT),
+    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_or_null(_list(_TEXT))),
+    "Text": _object(prompt=_TEXT),
+    "Model": _MODEL,
+    "ModelList": _object(object=_const("list"), data=_list(_MODEL)),
+    "Status": _object(status=_TEXT),
+    "Load": _object(server_load=_COUNT, running=_COUNT, waiting=_COUNT, kv_cache_usage={"type": "number"}),
+    "Version": _object(version=_TEXT),
+    "KVReport": {"type": "object"},
+    "PinList": _object(object=_const("list"), data=_list(_object(id=_TEXT))),
+    "DeletedPin": _object(id=_TEXT, object=_const("pin"), deleted=_FLAG),
+    "Evicted": _object(evicted_blocks=_COUNT),
+    "Description": _object(openapi=_TEXT, paths={"type": "object"}),
+}
+
+_CHAT = [{"role": "user", "content": "What is a block?"}]
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0},
+    "/v1/chat/completions": {"messages": _CHAT, "max_completion_tokens": 32},
+    "/v1/embeddings": {"input": ["one text", "another"], "encoding_format": "float"},
+    "/v1/responses": {"input": "What is a block?", "max_output_tokens": 32, "store": False},
+    "/v1/messages": {"messages": _CHAT, "max_tokens": 32},
+    "/v1/messages/count_tokens": {"messages": _CHAT},
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}

@@ -1,0 +1,151 @@
+"""Ranges of the bodies' fields for the OpenAPI description: the limits of this server, and what can never be right.
+
+pydantic says the types; values are checked where they are declared once (`SamplingParams`, `RequestLimits`), after
+parsing. Here is what that comes to, field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.limits import RequestLimits
+from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS
+from octavo.server.prompts import ROLES
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the description of one server depends on."""
+
+    limits: RequestLimits
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+
+
+def unsupported() -> Schema:
+    """A field that must not ask for anything."""
+    return {"enum": [None, False, "", [], {}], "description": "known, and not supported"}
+
+
+def field_ranges(server: Described) -> Mapping[str, Schema]:
+    """By field, whatever body it is in: what is added to those alternatives of its schema that have the type."""
+    limits = server.limits
+    token_id = {"type": "integer", "minimum": 0, "maximum": server.vocab_size - 1}
+    length = {"type": "integer", "minimum": 1, "maximum": server.max_model_len}
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "items": token_id}
+    prompts = [text, {"type": "array", "minItems": 1, "maxItems": limits.max_body_prompts, "items": text}, ids]
+    prompts.append({"type": "array", "minItems": 1, "maxItems": limits.max_body_prompts, "items": ids})
+    stop = {**text, "maxLength": limits.max_stop_string_length}
+    name = {"string": {"maxLength": limits.max_name_length}}
+    logprobs = {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}}
+    count = {"integer": {"minimum": 1, "maximum": limits.max_n}}
+    unit = {"number": {"minimum": 0, "maximum": 1}}
+    penalty = {"number": {"minimum": -2, "maximum": 2}}
+    some = {"minItems": 1}
+    return {
+        "model": name,
+        "user": name,
+        "service_tier": name,
+        "safety_identifier": name,
+        "prompt_cache_key": name,
+        "prompt_cache_retention": name,
+        "guided_decoding_backend": name,
+        "reasoning_effort": name,
+        "prompt": {"any": {"anyOf": prompts}},
+        "input": {"any": {"anyOf": prompts}},
+        "messages": {"array": {**some, "maxItems": limits.max_messages, "items": message(limits)}},
+        "tools": {"array": {"maxItems": limits.max_tools}},
+        "tokens": {"array": {"items": token_id}},
+        "n": count,
+        "best_of": count,
+        "max_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
+        "max_completion_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
+        "max_output_tokens": {"integer": {"minimum": 1, "maximum": server.max_model_len}},
+        "min_tokens": {"integer": {"minimum": 0}},
+        "truncate_prompt_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
+        "temperature": {"number": {"minimum": 0}},
+        "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
+        "top_k": {"integer": {"minimum": -1}},
+        "min_p": unit,
+        "repetition_penalty": {"number": {"exclusiveMinimum": 0}},
+        "presence_penalty": penalty,
+        "frequency_penalty": penalty,
+        "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
+        "seed": {"integer": {"minimum": -(2**63), "maximum": 2**64 - 1}},
+        "logprobs": logprobs,
+        "top_logprobs": logprobs,
+        "prompt_logprobs": logprobs,
+        "priority": {"integer": {"minimum": -limits.max_priority, "maximum": limits.max_priority}},
+        "cache_salt": {"string": {"maxLength": limits.max_cache_salt_length}},
+        "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
+        "stop_sequences": {"array": {"maxItems": limits.max_stop_strings, "items": stop}},
+        "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": token_id}},
+        "allowed_token_ids": {"array": {**some, "maxItems": limits.max_allowed_token_ids, "items": token_id}},
+        "bad_words": {
+            "array": {
+                "maxItems": limits.max_bad_words,
+                "items": {**text, "maxLength": limits.max_bad_word_length},
+            }
+        },
+        "logit_bias": {
+            "object": {
+                "maxProperties": limits.max_logit_bias,
+                "propertyNames": {"pattern": "^[0-9]+$"},
+                "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            }
+        },
+        "dimensions": {"integer": {"minimum": server.hidden_size, "maximum": server.hidden_size}},
+        "modalities": {"array": {"items": {"const": "text"}}},
+        "truncation": {"string": {"enum": ["auto", "disabled"]}},
+        "response_format": {"object": response_format()},
+    }
+
+
+def message(limits: RequestLimits) -> Schema:
+    """One message of a chat, OpenAI's or Anthropic's."""
+    part = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": part}]},
+            "name": {"type": "string", "maxLength": limits.max_name_length},
+        },
+    }
+
+
+def response_format() -> Schema:
+    """OpenAI's `response_format`."""
+    described = {
+        "type": "object",
+        "required": ["schema"],
+        "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
+    }
+    plain = {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
+    by_schema = {
+        "type": "object",
+        "required": ["type", "json_schema"],
+        "properties": {"type": {"const": "json_schema"}, "json_schema": described},
+    }
+    return {"anyOf": [plain, by_schema]}
+
+
+def narrow(field: Schema, ranges: Schema) -> Schema:
+    """A field's schema with ranges: "any" replaces its alternatives, else they go to those of the type."""
+    if (whole := ranges.get("any")) is not None:
+        kept = {name: value for name, value in field.items() if name not in ("anyOf", "type")}
+        return {**kept, **whole}
+    if "anyOf" in field:
+        return {**field, "anyOf": [_of_type(part, ranges) for part in field["anyOf"]]}
+    return _of_type(field, ranges)
+
+
+def _of_type(schema: Schema, ranges: Schema) -> Schema:
+    return {**schema, **ranges.get(schema.get("type", ""), {})}
