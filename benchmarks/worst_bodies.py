@@ -313,6 +313,70 @@ def bodies() -> Iterator[tuple[str, str, Any]]:
         {"prompt": "the " * 150_000, "return_token_strs": True},
     )
     yield "/tokenize: 600 kB of one letter", TOKENIZE, {"prompt": "a" * 600_000}
+    yield from _constrained_bodies()
+
+
+def _constrained_bodies() -> Iterator[tuple[str, str, Any]]:
+    """Bodies that limit what may be drawn, and other fields that hold much."""
+    few = {"max_tokens": 16, "ignore_eos": True, "n": LIMITS.max_n}
+    words = [f"{i:04}" + "x" * (LIMITS.max_bad_word_length // 2) for i in range(LIMITS.max_bad_words)]
+    yield f"`bad_words`: {len(words)}, n = {LIMITS.max_n}", COMPLETIONS, {"prompt": [5], "bad_words": words, **few}
+    ids = list(range(100, 100 + LIMITS.max_allowed_token_ids))
+    yield (
+        f"`allowed_token_ids`: {len(ids)}, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [5], "allowed_token_ids": ids, **few},
+    )
+    yield (
+        "`truncate_prompt_tokens`: 600 kB of text, of which 5 tokens are kept",
+        COMPLETIONS,
+        {"prompt": "the blocks " * 54_000, "truncate_prompt_tokens": 5, "max_tokens": 1},
+    )
+    message = {"role": "user", "content": "x"}
+    most = LIMITS.max_grammar_bytes - 100
+    properties = {f"field_{i:04}": {"type": "string", "maxLength": 40} for i in range(most // 60)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)[:100]}
+    yield (
+        f"`response_format`: a schema of {len(json.dumps(schema)):,} bytes, n = {LIMITS.max_n}",
+        CHAT,
+        {
+            "messages": [message],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            **few,
+        },
+    )
+    choices = [f"choice number {i}" for i in range(LIMITS.max_grammar_bytes // 24)]
+    yield (
+        f"`structured_outputs`: {len(choices):,} choices, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [5], "structured_outputs": {"choice": choices}, **few},
+    )
+    yield (
+        f"`structured_outputs`: an expression of many ways, n = {LIMITS.max_n}",
+        COMPLETIONS,
+        {"prompt": [5], "structured_outputs": {"regex": "(a|b|c|[a-z]{1,40}){1,40}" * 8}, **few},
+    )
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "d" * 1700}}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}}
+        for i in range(LIMITS.max_tools)
+    ]
+    yield (
+        f"`tools`: {len(tools)}, {len(json.dumps(tools)):,} bytes",
+        CHAT,
+        {"messages": [message], "tools": tools, "max_tokens": 4},
+    )
+    short = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": {"type": "object", "properties": {}}}}
+        for i in range(LIMITS.max_tools)
+    ]
+    yield (
+        f"`tools`: {len(short)} short ones, `tool_choice` required, n = {LIMITS.max_n}",
+        CHAT,
+        {"messages": [message], "tools": short, "tool_choice": "required", **few},
+    )
+    inputs = [[i % 40_000 + 1] * 8 for i in range(LIMITS.max_body_prompts)]
+    yield f"/v1/embeddings: {len(inputs)} inputs", "/v1/embeddings", {"input": inputs}
 
 
 def run(only: list[str] | None, *, profiles: bool) -> list[str]:

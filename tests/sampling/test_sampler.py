@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from octavo.errors import LogitsError
 from octavo.request import Request, RequestId, Sequence
-from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampler, _logprobs_of_row, _token_logprobs
@@ -459,3 +459,12 @@ def test_many_tokens_of_one_row_are_scored_as_each_alone(num_top: int) -> None:
         (known.rank, [token_id for token_id, _ in known.top]) for known in alone
     ]
     assert [known.logprob for known in together] == pytest.approx([known.logprob for known in alone])
+
+
+def test_bad_words_are_found_by_the_token_before_their_last() -> None:
+    words = BadWords.of([(7,), *((i, 100 + i, 3) for i in range(128)), (5, 6)])
+    assert words.forbidden([]) == [7]
+    assert words.forbidden([1, 2, 3]) == [7]
+    assert words.forbidden([4, 104]) == [7, 3]
+    assert words.forbidden([5, 104]) == [7]
+    assert words.forbidden([5]) == [7, 6]

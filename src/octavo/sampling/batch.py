@@ -38,12 +38,45 @@ _MASK_64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class BadWords:
+    """Token sequences that must not be completed, found by the token before their last.
+
+    Attributes:
+        alone: those of one token.
+        after: by the last token but one, (the tokens before the last, the last) of the others.
+    """
+
+    alone: list[int]
+    after: dict[int, list[tuple[list[int], int]]]
+
+    @classmethod
+    def of(cls, words: Iterable[Seq[int]]) -> BadWords:
+        found = cls([], {})
+        for *before, last in words:
+            if before:
+                found.after.setdefault(before[-1], []).append((before, last))
+            else:
+                found.alone.append(last)
+        return found
+
+    def forbidden(self, tail: Seq[int]) -> list[int]:
+        """The tokens that would complete one of them after an output that ends in `tail`."""
+        if not tail or not (near := self.after.get(tail[-1])):
+            return self.alone
+        end = list(tail)
+        return self.alone + [last for before, last in near if end[-len(before) :] == before]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingState:
     """One sequence's parameters, and what else its draws depend on.
 
     Attributes:
         counts: of its tokens, where a penalty needs them.
         allowed: the tokens that it may draw, if not all.
+        biases: token ids of `logit_bias`, and float32 what is added to them.
+        ends: the tokens that `min_tokens` forbids at first.
+        bad_words: what must not be completed.
         grammar: of a structured output, after its tokens so far.
     """
 
@@ -51,6 +84,9 @@ class SamplingState:
     counts: TokenCounts | None = None
     allowed: npt.NDArray[np.int64] | None = None
     grammar: GrammarState | None = None
+    biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
+    ends: npt.NDArray[np.int64] | None = None
+    bad_words: BadWords | None = None
 
     @classmethod
     def of(
@@ -70,7 +106,14 @@ class SamplingState:
             grammar = GrammarState(grammars.begin(params.structured_outputs), output)
         given = params.allowed_token_ids
         allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
-        return cls(snapshot, counts, allowed, grammar)
+        # As arrays once, not in every step: a thousand biases of 64 sequences took a step 4 ms.
+        biases = ends = None
+        if bias := params.logit_bias:
+            biases = np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+        if params.min_tokens:
+            ends = np.array([*snapshot.eos_token_ids, *params.stop_token_ids], dtype=np.int64)
+        bad_words = BadWords.of(snapshot.bad_word_ids) if snapshot.bad_word_ids else None
+        return cls(snapshot, counts, allowed, grammar, biases, ends, bad_words)
 
     def fork(self) -> SamplingState:
         """A copy for a forked sequence."""
@@ -79,6 +122,9 @@ class SamplingState:
             None if self.counts is None else self.counts.fork(),
             self.allowed,
             None if self.grammar is None else self.grammar.fork(),
+            self.biases,
+            self.ends,
+            self.bad_words,
         )
 
 

@@ -6,8 +6,6 @@ positions `row * vocab + token_id`, one gather and one scatter per kind for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -62,27 +60,25 @@ def _allow_only(logits: torch.Tensor, rows: _Rows) -> None:
 def _mask_bad_words(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
     pieces = []
     for i, state in rows:
-        if words := state.snapshot.bad_word_ids:
-            tail = list(_counts(state).tail)
-            ends = [ids[-1] for ids in words if len(ids) == 1 or tail[1 - len(ids) :] == list(ids[:-1])]
-            pieces.append((i, _ids(ends)))
+        if (words := state.bad_words) is not None:
+            pieces.append((i, np.array(words.forbidden(_counts(state).tail), dtype=np.int64)))
     index, _ = _flat_index(pieces, vocab)
     if index.size:
         flat.index_fill_(0, _to(flat, index), -torch.inf)
 
 
 def _mask_ends(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    pieces = [(i, _ids([*state.snapshot.eos_token_ids, *state.snapshot.params.stop_token_ids])) for i, state in rows]
+    pieces = [(i, state.ends) for i, state in rows if state.ends is not None]
     index, _ = _flat_index(pieces, vocab)
     if index.size:
         flat.index_fill_(0, _to(flat, index), -torch.inf)
 
 
 def _add_biases(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    biased = [(i, bias) for i, state in rows if (bias := state.snapshot.params.logit_bias)]
-    index, inside = _flat_index([(i, _ids(bias)) for i, bias in biased], vocab)
+    biased = [(i, state.biases) for i, state in rows if state.biases is not None]
+    index, inside = _flat_index([(i, token_ids) for i, (token_ids, _) in biased], vocab)
     if index.size:
-        values = np.concatenate([np.fromiter(bias.values(), np.float32, len(bias)) for _, bias in biased])
+        values = np.concatenate([values for _, (_, values) in biased])
         flat.index_add_(0, _to(flat, index), _to(flat, values[inside]))
 
 
@@ -121,10 +117,6 @@ def _penalise_counts(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
 def _counts(state: SamplingState) -> TokenCounts:
     assert state.counts is not None, f"the tokens of request {state.snapshot.request_id} are not counted"
     return state.counts
-
-
-def _ids(token_ids: Iterable[int]) -> _Ids:
-    return np.array(token_ids if isinstance(token_ids, list) else list(token_ids), dtype=np.int64)
 
 
 def _flat_index(pieces: list[tuple[int, _Ids]], vocab: int) -> tuple[_Ids, npt.NDArray[np.bool_]]:

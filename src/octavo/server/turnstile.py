@@ -16,9 +16,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# How long a round is put off at a time, and how often: at most some ten milliseconds.
+# How long a round is put off at a time, and how often: at most some forty milliseconds, as long as a step of many
+# sequences may need the interpreter beside a crowd.
 _WAIT_SECONDS = 0.0005
-_MOST_WAITS = 10
+_MOST_WAITS = 40
 
 
 class Turnstile:
