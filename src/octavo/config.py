@@ -107,6 +107,9 @@ class EngineConfig(RequestLimits):
     attention_backend: Literal["auto", "native", "triton", "reference"] = option(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
+    enforce_eager: bool = option(
+        False, "on a GPU: launch the kernels of every decode step instead of CUDA graphs of them"
+    )
     deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
     executor: Literal["in_process", "process"] = option(
         "in_process", "where the model is computed: in the engine's own process, or in one beside it, over a pipe"

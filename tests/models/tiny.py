@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+# A GPU machine may lack what only GGUF files need.
+with contextlib.suppress(ImportError):
+    import gguf
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 GGUF_NAMES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}

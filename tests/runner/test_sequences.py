@@ -21,10 +21,8 @@ def test_a_devices_copy_has_what_the_host_has(num_blocks: int, prompts: list[int
     engine = Engine(num_blocks=num_blocks)
     for prompt in prompts:
         engine.add(prompt, n=n)
-    sequences = SequenceTable(num_groups=1, max_rows=8, max_blocks=60)
     # As on a GPU: tensors with memory of their own.
-    sequences._mirrored = True
-    sequences.device_tables = [table.clone() for table in sequences.device_tables]
+    sequences = SequenceTable(num_groups=1, max_rows=8, max_blocks=60, mirrored=True)
     step = 0
     while plan := engine.scheduler.schedule():
         step += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from octavo.kvcache.block import BlockCopy, BlockId
 from octavo.kvcache.host_pool import BlockSwap, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
+from octavo.runner.host_link import HostLink
 from octavo.runner.swapping import BlockMover
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
@@ -63,7 +65,7 @@ def numbers(rows: torch.Tensor) -> list[int]:
 
 def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVArena) -> None:
     tier = SlowTier()
-    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover = BlockMover(arena, tier)
     with torch.inference_mode():
         mover.begin(StepPlan(swap_out=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))  # type: ignore[arg-type]
         assert numbers(arena.read_blocks([1, 2])) == [7, 2], "the step goes on before anything is stored"
@@ -76,7 +78,7 @@ def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVAr
 
 def test_what_comes_back_in_the_same_step_waits_until_it_is_stored(arena: KVArena) -> None:
     tier = SlowTier()
-    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover = BlockMover(arena, tier)
     mover.begin(StepPlan(swap_out=swaps((1, 5)), swap_in=swaps((3, 5))))  # type: ignore[arg-type]
     assert numbers(arena.read_blocks([3])) == [1]
     mover.finish()
@@ -86,7 +88,7 @@ def test_pieces_arrive_each_in_its_place(arena: KVArena, monkeypatch: pytest.Mon
     monkeypatch.setattr(swapping, "_PIECE_BYTES", 2 * SPEC.block_bytes)
     tier = SlowTier()
     tier.may_store.set()
-    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover = BlockMover(arena, tier)
     mover.begin(StepPlan(swap_out=swaps(*((i, 7 - i) for i in range(1, 8)))))  # type: ignore[arg-type]
     mover.finish()
     assert numbers(tier.read(range(7))) == [7, 6, 5, 4, 3, 2, 1]
@@ -96,7 +98,7 @@ def test_pieces_arrive_each_in_its_place(arena: KVArena, monkeypatch: pytest.Mon
 def test_a_failure_to_store_is_raised_when_the_step_ends_and_once(arena: KVArena) -> None:
     tier = SlowTier()
     tier.fails = True
-    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover = BlockMover(arena, tier)
     mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no memory"):
         mover.finish()
@@ -106,8 +108,43 @@ def test_a_failure_to_store_is_raised_when_the_step_ends_and_once(arena: KVArena
 def test_little_is_stored_in_its_turn(arena: KVArena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "_WORTH_A_THREAD", 1 << 20)
     tier = SlowTier()
-    mover = BlockMover(arena, tier, torch.device("cpu"))
+    mover = BlockMover(arena, tier)
     started = time.perf_counter()
     mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
     assert time.perf_counter() - started >= 0.05
     assert tier.threads == [threading.get_ident()]
+
+
+class CountingLink(HostLink):
+    """Memory apart, as a GPU's is: what may be read, and who brought it over."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.threads: set[int] = set()
+
+    def ready(self, rows: torch.Tensor) -> Any:
+        self.events.append("ready")
+        return len(rows)
+
+    def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
+        assert ready == len(rows)
+        self.events.append("to host")
+        self.threads.add(threading.get_ident())
+        return rows.clone()
+
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        self.events.append("to device")
+        return rows.clone()
+
+
+def test_blocks_cross_to_another_memory_beside_the_computation_and_back_before_it(arena: KVArena) -> None:
+    tier, link = HostTier(8, SPEC.block_bytes), CountingLink()
+    mover = BlockMover(arena, tier, link)
+    mover.begin(StepPlan(swap_out=tuple(swaps((2, 0), (3, 1)))))
+    mover.finish()
+    assert link.events == ["ready", "to host"]
+    assert threading.get_ident() not in link.threads
+    mover.begin(StepPlan(swap_in=tuple(swaps((5, 1), (6, 0)))))
+    assert link.events[2:] == ["to device"]
+    assert numbers(arena.read_blocks([5, 6])) == [3, 2]
+    mover.finish()

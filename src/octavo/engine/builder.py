@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
 from octavo.planner.machine import default_num_threads
 from octavo.runner.executor import Executor, ProcessExecutor
+from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.recording import RecordingExecutor
 from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
@@ -165,6 +167,11 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     """
     num_threads = config.num_threads or default_num_threads()
     device = _device(config)
+    if config.deterministic and device.type != "cpu":
+        raise ConfigError(
+            f"deterministic cannot be guaranteed on device {device.type!r}: its matrix products sum in an order that "
+            "depends on how many rows come together; use device='cpu', or do without"
+        )
     source = resolve_model(config.model)
     model_config = load_model_config(source)
     sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
@@ -185,14 +192,20 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     sizing = size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
-    arena = KVArena(spec, pool.num_blocks, device)
+    attention = make_backend(config.attention_backend, device)
+    arena = KVArena(spec, pool.num_blocks, device, attention.layout)
     host = HostTier(sizing.num_host_blocks(pool), spec.block_bytes)
     sizing.warn_if_swap_is_short(host.num_blocks)
-    attention = make_backend(config.attention_backend, device)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
     runner = ModelRunner(
-        model, arena, attention, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, host=host
+        model,
+        arena,
+        attention,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        host=host,
+        capture=_capture(config, attention, device),
     )
     facts = RunnerFacts(
         spec=spec,
@@ -237,16 +250,33 @@ def _load(config: EngineConfig, source: ModelSource, model_config: ModelConfig, 
     if not model_config.runs_natively:
         logger.info("%s runs through transformers: %s", config.model, model_config.transformers_reason)
         return _load_through_transformers(config, source, device)
-    # The reference backend is what the fast paths are held to: it takes no kernel anywhere.
-    ops = LayerOps() if config.attention_backend == "reference" else None
     return make_decoder(
         model_config,
         open_weights(source, model_config),
         dtype=_dtype(config, device),
         device=device,
         quantised=config.quantization == "auto",
-        ops=ops,
+        ops=_ops(config),
     )
+
+
+def _ops(config: EngineConfig) -> LayerOps | None:
+    """The row-wise steps that go with a backend that was asked for; None: the fastest."""
+    if config.attention_backend == "reference":
+        # What the fast paths are held to: it takes no kernel anywhere.
+        return LayerOps()
+    if config.attention_backend == "triton" and importlib.util.find_spec("triton") is not None:
+        from octavo.models.triton_ops import TritonLayerOps
+
+        return TritonLayerOps()
+    return None
+
+
+def _capture(config: EngineConfig, attention: AttentionBackend, device: torch.device) -> Capture | None:
+    """What records decode steps on a GPU, where nothing in them waits for the host: under the Triton backend."""
+    if device.type != "cuda" or config.enforce_eager or attention.name != "triton":
+        return None
+    return CudaCapture(device)
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:

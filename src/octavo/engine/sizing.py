@@ -30,7 +30,7 @@ def size_before_loading(
     on_cpu = device.type == "cpu"
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
     native = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
-    native = native and config.attention_backend != "reference"
+    native = native and config.attention_backend not in ("reference", "triton")
     sizing = StartSizing(
         config=config,
         shape=_promised_shape(source, model_config),

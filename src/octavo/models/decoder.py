@@ -136,6 +136,10 @@ class LlamaDecoder(CausalLM):
         )
         return self._apply_head(hidden[:num_now]), later
 
+    def reserve_positions(self, count: int) -> None:
+        """Make the tables of `count` positions now, so that none of the steps up to there moves them."""
+        self._rotary.tables(count)
+
     def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden).float()
 

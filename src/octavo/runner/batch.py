@@ -9,6 +9,7 @@ import torch
 
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.runner.sequences import Rows, SequenceTable
+from octavo.runner.step_inputs import StepInputs, padded_size
 from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import PromptPool, PromptScores, StepPlan
 
@@ -26,6 +27,7 @@ class StepBatch:
         num_logits: how many of the rows need logits: all but the pooled ones.
         scores: (first row, what to score) for prompt logprobs.
         pools: (first row, what to pool) for embeddings.
+        inputs: of a step in which every sequence computes one token and draws one, where all of that lies.
     """
 
     token_ids: torch.Tensor
@@ -37,6 +39,7 @@ class StepBatch:
     num_logits: int
     scores: list[tuple[int, PromptScores]]
     pools: list[tuple[int, PromptPool]]
+    inputs: StepInputs | None = None
 
 
 class _Streams:
@@ -48,59 +51,38 @@ class _Streams:
     Args:
         rows: of the sequences.
         sampling: of draws from these rows; its positions are written anew by each step.
-        tables: the block tables on the host, and as the device has them.
+        tables: the block tables on the host.
+        inputs: where the numbers are written, and found by the device.
 
     Attributes:
         follows_tokens: whether a penalty counts somebody's tokens, or a grammar follows them.
     """
 
-    def __init__(
-        self, rows: Rows, sampling: SamplingBatch, tables: list[tuple[np.ndarray, torch.Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, rows: Rows, sampling: SamplingBatch, tables: list[np.ndarray], inputs: StepInputs) -> None:
         count = len(rows)
         self.rows = rows
         self.query_start = np.arange(count + 1, dtype=np.int32)
         self.follows_tokens = False
-        self._tables = [table for table, _ in tables]
+        self._tables = tables
         self._num_prompt_tokens = sampling.records["num_prompt_tokens"].copy()
-        self._token_ids, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
-        self._ends = np.empty(count, np.int32)
-        self._slots = [np.empty(count, np.int64) for _ in tables]
-        self._on_device: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is written, and its copy there
-        self._is_cpu = device.type == "cpu"
-
-        def tensor(array: np.ndarray, *, written: bool = False) -> torch.Tensor:
-            host = torch.from_numpy(array)
-            if self._is_cpu:
-                return host
-            copy = host.to(device)
-            if written:
-                self._on_device.append((host, copy))
-            return copy
+        self._inputs = inputs
+        inputs.pad(count)
+        inputs.rows[:count] = rows
+        self._token_ids, self._positions = inputs.token_ids[:count], inputs.positions[:count]
+        self._ends = inputs.lengths[:count]
+        self._slots = [slots[:count] for slots in inputs.slots]
 
         self.batch = StepBatch(
-            token_ids=tensor(self._token_ids, written=True),
-            attention=AttentionBatch(
-                query_start=tensor(self.query_start),
-                context_lens=tensor(self._ends, written=True),
-                table_rows=tensor(rows),
-                positions=tensor(self._positions, written=True),
-                groups=tuple(
-                    GroupBatch(on_device, tensor(slots, written=True))
-                    for (_, on_device), slots in zip(tables, self._slots, strict=True)
-                ),
-                num_seqs=count,
-                num_tokens=count,
-                max_query_len=1,
-                max_context_len=0,
-            ),
-            logits_indices=tensor(np.arange(count)),
+            token_ids=inputs.device_token_ids(count),
+            attention=inputs.batch(count, max_context_len=0),
+            logits_indices=inputs.logits_indices(count),
             sampling=sampling,
             sample_rows=list(range(count)),
             num_sample_rows=count,
             num_logits=count,
             scores=[],
             pools=[],
+            inputs=inputs,
         )
 
     def write(self, plan: StepPlan, block_size: int) -> None:
@@ -116,8 +98,7 @@ class _Streams:
             np.subtract(table[self.rows, blocks], blocks, out=slots)
             slots *= block_size
             slots += positions
-        for host, copy in self._on_device:
-            copy.copy_(host, non_blocking=True)
+        self._inputs.push()
         self.batch.attention.max_context_len = max(plan.starts) + 1
 
 
@@ -129,14 +110,25 @@ class BatchBuilder:
         block_size: tokens per block.
         max_rows: most sequences known at once.
         max_blocks: longest block table.
+        mirrored: the device's memory is another than the host's; default: the device is no CPU.
+
+    Attributes:
+        inputs: of all decode steps, padded for the largest; None where memory is shared, and every batch has its own.
     """
 
     def __init__(
-        self, num_groups: int, block_size: int, max_rows: int, max_blocks: int, device: torch.device | str = "cpu"
+        self,
+        num_groups: int,
+        block_size: int,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device | str = "cpu",
+        mirrored: bool | None = None,
     ) -> None:
         self._block_size = block_size
         self._device = torch.device(device)
-        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device)
+        self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
+        self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
         self._streams: _Streams | None = None
 
     def build(self, plan: StepPlan) -> StepBatch:
@@ -166,13 +158,16 @@ class BatchBuilder:
         same, table = self._streams, self.sequences
         if same is None or same.rows is not rows:
             sampling = table.sampling.batch(rows, np.zeros(len(rows), np.int64))
-            tables = list(zip(table.tables, table.device_tables, strict=True))
-            same = self._streams = _Streams(rows, sampling, tables, self._device)
+            same = self._streams = _Streams(rows, sampling, table.tables, self.inputs or self._new_inputs(len(rows)))
             same.follows_tokens = table.sampling.follows(rows)
         if same.follows_tokens:
             table.sampling.count(rows, plan.starts, same.query_start, plan.token_ids)
         same.write(plan, self._block_size)
         return same.batch
+
+    def _new_inputs(self, capacity: int) -> StepInputs:
+        tables = self.sequences
+        return StepInputs(capacity, tables.device_tables, self._device, mirrored=tables.mirrored)
 
     def _attention_batch(
         self, rows: Rows, starts: np.ndarray, lengths: np.ndarray, query_start: np.ndarray

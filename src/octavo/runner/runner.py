@@ -12,10 +12,13 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.models.base import CausalLM, LaterRows
+from octavo.models.decoder import LlamaDecoder
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder
 from octavo.runner.executor import Executor
+from octavo.runner.graphs import Capture, DecodeGraphs
+from octavo.runner.host_link import make_link
 from octavo.runner.swapping import BlockMover
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.top_k import argmax
@@ -34,6 +37,8 @@ class ModelRunner(Executor):
         max_num_seqs: most sequences in one step.
         max_model_len: longest sequence in tokens, hence the longest block table.
         host: where swapped blocks go; None where no plan swaps.
+        capture: records decode steps, which are then replayed; None: each is launched kernel by kernel. Only a
+            `LlamaDecoder`'s are recorded.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class ModelRunner(Executor):
         max_num_seqs: int,
         max_model_len: int,
         host: BlockTier | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -58,9 +64,15 @@ class ModelRunner(Executor):
             max_rows=max_num_seqs,
             max_blocks=spec.blocks_for_tokens(max_model_len),
             device=model.device,
+            mirrored=True if capture is not None else None,
         )
+        self.graphs: DecodeGraphs | None = None
+        if capture is not None and isinstance(model, LlamaDecoder) and self._batches.inputs is not None:
+            self.graphs = DecodeGraphs(
+                model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
+            )
         self._sampler = Sampler(kernels.argmax if model.device.type == "cpu" and kernels.available() else argmax)
-        self._mover = BlockMover(arena, host, model.device)
+        self._mover = BlockMover(arena, host, make_link(model.device))
 
     @property
     def grammars(self) -> GrammarCompiler | None:
@@ -92,7 +104,10 @@ class ModelRunner(Executor):
         step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
         if not batch.scores and not batch.pools:
             with self._computing():
-                logits = self.model.forward(*step)
+                if self.graphs is not None and batch.inputs is not None:
+                    logits = self.graphs.logits(batch.num_sample_rows, batch.attention.max_context_len)
+                else:
+                    logits = self.model.forward(*step)
             return self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
         with self._computing():
             logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)

@@ -27,6 +27,7 @@ class SequenceTable:
     Args:
         max_rows: most sequences known at once.
         max_blocks: longest block table.
+        mirrored: the device's memory is another than the host's; default: the device is no CPU.
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
@@ -34,11 +35,21 @@ class SequenceTable:
         device_tables: the same as tensors: the very memory on a CPU, elsewhere a copy that each plan brings up to date.
     """
 
-    def __init__(self, num_groups: int, max_rows: int, max_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device | str = "cpu",
+        mirrored: bool | None = None,
+    ) -> None:
         # Zeros are mapped on first touch: what is never used costs no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self._mirrored = torch.device(device).type != "cpu"
-        self.device_tables = [torch.from_numpy(table).to(device) for table in self.tables]
+        self.mirrored = torch.device(device).type != "cpu" if mirrored is None else mirrored
+        self.device_tables = [
+            torch.zeros(table.shape, dtype=torch.int32, device=device) if self.mirrored else torch.from_numpy(table)
+            for table in self.tables
+        ]
         self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies do not have
         self.sampling = SamplingTable(max_rows)
         self.grammars: GrammarCompiler | None = None
@@ -73,7 +84,7 @@ class SequenceTable:
         row_of = self._rows
         for delta in plan.tables:
             self._write(row_of[plan.seq_ids[delta.row]], delta.first, delta.blocks)
-        if self._mirrored:
+        if self.mirrored:
             self._mirror()
         if not same_rows:
             self._planned = plan.seq_ids
@@ -104,7 +115,7 @@ class SequenceTable:
         self._note_written(row, first, end)
 
     def _note_written(self, row: int, first: int, end: int) -> None:
-        if self._mirrored:
+        if self.mirrored:
             self._written.append((row, first, end))
 
     def _mirror(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 
 from octavo.kvcache.host_pool import BlockSwap
+from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.base import BlockTier
@@ -24,30 +26,32 @@ def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap]) -> Non
         tier.write([swap.host for swap in piece], arena.read_blocks([swap.device for swap in piece]))
 
 
-def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None:
+def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap], link: HostLink = SAME_MEMORY) -> None:
     """Tier to device."""
     for piece in _pieces(arena, swaps):
-        arena.write_blocks([swap.device for swap in piece], tier.read([swap.host for swap in piece]))
+        rows = link.to_device(tier.read([swap.host for swap in piece]))
+        arena.write_blocks([swap.device for swap in piece], rows)
 
 
 class BlockMover:
-    """Executes a plan's transfers; on a CPU, storing in the tier overlaps with the step's computation.
+    """Executes a plan's transfers; storing in the tier overlaps with the step's computation.
 
         step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
         beside               └──> store in the tier ………………………………………┘
 
     A device block may be written again as soon as it is copied aside. What a step brings back is needed by its own
-    computation, and may be what it has just moved out: it waits for all that is being stored. On a GPU all happens in
-    its turn: a second thread would wait for the very stream that computes.
+    computation, and may be what it has just moved out: it waits for all that is being stored. On a GPU the copy aside
+    stays on the device, and the thread brings it over on a stream of its own.
 
     Args:
         tier: None where no plan swaps.
+        link: between the memory of the arena and that of the tier.
     """
 
-    def __init__(self, arena: KVArena, tier: BlockTier | None, device: torch.device) -> None:
+    def __init__(self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY) -> None:
         self._arena = arena
         self._tier = tier
-        self._overlaps = device.type == "cpu"
+        self._link = link
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-swap")  # starts with its first use
         self._stores: list[Future[None]] = []
 
@@ -55,14 +59,14 @@ class BlockMover:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
         if tier is not None and plan.swap_out:
-            if self._overlaps and len(plan.swap_out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
+            if len(plan.swap_out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
                 self._swap_out_beside(tier, plan.swap_out)
             else:
                 swap_out(arena, tier, plan.swap_out)
         arena.copy_blocks(plan.copies)
         if tier is not None and plan.swap_in:
             self.finish()
-            swap_in(arena, tier, plan.swap_in)
+            swap_in(arena, tier, plan.swap_in, self._link)
 
     def finish(self) -> None:
         """Wait until everything is stored; re-raises errors of the transfers."""
@@ -79,13 +83,14 @@ class BlockMover:
             if len(self._stores) > 1:
                 self._stores.pop(0).result()
             rows = self._arena.read_blocks([swap.device for swap in piece])
-            self._stores.append(self._beside.submit(_store, tier, [swap.host for swap in piece], rows))
+            ids = [swap.host for swap in piece]
+            self._stores.append(self._beside.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
 
 
-def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor) -> None:
+def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> None:
     # A thread has a mode of its own, and the rows come from one that infers.
     with torch.inference_mode():
-        tier.write(ids, rows)
+        tier.write(ids, link.to_host(rows, ready))
 
 
 def _pieces(arena: KVArena, swaps: Sequence[BlockSwap]) -> Iterator[Sequence[BlockSwap]]:

@@ -120,8 +120,9 @@ class Sampler:
             )
         else:
             token_ids, sound = self._choose(chosen_from, batch)
+        ids_on_host, sound = _on_host(token_ids, sound)
         _require_sound(sound, batch)
-        drawn = token_ids.tolist()
+        drawn = ids_on_host.tolist()
         forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
             draws = structured.tolist()
@@ -256,6 +257,14 @@ def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
     if not bool(sound.all()):
         bad = [state.snapshot.request_id for state, ok in zip(batch.states, sound.tolist(), strict=True) if not ok]
         raise LogitsError(list(dict.fromkeys(bad)))
+
+
+def _on_host(token_ids: torch.Tensor, sound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one transfer from a GPU, which waits for all that it has to do."""
+    if not token_ids.is_cuda:
+        return token_ids, sound
+    both = torch.stack((token_ids, sound.long())).cpu()
+    return both[0], both[1].bool()
 
 
 def _draw_params(records: npt.NDArray[Any], positions: npt.NDArray[np.int64], logits: torch.Tensor) -> DrawParams:

@@ -1,0 +1,75 @@
+"""How blocks get from the device's memory to the host's and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class HostLink(ABC):
+    """Copies rows of bytes between the device and the host. `to_host` may be called from another thread."""
+
+    @abstractmethod
+    def ready(self, rows: torch.Tensor) -> Any:
+        """A mark in the device's work, after which `rows`, just computed, can be read by `to_host`."""
+
+    @abstractmethod
+    def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
+        """`rows` in host memory, all there when this returns."""
+
+    @abstractmethod
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` on the device, for the work that is queued there next."""
+
+
+class SameMemory(HostLink):
+    """Of a CPU: there is nothing to copy."""
+
+    def ready(self, rows: torch.Tensor) -> Any:
+        return None
+
+    def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
+        return rows
+
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+SAME_MEMORY = SameMemory()
+
+
+class CudaLink(HostLink):
+    """Through pinned memory, on a stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def ready(self, rows: torch.Tensor) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        # Its memory is not given to others before this link's stream has read it.
+        rows.record_stream(self._stream)
+        return event
+
+    def to_host(self, rows: torch.Tensor, ready: torch.cuda.Event) -> torch.Tensor:
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            host.copy_(rows, non_blocking=True)
+        self._stream.synchronize()
+        return host
+
+    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = rows.pin_memory().to(self._device, non_blocking=True)
+        computing.wait_stream(self._stream)
+        there.record_stream(computing)
+        return there
+
+
+def make_link(device: torch.device) -> HostLink:
+    return CudaLink(device) if device.type == "cuda" else SAME_MEMORY

@@ -1,0 +1,104 @@
+"""The way of a step on a GPU, from end to end: on a GPU where there is one, else by Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import SamplingParams
+from octavo.errors import ConfigError
+from octavo.llm import LLM
+from octavo.storage.arena import BlockLayout
+from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
+from tests.conftest import MakeLLM, runner_of
+from tests.engine.preempting import thrash
+
+pytestmark = needs_triton
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A Qwen 3 of one layer, which normalises its heads, and the same as transformers has it."""
+    from tests.models.tiny import write_hf_model
+
+    folder = tmp_path_factory.mktemp("small")
+    options: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 16}
+    return folder, write_hf_model(folder, "Qwen3", tokenizer=True, **options)
+
+
+def prompts(*lengths: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [(i * 31 + j * 7) % 300 for j in range(n)]} for i, n in enumerate(lengths)]
+
+
+def tokens(llm: LLM, given: Any, params: Any = GREEDY) -> list[list[list[int]]]:
+    return [[list(out.token_ids) for out in result.outputs] for result in llm.generate(given, params, use_tqdm=False)]
+
+
+def by_transformers(model: Any, prompt: dict[str, list[int]], count: int) -> list[int]:
+    ids = torch.tensor([prompt["prompt_token_ids"]])
+    # With a mask, since it takes tokens equal to the padding's for padding.
+    options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return generated[0, ids.shape[1] :].tolist()
+
+
+def test_the_kernels_generate_what_transformers_does(make_llm: MakeLLM, small: tuple[Path, Any]) -> None:
+    folder, model = small
+    llm = make_llm(folder, device=DEVICE, attention_backend="triton", max_num_batched_tokens=20)
+    runner = runner_of(llm.core)
+    assert (runner.attention.name, runner.arena.layout) == ("triton", BlockLayout.TOKENS)
+    given = prompts(5, 33)
+    assert tokens(llm, given) == [[by_transformers(model, prompt, 4)] for prompt in given]
+
+
+def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, tiny_mistral: Path) -> None:
+    (prompt,) = prompts(21)
+    llm = make_llm(tiny_mistral, device=DEVICE, attention_backend="triton")
+    reference = make_llm(tiny_mistral, attention_backend="reference")
+    assert tokens(llm, prompt) == tokens(reference, prompt)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_cached_forked_and_preempted_sequences_get_the_same_tokens(
+    make_llm: MakeLLM, small: tuple[Path, Any], mode: str
+) -> None:
+    folder, _ = small
+    given = [*prompts(15, 14), prompts(15)[0]]
+    params = [GREEDY, GREEDY, SamplingParams(n=2, max_tokens=3, temperature=1, seed=5, ignore_eos=True)]
+    roomy = make_llm(folder, attention_backend="reference")
+    expected = tokens(roomy, given, params)
+    llm = make_llm(
+        folder, device=DEVICE, attention_backend="triton", preemption_mode=mode, num_blocks=5, block_size=16,
+        kv_cache_memory=None, max_model_len=64,
+    )  # fmt: skip
+    thrash(llm.core)
+    assert tokens(llm, given, params) == expected
+    assert llm.core.scheduler.counters.num_preemptions > 0
+    # Prompt and output of before, found in the cache.
+    again = {"prompt_token_ids": given[0]["prompt_token_ids"] + expected[0][0] + [9]}
+    llm.generate(again, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    (result,) = llm.generate(again, GREEDY, use_tqdm=False)
+    assert result.num_cached_tokens == 16
+    assert [list(result.outputs[0].token_ids)] == tokens(roomy, again)[0]
+
+
+def test_deterministic_is_refused_where_products_depend_on_the_batch(
+    make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="deterministic cannot be guaranteed on device 'cuda'"):
+        make_llm(tiny_llama, device="cuda", deterministic=True)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_recorded_steps_give_the_tokens_of_launched_ones(make_llm: MakeLLM, small: tuple[Path, Any]) -> None:
+    folder, _ = small
+    given = prompts(5, 33, 80, 7, 100)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    eager = make_llm(folder, device="cuda", enforce_eager=True)
+    assert tokens(make_llm(folder, device="cuda"), given, params) == tokens(eager, given, params)
