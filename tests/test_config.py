@@ -8,11 +8,14 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from octavo.attention import BACKENDS
-from octavo.config import EngineConfig, parse_count
+from octavo.config import KV_CACHE_ALIASES, EngineConfig, parse_count
 from octavo.kvcache.eviction import EVICTION_POLICIES
+from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.prefix import make_prefix_cache
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec, LayerKVSpec
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.planner.calculator import DTYPE_BYTES
 from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
+from octavo.storage.codec import CODECS
 
 SPEC = KVCacheSpec.build((LayerKVSpec(1, 8, 8),), 16, "float32")
 
@@ -33,10 +36,15 @@ def test_an_option_offers_exactly_the_policies_there_are(option: str, offered: t
     assert choices(option) == offered
 
 
-@pytest.mark.parametrize("option", ["dtype", "kv_cache_dtype"])
-def test_the_dtypes_offered_are_those_a_cache_can_hold(option: str) -> None:
+def test_the_dtypes_offered_are_those_whose_weights_have_a_size() -> None:
     # vLLM's other names for two of them.
-    assert set(choices(option)) - {"half", "float"} == {"auto", *DTYPE_BYTES}
+    assert set(choices("dtype")) - {"half", "float"} == {"auto", *DTYPE_BYTES}
+
+
+def test_the_kv_cache_dtypes_offered_are_the_codecs_and_their_other_names() -> None:
+    assert set(choices("kv_cache_dtype")) == {"auto", *KV_FORMATS, *KV_CACHE_ALIASES}
+    assert tuple(CODECS) == tuple(KV_FORMATS)
+    assert EngineConfig(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
 
 
 def test_each_prefix_cache_that_is_offered_can_be_made() -> None:

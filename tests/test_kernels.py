@@ -175,7 +175,7 @@ def test_rope_write_rotates_and_stores(
     kernels.force_isa(level)
     key_dim, value_dim, rotary_dim = dims
     arena = layer_cache(dtype, kv_heads, key_dim, value_dim)
-    kv = arena.layers[0]
+    kv = arena.float_layers[0]
     heads, generator = kv_heads * share, torch.Generator().manual_seed(seed)
     qkv = randn(tokens, heads * key_dim + kv_heads * (key_dim + value_dim), dtype=dtype, seed=seed)
     angles = torch.rand(100, rotary_dim // 2, generator=generator) * 6
@@ -258,7 +258,7 @@ def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., An
     ],
 )
 def test_rope_write_refuses_what_does_not_exist(change: dict[str, Any], message: str) -> None:
-    kv = layer_cache(torch.float32, 1, 32, 32).layers[0]
+    kv = layer_cache(torch.float32, 1, 32, 32).float_layers[0]
     good: dict[str, Any] = {
         "qkv": torch.zeros(2, 4 * 32),
         "key": kv.key,

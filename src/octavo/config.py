@@ -14,6 +14,8 @@ from octavo.option import option
 
 DEFAULT_MODEL = "smollm2"
 
+KV_CACHE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"}
+
 # Read with the package's first import, hence before torch's: its OpenMP may bind the thread that loads it to one CPU.
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
@@ -66,7 +68,26 @@ class EngineConfig(RequestLimits):
     )
     num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "auto: the model's dtype")
+    kv_cache_dtype: Literal[
+        "auto",
+        "bfloat16",
+        "float16",
+        "float32",
+        "bf16",
+        "fp16",
+        "fp32",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "int8",
+        "k8v4",
+        "int4",
+        "nvfp4",
+    ] = option(
+        "auto",
+        "how keys and values are kept (docs/kv_codecs.md); auto: the model's dtype; fp8: fp8_e4m3; k8v4: keys in int8, "
+        "values in int4",
+    )
     enable_prefix_caching: bool = option(True, "share computed blocks between requests with a common prefix")
     prefix_cache: Literal["hashed", "radix"] = option(
         "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
@@ -129,6 +150,8 @@ class EngineConfig(RequestLimits):
             if isinstance(value, str) and value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
+        kv_cache_dtype = KV_CACHE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
             value = getattr(self, name)
             if value is not None and value != "max" and (isinstance(value, bool) or not isinstance(value, int)):

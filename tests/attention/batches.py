@@ -84,9 +84,9 @@ class PagedSequences:
         return GroupBatch(self._tensor(rows, torch.int32), self._tensor(slots, torch.int64))
 
     def _poison(self, blocks: Iterator[Any] | Any) -> None:
-        for layer in self.arena.layers:
-            for tensor in (layer.key, layer.value):
-                tensor[list(blocks) if not isinstance(blocks, range) else slice(None)] = float("nan")
+        # All bits set are NaN in every floating type, codecs' scales among them.
+        if ids := list(blocks):
+            self.arena.write_blocks(ids, torch.full((len(ids), self.spec.block_bytes), 0xFF, dtype=torch.uint8))
 
     def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

@@ -16,7 +16,7 @@ from octavo.attention.base import AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 from tests.attention.batches import PagedSequences
 
 pytestmark = [
@@ -38,7 +38,7 @@ def exact(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention in float64, one token and head at a time: nothing of it is shared with any backend."""
-    out = torch.zeros(query.shape[0], query.shape[1], kv.value.shape[3], dtype=torch.float64)
+    out = torch.zeros(query.shape[0], query.shape[1], kv.value_dim, dtype=torch.float64)
     tables = batch.groups[kv.group].block_tables
     for seq in range(batch.num_seqs):
         start, stop = batch.query_start[seq].item(), batch.query_start[seq + 1].item()

@@ -12,7 +12,7 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
-from octavo.kvcache.spec import DTYPE_BYTES
+from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.known_models import KNOWN_MODELS
 from octavo.planner.machine import MEMORY_LIMIT_VARIABLE
 from tests.conftest import runner_of
@@ -68,11 +68,12 @@ def test_150_tokens_are_10_blocks_of_16(plan: Callable[..., Any]) -> None:
     assert plan("llama-2-7b", "--context", 150)["blocks_per_sequence"] == 10
 
 
-def test_every_dtype_that_the_allocator_has_is_answered_for(plan: Callable[..., Any]) -> None:
+def test_every_codec_that_the_allocator_has_is_answered_for(plan: Callable[..., Any]) -> None:
     answer = plan("llama-2-7b", "--context", 160)
     assert {d: f["kv_bytes_per_sequence"] for d, f in answer["by_kv_dtype"].items()} == {
-        dtype: 160 * 524_288 // 2 * size for dtype, size in DTYPE_BYTES.items()
+        dtype: 10 * 32 * format.layer_bytes(32, 128, 128, 16) for dtype, format in KV_FORMATS.items()
     }
+    assert answer["by_kv_dtype"]["float32"]["kv_bytes_per_sequence"] == 160 * 1_048_576
     assert plan("llama-2-7b", "--kv-cache-dtype", "float32")["kv_bytes_per_token"] == 1_048_576
 
 
@@ -186,7 +187,7 @@ def test_every_well_known_model_has_a_table(capsys: pytest.CaptureFixture[str]) 
         (["llama-2-7b", "--concurrency", "0"], "concurrency must be at least 1, got 0"),
         (["llama-2-7b", "--block-size", "0"], "block_size must be at least 1, got 0"),
         (["llama-2-7b", "--memory", "lots"], "cannot read 'lots' as a number of bytes"),
-        (["llama-2-7b", "--kv-cache-dtype", "int3"], "kv_cache_dtype must be one of auto, float32"),
+        (["llama-2-7b", "--kv-cache-dtype", "int3"], "kv_cache_dtype must be one of auto, bfloat16"),
         (["llama-2-7b", "--gpu-memory-utilization", "2"], "gpu_memory_utilization must be in (0, 1], got 2"),
         (["a", "--model", "b"], "two models were given: a and --model b"),
     ],

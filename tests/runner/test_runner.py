@@ -17,7 +17,8 @@ from octavo.planner import calculator
 from octavo.request import FinishReason
 from octavo.runner.runner import ModelRunner
 from octavo.scheduler.plan import StepPlan, StepResult
-from octavo.storage.arena import KVArena, LayerKV
+from octavo.storage.arena import KVArena
+from octavo.storage.layer_kv import LayerKV
 from tests.kvcache.caches import FULL
 from tests.scheduler.test_scheduler import Engine
 

@@ -51,7 +51,7 @@ def test_what_is_written_through_slots_is_gathered_through_the_table(
 
 
 def test_half_types_lie_in_pairs() -> None:
-    layer = arena(block_size=4, dtype="bfloat16").layers[0]
+    layer = arena(block_size=4, dtype="bfloat16").float_layers[0]
     key, value = torch.arange(8.0).expand(2, 2, 8), torch.tensor([1.0, 2.0])[:, None, None].expand(2, 2, 6)
     layer.write(key, value, torch.tensor([4, 5]))
     # K [dim / 2][token][2]: dimensions 2 and 3 of token 0, then of token 1; V [token / 2][dim][2]: token 0, token 1.
@@ -70,7 +70,7 @@ def test_a_block_is_one_contiguous_run_of_bytes() -> None:
     pool = arena()
     assert pool.nbytes == 6 * pool.spec.block_bytes
     for group in (0, 1):
-        layers = [layer for layer in pool.layers if layer.group == group]
+        layers = [layer for layer in pool.float_layers if layer.group == group]
         for layer in layers:
             layer.key[2] = 1.0
             layer.value[2] = 1.0
@@ -95,7 +95,7 @@ def test_a_fresh_pool_is_zero_and_takes_no_memory_until_it_is_written() -> None:
     before = resident_bytes()
     pool = KVArena(KVCacheSpec.build([LayerKVSpec(8, 128, 128)], 16, "bfloat16"), 8192)
     assert pool.nbytes == 512 << 20
-    assert not pool.layers[0].key[-1].any()
+    assert not pool.float_layers[0].key[-1].any()
     assert resident_bytes() - before < 64 << 20
 
 
@@ -123,5 +123,5 @@ def test_both_layouts_hold_the_same_tokens(dtype: str) -> None:
         kv.write(key, value, slots)
         found.append(kv.gather(table, 20))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    tokens_major = KVArena(spec, 5, layout=BlockLayout.TOKENS).layers[1]
+    tokens_major = KVArena(spec, 5, layout=BlockLayout.TOKENS).float_layers[1]
     assert (tokens_major.key.stride(2), tokens_major.value.stride(3)) == (1, 1), "a head's dimensions are adjacent"

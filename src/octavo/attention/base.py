@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.storage.arena import BlockLayout, LayerKV
+from octavo.storage.arena import BlockLayout
+from octavo.storage.layer_kv import LayerKV
 
 
 @dataclass(slots=True)

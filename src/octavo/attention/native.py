@@ -7,7 +7,8 @@ import torch
 from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
+from octavo.storage.layer_kv import LayerKV
 
 _TILE = 16  # tokens and dimensions to a vector
 _MAX_HEAD_DIM = 256
@@ -27,6 +28,8 @@ class NativeAttention(AttentionBackend):
     @staticmethod
     def supports(kv: LayerKV) -> bool:
         """bfloat16 or float32 on the CPU, blocks and value heads in multiples of 16, heads of at most 256."""
+        if not isinstance(kv, FloatKV):
+            return False
         key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
         return (
             kernels.available()
@@ -51,7 +54,7 @@ class NativeAttention(AttentionBackend):
         known = self._supported.get(id(kv))
         if known is None:
             known = self._supported[id(kv)] = kv, self.supports(kv)
-        if not known[1] or query.dtype is not kv.key.dtype:
+        if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         return kernels.attend(
             kv.key,

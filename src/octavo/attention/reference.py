@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 
 class ReferenceAttention(AttentionBackend):
@@ -30,7 +30,7 @@ class ReferenceAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        output = query.new_empty(query.shape[0], query.shape[1], kv.value.shape[3])
+        output = query.new_empty(query.shape[0], query.shape[1], kv.value_dim)
         tables = batch.groups[kv.group].block_tables
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         rows = batch.table_rows.tolist()

@@ -24,7 +24,8 @@ from octavo.bench.limits import DRAM_BYTES
 from octavo.bench.timing import Call, Timing, interleaved, paired_ratio
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.calculator import block_tokens
-from octavo.storage.arena import KVArena, LayerKV
+from octavo.storage.arena import KVArena
+from octavo.storage.layer_kv import LayerKV
 
 Kind = Literal["decode", "prefill"]
 BlockSize = int | Literal["max"]
@@ -81,7 +82,7 @@ class AttentionCase:
         spec = self._spec(block_tokens(block_size, self.context), num_layers)
         per_seq = spec.blocks_for_tokens(self.context)
         arena = KVArena(spec, self.seqs * per_seq + 1)
-        for layer in arena.layers:
+        for layer in arena.float_layers:
             # Every page is written before it is timed; subnormal numbers would be slow.
             layer.key.fill_(0.5)
             layer.value.fill_(0.5)

@@ -124,7 +124,7 @@ def _call_overheads(seconds: float) -> Iterator[Limit]:
 
 def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
     out = torch.empty_like(row)
-    kv = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], 16, "bfloat16"), 2).layers[0]
+    kv = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], 16, "bfloat16"), 2).float_layers[0]
     query, attended = torch.ones(1, 1, 64, dtype=torch.bfloat16), torch.empty(1, 1, 64, dtype=torch.bfloat16)
     table, table_rows = torch.ones(1, 1).int(), torch.zeros(1).long()
     start, length = torch.tensor([0, 1]).int(), torch.ones(1).int()

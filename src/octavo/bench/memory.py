@@ -23,9 +23,10 @@ from octavo.bench.memory_usage import MemoryObserver, MemoryUsage
 from octavo.bench.workload import FIRST_TOKEN_ID, BenchRequest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
+    DTYPE_BYTES,
     PoolSize,
     block_tokens,
     pool_for_memory,

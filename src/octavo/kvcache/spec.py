@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
+from octavo.kvcache.formats import ALIGNMENT, KVFormat, kv_format
 
 # Measured over both prefix caches at their least favourable number of blocks, and held to by a test.
 BOOKKEEPING_BYTES = 220
 TOKEN_ID_BYTES = 4
-
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,14 @@ class LayerKVSpec:
     def elements_per_token(self) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    def token_bytes(self, format: KVFormat) -> int:
+        """Bytes of one token, scales included, without padding."""
+        return format.token_bytes(self.num_kv_heads, self.key_dim, self.value_dim)
+
+    def block_bytes(self, format: KVFormat, block_size: int) -> int:
+        """Bytes of this layer's part of a block."""
+        return format.layer_bytes(self.num_kv_heads, self.key_dim, self.value_dim, block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
@@ -49,6 +56,7 @@ class KVCacheSpec:
     """The shape of a cache: pure numbers, from which arena, manager and calculator are built.
 
     Attributes:
+        dtype: the codec of keys and values, a name of `kvcache/formats.py`.
         block_bytes: bytes of one block, all layers of one group, keys and values; a multiple of `ALIGNMENT`.
     """
 
@@ -57,8 +65,6 @@ class KVCacheSpec:
     block_size: int
     dtype: str
     block_bytes: int
-
-    ALIGNMENT = 64
 
     @classmethod
     def build(cls, layers: Sequence[LayerKVSpec], block_size: int, dtype: str) -> KVCacheSpec:
@@ -71,14 +77,13 @@ class KVCacheSpec:
             raise ConfigError("a KV cache needs at least one attention layer")
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
-        if dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV cache dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        groups = _group_layers(layers)
-        token_bytes = max(
-            sum(layers[i].elements_per_token for i in group.layer_indices) * DTYPE_BYTES[dtype] for group in groups
-        )
-        block_bytes = -(-token_bytes * block_size // cls.ALIGNMENT) * cls.ALIGNMENT
-        return cls(tuple(layers), groups, block_size, dtype, block_bytes)
+        format, groups = kv_format(dtype), _group_layers(layers)
+        used = max(sum(layers[i].block_bytes(format, block_size) for i in group.layer_indices) for group in groups)
+        return cls(tuple(layers), groups, block_size, dtype, -(-used // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def format(self) -> KVFormat:
+        return kv_format(self.dtype)
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -87,8 +92,8 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers, without padding."""
-        return sum(layer.elements_per_token for layer in self.layers) * DTYPE_BYTES[self.dtype]
+        """Bytes of one token's keys and values over all layers, scales included, without padding."""
+        return sum(layer.token_bytes(self.format) for layer in self.layers)
 
     def blocks_for_tokens(self, num_tokens: int) -> int:
         """Blocks of one full-attention table that holds `num_tokens` tokens."""

@@ -10,7 +10,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.kvcache.spec import LayerKVSpec
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import ACTIVATIONS, Heads, LayerOps, QKNorm
 from octavo.models.rotary import RotaryTable, Rotation
 from octavo.models.weights import RawTensor
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 # Seconds of loading before there is a bar: most models are there by then.
 LOADING_BAR_DELAY = 1.0

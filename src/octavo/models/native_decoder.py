@@ -24,7 +24,8 @@ from octavo.models.decoder import LlamaDecoder, WeightReader, Weights
 from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
+from octavo.storage.layer_kv import LayerKV
 
 if TYPE_CHECKING:
     from octavo import _native
@@ -164,10 +165,11 @@ class NativeDecoder(LlamaDecoder):
         """Let the library read and write `kv`; False where it cannot."""
         if kv is not self._kv:
             self._kv = kv
-            self._kv_supported = all(NativeAttention.supports(layer) and layer.key.dtype is self.dtype for layer in kv)
+            floats = [layer for layer in kv if isinstance(layer, FloatKV) and layer.key.dtype is self.dtype]
+            self._kv_supported = len(floats) == len(kv) and all(map(NativeAttention.supports, floats))
             if self._kv_supported:
                 self._native.set_caches(
-                    [(layer.key, layer.value, layer.group, layer.sliding_window or 0) for layer in kv]
+                    [(layer.key, layer.value, layer.group, layer.sliding_window or 0) for layer in floats]
                 )
         return self._kv_supported
 

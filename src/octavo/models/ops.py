@@ -12,7 +12,8 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.models.rotary import Rotation
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
+from octavo.storage.layer_kv import LayerKV
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -125,7 +126,8 @@ class NativeLayerOps(LayerOps):
         batch: AttentionBatch,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        if not (isinstance(attention, NativeAttention) and attention.supports(kv) and kv.key.dtype is qkv.dtype):
+        native = isinstance(attention, NativeAttention) and attention.supports(kv)
+        if not native or not isinstance(kv, FloatKV) or kv.key.dtype is not qkv.dtype:
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
         kernels.rope_write(
             qkv,

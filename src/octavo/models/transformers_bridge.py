@@ -25,7 +25,7 @@ from octavo.attention.reference import attend_dense
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 _ATTENTION = "octavo_paged"
 _PROBE_TOKENS = 3

@@ -9,7 +9,7 @@ from octavo.attention.triton import rows, store
 from octavo.attention.triton.backend import TritonAttention
 from octavo.models.ops import Heads, LayerOps, QKNorm
 from octavo.models.rotary import Rotation
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 
 class TritonLayerOps(LayerOps):

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 
 from octavo.config import format_bytes
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec, LayerKVSpec
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.model_shape import ModelShape
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one weight or activation. What a cache takes, `kvcache/formats.py` says."""
 
 # A block of "max" is rounded up to whole tiles of the kernels.
 MAX_BLOCK_MULTIPLE = 16
@@ -180,9 +183,8 @@ class SequenceCost:
 
     @classmethod
     def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int) -> SequenceCost:
-        element = DTYPE_BYTES[spec.dtype]
         needed = sum(
-            layer.elements_per_token * min(num_tokens, layer.sliding_window or num_tokens) * element
+            layer.token_bytes(spec.format) * min(num_tokens, layer.sliding_window or num_tokens)
             for layer in spec.layers
         )
         return cls(spec, num_tokens, spec.peak_blocks(num_tokens, 1), spec.peak_blocks(num_tokens, max_step), needed)

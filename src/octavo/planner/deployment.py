@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import format_bytes, parse_bytes, parse_swap
+from octavo.config import KV_CACHE_ALIASES, format_bytes, parse_bytes, parse_swap
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.kvcache.formats import KV_FORMATS, kv_format
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import option
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
+    DTYPE_BYTES,
     MemoryBudget,
     PoolSize,
     SequenceCost,
@@ -47,7 +49,7 @@ class PlanOptions:
         1, "devices that share the model, heads and matrices divided among them; a plan only: octavo serve uses one"
     )
     dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
-    kv_cache_dtype: str = option("auto", f"keys and values: {_DTYPES}; auto: as dtype")
+    kv_cache_dtype: str = option("auto", f"keys and values: {', '.join(KV_FORMATS)}; auto: as dtype; fp8: fp8_e4m3")
     block_size: int | Literal["max"] = option(16, "tokens per block; 'max': one block of max_model_len per sequence")
     max_model_len: int | None = option(
         None, "what a contiguous allocator reserves for each sequence; default: the model's own limit"
@@ -72,9 +74,12 @@ class PlanOptions:
             raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for name in ("dtype", "kv_cache_dtype"):
-            if (value := getattr(self, name)) not in ("auto", *DTYPE_BYTES):
-                raise ConfigError(f"{name} must be one of auto, {_DTYPES}, got {value!r}")
+        if self.dtype not in ("auto", *DTYPE_BYTES):
+            raise ConfigError(f"dtype must be one of auto, {_DTYPES}, got {self.dtype!r}")
+        object.__setattr__(self, "kv_cache_dtype", KV_CACHE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        if self.kv_cache_dtype not in ("auto", *KV_FORMATS):
+            known = ", ".join(KV_FORMATS)
+            raise ConfigError(f"kv_cache_dtype must be one of auto, {known}, got {self.kv_cache_dtype!r}")
         for name in ("memory", "kv_cache_memory"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, value := parse_bytes(value))
@@ -252,7 +257,7 @@ class Deployment:
             "kv_groups": [
                 {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups
             ],
-            "by_kv_dtype": {dtype: self._by_dtype(dtype, concurrency) for dtype in DTYPE_BYTES},
+            "by_kv_dtype": {dtype: self._by_dtype(dtype, concurrency) for dtype in KV_FORMATS},
             "contiguous": self._contiguous(concurrency),
             "sliding_window": self._sliding_window(),
             "memory": self._memory(),
@@ -338,7 +343,7 @@ class Deployment:
             notes.append(f"each of the {kv_heads} KV heads is kept by {devices // kv_heads} of the {devices} devices")
         if (latents := self.model.latent_elements_per_token) is not None:
             notes.append(
-                f"a cache of latents would take {latents * DTYPE_BYTES[self.kv_dtype]:,} bytes a token, "
+                f"a cache of latents would take {latents * kv_format(self.kv_dtype).keys.bits // 8:,} bytes a token, "
                 f"not {devices * self.spec.bytes_per_token:,}"
             )
         if (budget := self.budget) is not None and budget.left < 0:

@@ -15,7 +15,7 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import LlamaDecoder
 from octavo.runner.step_inputs import StepInputs, padded_size
-from octavo.storage.arena import LayerKV
+from octavo.storage.layer_kv import LayerKV
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]

@@ -10,9 +10,11 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import RecomputeCost
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.kvcache.formats import kv_format
+from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
+    DTYPE_BYTES,
     MemoryBudget,
     activation_bytes,
     block_tokens,
@@ -95,7 +97,7 @@ class Plan:
     @property
     def _bits_ratio(self) -> float:
         """Bytes of keys and values over those of `kv_dtype`."""
-        return 1.0 if self.kv_bits is None else self.kv_bits / (8 * DTYPE_BYTES[self.kv_dtype])
+        return 1.0 if self.kv_bits is None else self.kv_bits / kv_format(self.kv_dtype).keys.bits
 
     @property
     def num_blocks(self) -> int:

@@ -12,6 +12,8 @@ That is what the CPU's kernels read. A GPU's read whole heads of one token after
 
     K   [kv_heads][block_size][key_dim]
     V   [kv_heads][block_size][value_dim]
+
+That is how floats lie; `storage/codec/base.py` draws coded layers, which lie alike everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from enum import Enum
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import DTYPE_BYTES, KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.storage.codec import CODECS
+from octavo.storage.coded_kv import CodedKV
+from octavo.storage.layer_kv import LayerKV
 from octavo.storage.pages import zero_pages
 
 
@@ -35,14 +40,13 @@ class BlockLayout(Enum):
     TOKENS = "tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKV:
-    """One layer's part of every block, as strided views into the arena.
+@dataclass(frozen=True)
+class FloatKV(LayerKV):
+    """One layer's part of every block in floats, as strided views into the arena.
 
     Attributes:
         key: [num_blocks, kv_heads, key_dim // pair, block_size, pair]
         value: [num_blocks, kv_heads, block_size // pair, value_dim, pair]
-        group: index of the layer's group, hence of its block tables.
     """
 
     key: torch.Tensor
@@ -55,11 +59,15 @@ class LayerKV:
         return self.key.shape[3]
 
     @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
     def pair(self) -> int:
         return self.key.shape[4]
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] at int64 `slots` [tokens]."""
+        """See `LayerKV.write`."""
         pair = self.pair
         blocks, offsets = slots // self.block_size, slots % self.block_size
         num_tokens, heads, key_dim = key.shape
@@ -67,16 +75,8 @@ class LayerKV:
         self.key[blocks, :, :, offsets] = key.to(self.key.dtype).view(num_tokens, heads, key_dim // pair, pair)
         self.value[blocks, :, offsets // pair, :, offsets % pair] = value.to(self.value.dtype)
 
-    def gather(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of one block table."""
-        key, value = self.gather_heads(block_table, num_tokens)
-        return key.permute(2, 0, 1), value.transpose(0, 1)
-
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gather` as matrix products need it: keys [kv_heads, key_dim, num_tokens], values [kv_heads, num_tokens, …].
-
-        This is as the blocks lie, so that one strided copy does it.
-        """
+        """See `LayerKV.gather_heads`. This is as the blocks lie, so that one strided copy does it."""
         # [kv_heads, key_dim / pair, pair, blocks, size] and [kv_heads, blocks, size / pair, pair, value_dim]
         key = self.key.index_select(0, block_table).permute(1, 2, 4, 0, 3)
         value = self.value.index_select(0, block_table).permute(1, 0, 2, 4, 3)
@@ -93,6 +93,7 @@ class KVArena:
 
     Attributes:
         layers: one view for each of `spec.layers`, in their order.
+        dtype: that attention reads: floats' own, and float32 where a codec is decoded.
 
     Raises:
         ConfigError: fewer than 2 blocks; block 0 is the null block, which no sequence owns.
@@ -110,7 +111,7 @@ class KVArena:
         self.spec = spec
         self.num_blocks = num_blocks
         self.layout = layout
-        self.dtype = getattr(torch, spec.dtype)
+        self.dtype: torch.dtype = getattr(torch, spec.dtype) if spec.format.plain else torch.float32
         # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
         if torch.device(device).type == "cpu":
             self._bytes = torch.frombuffer(zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
@@ -143,36 +144,53 @@ class KVArena:
         """Overwrite the blocks `ids`, all different, with rows uint8 [n, block_bytes] from any device."""
         self._bytes[list(ids)] = rows.to(self._bytes.device)
 
+    @property
+    def float_layers(self) -> list[FloatKV]:
+        """Those of `layers` that hold floats: all or none."""
+        return [layer for layer in self.layers if isinstance(layer, FloatKV)]
+
+    @property
+    def coded_layers(self) -> list[CodedKV]:
+        """Those of `layers` that hold codes: all or none."""
+        return [layer for layer in self.layers if isinstance(layer, CodedKV)]
+
     def _layer_views(self) -> list[LayerKV]:
-        spec = self.spec
-        element = DTYPE_BYTES[spec.dtype]
-        typed = self._bytes.view(-1).view(self.dtype)
-        block_stride = spec.block_bytes // element
+        spec, format = self.spec, self.spec.format
         views: dict[int, LayerKV] = {}
         for group_index, group in enumerate(spec.groups):
             offset = 0
             for index in group.layer_indices:
-                layer = spec.layers[index]
-                heads, size, key_dim, value_dim = layer.num_kv_heads, spec.block_size, layer.key_dim, layer.value_dim
-                if self.layout is BlockLayout.TOKENS:
-                    pair, key_strides = 1, (1, key_dim, 1)
+                if format.plain:
+                    views[index] = self._float_view(index, group_index, offset)
                 else:
-                    pair = pair_width(size, key_dim, element)
-                    key_strides = (size * pair, pair, 1)
-                key = typed.as_strided(
-                    (self.num_blocks, heads, key_dim // pair, size, pair),
-                    (block_stride, key_dim * size, *key_strides),
-                    offset,
-                )
-                offset += heads * key_dim * size
-                value = typed.as_strided(
-                    (self.num_blocks, heads, size // pair, value_dim, pair),
-                    (block_stride, value_dim * size, value_dim * pair, pair, 1),
-                    offset,
-                )
-                offset += heads * value_dim * size
-                views[index] = LayerKV(key, value, group_index, group.sliding_window)
+                    views[index] = CodedKV.view(
+                        self._bytes, offset, spec.layers[index], CODECS[spec.dtype], spec.block_size, group_index
+                    )
+                offset += spec.layers[index].block_bytes(format, spec.block_size)
         return [views[index] for index in range(len(spec.layers))]
+
+    def _float_view(self, index: int, group: int, offset: int) -> FloatKV:
+        spec, layer = self.spec, self.spec.layers[index]
+        element = self.dtype.itemsize
+        typed = self._bytes.view(-1).view(self.dtype)
+        block_stride, first = spec.block_bytes // element, offset // element
+        heads, size = layer.num_kv_heads, spec.block_size
+        if self.layout is BlockLayout.TOKENS:
+            pair, key_strides = 1, (1, layer.key_dim, 1)
+        else:
+            pair = pair_width(size, layer.key_dim, element)
+            key_strides = (size * pair, pair, 1)
+        key = typed.as_strided(
+            (self.num_blocks, heads, layer.key_dim // pair, size, pair),
+            (block_stride, layer.key_dim * size, *key_strides),
+            first,
+        )
+        value = typed.as_strided(
+            (self.num_blocks, heads, size // pair, layer.value_dim, pair),
+            (block_stride, layer.value_dim * size, layer.value_dim * pair, pair, 1),
+            first + heads * layer.key_dim * size,
+        )
+        return FloatKV(key, value, group, layer.sliding_window)
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
@@ -11,7 +13,8 @@ from octavo.attention.triton.decode import attend_decodes
 from octavo.attention.triton.launch import INTERPRETED
 from octavo.attention.triton.store import store
 from octavo.errors import ConfigError
-from octavo.storage.arena import BlockLayout, LayerKV
+from octavo.storage.arena import BlockLayout, FloatKV
+from octavo.storage.layer_kv import LayerKV
 
 _MAX_HEAD_DIM = 256
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,8 +39,10 @@ class TritonAttention(AttentionBackend):
         self._reference = ReferenceAttention()
 
     @staticmethod
-    def supports(kv: LayerKV) -> bool:
+    def supports(kv: LayerKV) -> TypeGuard[FloatKV]:
         """bfloat16, float16 or float32, heads of at most 256."""
+        if not isinstance(kv, FloatKV):
+            return False
         key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
         return kv.key.dtype in _DTYPES and max(key_dim, value_dim) <= _MAX_HEAD_DIM
 

@@ -22,7 +22,7 @@ from octavo.attention.base import AttentionBatch
 from octavo.attention.triton.decode import score_factors
 from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, computes_in_float32, kv_strides, padded, tile_tokens
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def _attend_chunk(
 
 def attend_chunks(
     out: torch.Tensor,
-    kv: LayerKV,
+    kv: FloatKV,
     query: torch.Tensor,
     batch: AttentionBatch,
     *,

@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.attention.base import AttentionBatch
 from octavo.attention.triton.launch import LOG2_E, MIN_DOT, computes_in_float32, kv_strides, padded, tile_tokens
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
 
 SPLIT = 256
 _JOINED = 16  # splits at a time
@@ -190,7 +190,7 @@ def _join_splits(
 
 def attend_decodes(
     out: torch.Tensor,
-    kv: LayerKV,
+    kv: FloatKV,
     query: torch.Tensor,
     batch: AttentionBatch,
     *,

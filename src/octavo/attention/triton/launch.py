@@ -6,7 +6,7 @@ import torch
 import triton
 
 from octavo.attention.triton.interpreter import let_loops_end_at_tensors
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter on a CPU: decided by TRITON_INTERPRET when triton is first imported."""
@@ -28,7 +28,7 @@ def computes_in_float32(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype is torch.bfloat16
 
 
-def kv_strides(kv: LayerKV) -> tuple[int, ...]:
+def kv_strides(kv: FloatKV) -> tuple[int, ...]:
     """Strides of keys (block, head, dimension, token) and of values (block, head, token, dimension), in elements."""
     return (*kv.key.stride()[:4], *kv.value.stride()[:4])
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.attention.triton.launch import INTERPRETED, kv_strides, padded
-from octavo.storage.arena import LayerKV
+from octavo.storage.arena import FloatKV
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _tokens_at_once(num_tokens: int) -> int:
     return padded(min(num_tokens, 64)) if INTERPRETED else 1 if num_tokens <= 256 else 4
 
 
-def store(kv: LayerKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+def store(kv: FloatKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Store keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] at int64 `slots` [tokens]."""
     num_tokens, kv_heads, key_dim = key.shape
     tokens = _tokens_at_once(num_tokens)
@@ -195,7 +195,7 @@ def store(kv: LayerKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tens
 
 def rotate_and_store(
     qkv: torch.Tensor,
-    kv: LayerKV,
+    kv: FloatKV,
     slots: torch.Tensor,
     positions: torch.Tensor,
     cos: torch.Tensor,

@@ -1,0 +1,109 @@
+"""How many bytes a codec gives a token: the numbers that allocator, calculator and codecs share, without torch.
+
+A codec turns one token's vector of one head into codes, and numbers beside them (fields: a scale, a zero point):
+
+    name          codes of keys      of values      fields of a vector            bytes a side at head size 64 / 128
+    bfloat16 …    2 (float32: 4) bytes each         none                          128 / 256
+    fp8_e4m3      1 byte             1 byte         none: one scale a head         64 / 128
+    fp8_e5m2      1 byte             1 byte         none: one scale a head         64 / 128
+    int8          1 byte             1 byte         scale (bfloat16)               66 / 130
+    int4          4 bits             4 bits         scale (bfloat16), zero (byte)  35 /  67
+    k8v4          as int8            as int4        as theirs                      66, 35 / 130, 67
+    nvfp4         4 bits             4 bits         scale (e4m3) each 16 elements  36 /  72
+
+`storage/codec/` has the codecs themselves, which are held to these numbers by a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+
+ALIGNMENT = 64
+"""Bytes that a coded layer's part of a block, and every block, is padded to: a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """The bytes of one token's vector of one head, on one side of the cache.
+
+    Attributes:
+        bits: of one code.
+        multiple: dimensions are padded with zeros to a multiple of this.
+        fields: bytes of each number beside the codes.
+        group: elements that share a field of one byte each, beside `fields`; None: no such field.
+        calibrated: codes are multiples of a scale that is chosen before anything is stored.
+    """
+
+    name: str
+    bits: int
+    multiple: int = 1
+    fields: tuple[int, ...] = ()
+    group: int | None = None
+    calibrated: bool = False
+
+    def padded(self, dim: int) -> int:
+        return -(-dim // self.multiple) * self.multiple
+
+    def code_bytes(self, dim: int) -> int:
+        return self.padded(dim) * self.bits // 8
+
+    def field_bytes(self, dim: int) -> tuple[int, ...]:
+        return self.fields if self.group is None else (*self.fields, self.padded(dim) // self.group)
+
+    def vector_bytes(self, dim: int) -> int:
+        return self.code_bytes(dim) + sum(self.field_bytes(dim))
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How a cache keeps keys and values. `plain`: as floats, in the layout of `storage/arena.py`."""
+
+    name: str
+    keys: CodeFormat
+    values: CodeFormat
+    plain: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        return self.keys.calibrated or self.values.calibrated
+
+    def token_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int) -> int:
+        """Bytes of one token in one layer, without padding between layers."""
+        return num_kv_heads * (self.keys.vector_bytes(key_dim) + self.values.vector_bytes(value_dim))
+
+    def layer_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int, block_size: int) -> int:
+        """Bytes of one layer's part of a block of `block_size` tokens."""
+        num_bytes = block_size * self.token_bytes(num_kv_heads, key_dim, value_dim)
+        return num_bytes if self.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+FLOATS = {"bfloat16": CodeFormat("bfloat16", 16), "float16": CodeFormat("float16", 16)}
+FLOATS["float32"] = CodeFormat("float32", 32)
+E4M3 = CodeFormat("fp8_e4m3", 8, calibrated=True)
+E5M2 = CodeFormat("fp8_e5m2", 8, calibrated=True)
+INT8 = CodeFormat("int8", 8, multiple=4, fields=(2,))
+INT4 = CodeFormat("int4", 4, multiple=8, fields=(2, 1))
+NVFP4 = CodeFormat("nvfp4", 4, multiple=16, group=16, calibrated=True)
+
+KV_FORMATS: dict[str, KVFormat] = {
+    **{name: KVFormat(name, code, code, plain=True) for name, code in FLOATS.items()},
+    "fp8_e4m3": KVFormat("fp8_e4m3", E4M3, E4M3),
+    "fp8_e5m2": KVFormat("fp8_e5m2", E5M2, E5M2),
+    "int8": KVFormat("int8", INT8, INT8),
+    "k8v4": KVFormat("k8v4", INT8, INT4),
+    "int4": KVFormat("int4", INT4, INT4),
+    "nvfp4": KVFormat("nvfp4", NVFP4, NVFP4),
+}
+
+
+def kv_format(name: str) -> KVFormat:
+    """The format called `name`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in KV_FORMATS:
+        raise ConfigError(f"KV cache dtype {name!r} is not one of {', '.join(KV_FORMATS)}")
+    return KV_FORMATS[name]

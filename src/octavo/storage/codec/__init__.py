@@ -1,0 +1,31 @@
+"""Codecs: how a block's bytes encode keys and values. The contract is `base.py`, the sizes `kvcache/formats.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octavo.storage.codec.base import Coded, VectorCodec
+from octavo.storage.codec.bf16 import BF16
+from octavo.storage.codec.fp8_e4m3 import FP8_E4M3
+from octavo.storage.codec.fp8_e5m2 import FP8_E5M2
+from octavo.storage.codec.fp16 import FP16
+from octavo.storage.codec.fp32 import FP32
+from octavo.storage.codec.int4 import INT4_KEYS, INT4_VALUES
+from octavo.storage.codec.int8 import INT8
+from octavo.storage.codec.k8v4 import K8V4
+from octavo.storage.codec.nvfp4 import NVFP4
+
+CODECS: Mapping[str, tuple[VectorCodec, VectorCodec]] = {
+    "bfloat16": (BF16, BF16),
+    "float16": (FP16, FP16),
+    "float32": (FP32, FP32),
+    "fp8_e4m3": (FP8_E4M3, FP8_E4M3),
+    "fp8_e5m2": (FP8_E5M2, FP8_E5M2),
+    "int8": (INT8, INT8),
+    "k8v4": K8V4,
+    "int4": (INT4_KEYS, INT4_VALUES),
+    "nvfp4": (NVFP4, NVFP4),
+}
+"""The codec of keys and the codec of values, by `kvcache.formats.KV_FORMATS`' names."""
+
+__all__ = ["CODECS", "Coded", "VectorCodec"]

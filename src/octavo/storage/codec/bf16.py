@@ -1,0 +1,11 @@
+"""bfloat16: the upper half of a float32.
+
+    code    | s eeeeeeee mmmmmmm |
+    fields  none
+
+Read by the C++ kernels (models in the same type) and the reference.
+"""
+
+from octavo.storage.codec.floats import FloatCodec
+
+BF16 = FloatCodec("bfloat16")

@@ -1,0 +1,11 @@
+"""float16: IEEE 754 binary16, which overflows beyond 65504.
+
+    code    | s eeeee mmmmmmmmmm |
+    fields  none
+
+Read by the reference alone.
+"""
+
+from octavo.storage.codec.floats import FloatCodec
+
+FP16 = FloatCodec("float16")

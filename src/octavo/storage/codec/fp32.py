@@ -1,0 +1,11 @@
+"""float32: IEEE 754 binary32.
+
+    code    | s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm |
+    fields  none
+
+Read by the C++ kernels (models in the same type) and the reference.
+"""
+
+from octavo.storage.codec.floats import FloatCodec
+
+FP32 = FloatCodec("float32")

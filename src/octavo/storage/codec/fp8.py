@@ -1,0 +1,28 @@
+"""The two 8-bit floating types of the OCP specification (Micikevicius et al. 2022), saturating.
+
+A code times the head's scale is the number. Numbers beyond the largest code are stored as it, and so is what is no
+number: the token that it was computed for has no finite logits either.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kvcache.formats import CodeFormat
+from octavo.storage.codec.base import Coded, VectorCodec
+
+
+class Float8Codec(VectorCodec):
+    """Divides by the head's scale and rounds to nearest, ties to even."""
+
+    def __init__(self, format: CodeFormat, dtype: torch.dtype) -> None:
+        self.format = format
+        self.dtype = dtype
+        self.largest = torch.finfo(dtype).max
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> Coded:
+        scaled = torch.nan_to_num(x / scale[:, None], nan=self.largest).clamp(-self.largest, self.largest)
+        return Coded(scaled.to(self.dtype).view(torch.uint8), ())
+
+    def decode(self, coded: Coded, dim: int, scale: torch.Tensor) -> torch.Tensor:
+        return coded.codes.contiguous().view(self.dtype).float() * scale[:, None]

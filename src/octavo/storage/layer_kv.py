@@ -1,0 +1,44 @@
+"""One layer's part of every block: the contract between models, attention and the arena's memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class LayerKV(ABC):
+    """One layer's part of every block.
+
+    Attributes:
+        group: index of the layer's group, hence of its block tables.
+    """
+
+    group: int
+    sliding_window: int | None
+
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    @abstractmethod
+    def value_dim(self) -> int:
+        """Dimensions of a value head."""
+
+    @abstractmethod
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] at int64 `slots` [tokens]."""
+
+    @abstractmethod
+    def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [kv_heads, key_dim, num_tokens] and values [kv_heads, num_tokens, value_dim] of one block table.
+
+        This is as matrix products need them.
+        """
+
+    def gather(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of one block table."""
+        key, value = self.gather_heads(block_table, num_tokens)
+        return key.permute(2, 0, 1), value.transpose(0, 1)
