@@ -125,6 +125,16 @@ class EngineConfig(RequestLimits):
         "host memory for swapped blocks, taken as it is needed, as '2GiB' (a bare 2 is GiB too); 0: never swap; "
         "default: 1GiB, or what RAM is left",
     )
+    kv_host_memory: int | str = option(
+        0,
+        "host memory for prefixes that the KV cache evicts, beside --swap-space, as '8GiB': they are copied back "
+        "instead of computed again (docs/tiers.md); 0: none",
+    )
+    kv_demotion: Literal["on_evict", "on_second_use", "all"] = option(
+        "on_second_use",
+        "which blocks of prefixes go to host memory and below: those evicted; of these, those used twice; or all, as "
+        "soon as they are computed",
+    )
     attention_backend: Literal["auto", "native", "triton", "reference"] = option(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
@@ -175,6 +185,13 @@ class EngineConfig(RequestLimits):
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:
             raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
+        if isinstance(self.kv_host_memory, str):
+            object.__setattr__(self, "kv_host_memory", parse_bytes(self.kv_host_memory))
+        host = self.kv_host_memory
+        if isinstance(host, bool) or not isinstance(host, int) or host < 0:
+            raise ConfigError(f"kv_host_memory must be a number of bytes, 0 or more, got {host!r}")
+        if host and not self.enable_prefix_caching:
+            raise ConfigError("kv_host_memory is for prefixes, but enable_prefix_caching is off: it would find nothing")
         if isinstance(self.swap_space, str):
             object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
         elif not isinstance(self.swap_space, bool) and self.swap_space and 0 < self.swap_space < _SMALLEST_SWAP:

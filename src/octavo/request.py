@@ -310,6 +310,7 @@ class Request:
         bad_word_ids: the token sequences that `params.bad_words` are spelled with.
         pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
+        cached_by_tier: the same by where they were: "device", "host", "disk", "remote".
         cache_report: why it was not more; None before first admission.
         prompt_logprobs: collected while the prompt is computed; entry i belongs to prompt token i + 1.
         pooled: collected likewise where an embedding is wanted.
@@ -333,6 +334,7 @@ class Request:
     full_blocks: object = None
     grammar: object = None
     num_cached_tokens: int | None = None
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     cache_report: CacheReport | None = None
     pin_receipts: list[PinReceipt] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

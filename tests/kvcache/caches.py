@@ -44,7 +44,7 @@ def make_manager(
     spec = KVCacheSpec.build(layers, block_size, "float32")
     name = prefix_cache if prefix_caching else None
     prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
-    pins = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
+    pins: dict[str, Any] = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
     return KVCacheManager(spec, num_blocks, prefix, policy, num_host_blocks, clock=clock or Clock(), **pins)
 
 

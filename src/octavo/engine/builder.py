@@ -64,6 +64,7 @@ class RunnerFacts:
     spec: KVCacheSpec
     num_blocks: int
     num_host_blocks: int
+    num_prefix_blocks: int
     max_model_len: int
     vocab_size: int
     hidden_size: int
@@ -96,6 +97,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             facts.spec,
             facts.num_blocks,
             num_host_blocks=facts.num_host_blocks,
+            num_prefix_blocks=facts.num_prefix_blocks,
             # Quantised products round activations: their keys and values are not those of the dequantised weights.
             identity=(model_fingerprint(Path(source.path)), facts.spec.dtype, config.quantization),
             cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
@@ -194,8 +196,9 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     sizing.warn_if_short(pool)
     attention = make_backend(config.attention_backend, device)
     arena = KVArena(spec, pool.num_blocks, device, attention.layout)
-    host = HostTier(sizing.num_host_blocks(pool), spec.block_bytes)
-    sizing.warn_if_swap_is_short(host.num_blocks)
+    num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
+    host = HostTier(num_host_blocks + num_prefix_blocks, spec.block_bytes)
+    sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
     runner = ModelRunner(
@@ -210,14 +213,15 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     facts = RunnerFacts(
         spec=spec,
         num_blocks=pool.num_blocks,
-        num_host_blocks=host.num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_prefix_blocks=num_prefix_blocks,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         hidden_size=model_config.hidden_size,
         eos_token_ids=model.eos_token_ids,
         weight_bytes=model.weight_bytes,
         attention=attention.name,
-        restore_speed=_restore_speed(config, runner, host),
+        restore_speed=_restore_speed(config, runner, host, num_host_blocks),
     )
     return runner, facts
 
@@ -331,9 +335,11 @@ def _require_deterministic(model: CausalLM, arena: KVArena, attention: Attention
     raise ConfigError(f"deterministic cannot be guaranteed: {reason}")
 
 
-def _restore_speed(config: EngineConfig, runner: ModelRunner, host: HostTier) -> RestoreSpeed | None:
+def _restore_speed(
+    config: EngineConfig, runner: ModelRunner, host: HostTier, num_host_blocks: int
+) -> RestoreSpeed | None:
     """Measure swapping and prefill speed, if the choice between swapping and recomputation depends on them."""
-    if not needs_restore_speed(config, host.num_blocks):
+    if not needs_restore_speed(config, num_host_blocks):
         return None
     max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
     speed = measure_restore_speed(runner, host, max_tokens=max_tokens)

@@ -341,7 +341,8 @@ class EngineCore:
         self.runner.close()
 
     def _release(self) -> None:
-        """Once nothing is left to compute, nothing is left of any grammar."""
+        """Once nothing is left to compute, nothing is left of any grammar, and no block waits to be stored."""
+        self._flush()
         if (plan := self.scheduler.release()) is None:
             return
         try:
@@ -349,6 +350,17 @@ class EngineCore:
         except Exception:
             logger.exception("the runner could not forget the sequences that have ended")
             self.scheduler.abandon_step()
+
+    def _flush(self) -> None:
+        if (plan := self.scheduler.flush()) is None:
+            return
+        try:
+            self.runner.execute(plan)
+        except Exception:
+            logger.exception("%d blocks could not be stored in host memory", len(plan.stores))
+            self.scheduler.flushed(done=False)
+        else:
+            self.scheduler.flushed(done=True)
 
     def _compile(self, wanted: StructuredOutputsParams) -> object:
         if self._grammars is None:

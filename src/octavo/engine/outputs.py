@@ -52,6 +52,7 @@ class RequestOutput:
         prompt_logprobs: None for the first prompt token, then one entry per token; only where asked for.
         outputs: all `n` completions (FINAL), or those that have something new (DELTA).
         num_cached_tokens: prompt tokens that came from the prefix cache.
+        cached_by_tier: the same by where they were: "device", "host", "disk", "remote".
         finished: nothing follows.
         cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
         error: where a request failed, the code of why: `UNUSABLE_LOGITS` or `STEP_FAILED`.
@@ -70,6 +71,7 @@ class RequestOutput:
     pins: list[PinReceipt] = field(default_factory=list)
     error: str | None = None
     embedding: list[float] | None = None
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

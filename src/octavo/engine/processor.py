@@ -163,6 +163,7 @@ class OutputProcessor:
             finished,
             request.num_cached_tokens or 0,
         )
+        output.cached_by_tier = request.cached_by_tier
         if not tracked.sent_first:
             tracked.sent_first = True
             if request.params.prompt_logprobs is not None:

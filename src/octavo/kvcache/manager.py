@@ -18,8 +18,9 @@ from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
+from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.ledger import CacheLedger, Stock
-from octavo.kvcache.matching import PrefixHit, PrefixMatcher
+from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, label_of, split_tiers
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
@@ -64,6 +65,7 @@ class KVCacheManager:
         pin_tenant_share: share of that which the pins of one tenant may hold.
         clock: seconds, never going back; for pins and the ledger.
         num_host_blocks: blocks of host memory for swapped sequences; with none, none is swapped.
+        host_cache: host memory for prefixes that the device evicts; None: they are lost.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class KVCacheManager:
         pin_budget: float = DEFAULT_PIN_BUDGET,
         pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        host_cache: HostCache | None = None,
     ) -> None:
         self.spec = spec
         self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixCache)
@@ -85,6 +88,11 @@ class KVCacheManager:
         prefix_cache.reserve(num_blocks)
         self._windows = [group.sliding_window for group in spec.groups]
         self._matcher = PrefixMatcher(prefix_cache, spec.block_size, self._windows)
+        self.host_cache = host_cache if caches else None
+        self._tiered_matcher: PrefixMatcher | None = None
+        if self.host_cache is not None:
+            tiers = TieredIndex(prefix_cache, self.host_cache)
+            self._tiered_matcher = PrefixMatcher(tiers, spec.block_size, self._windows)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
@@ -118,6 +126,20 @@ class KVCacheManager:
         chain, most = self._matchable(seq)
         tables = self._matcher.longest(chain, most)
         return PrefixHit(len(tables[0]) * self.spec.block_size, tables)
+
+    def match_tiers(self, seq: Sequence) -> PrefixHit:
+        """The same, continued by what host memory has."""
+        if self._tiered_matcher is None:
+            return self.match(seq)
+        chain, most = self._matchable(seq)
+        return split_tiers(self._tiered_matcher.longest(chain, most), self.spec.block_size)
+
+    def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
+        """A hit's tokens by the tier that they come from; where groups of layers differ, the lowest of a block's."""
+        origins = {} if self.host_cache is None else {i: self.host_cache.origin(host) for _, i, host in hit.loads}
+        size = self.spec.block_size
+        by_tier = {tier: size * count for tier, count in Counter(origins.values()).items()}
+        return {"device": hit.num_tokens - size * len(origins), **by_tier}
 
     def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether `match` most probably finds as many tokens as it once did, at the cost of two look-ups."""
@@ -193,11 +215,15 @@ class KVCacheManager:
             if table:
                 pool.acquire_all(table, tenant)
                 pool.note_hit(table, seq.request.priority)
+                if self.host_cache is not None:
+                    self.host_cache.hit(table)
         holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
         holding.tables = [table[:] for table in hit.tables]
+        holding.num_published = hit.num_tokens // self.spec.block_size
+        if hit.loads:
+            self._load(seq, holding, hit)
         for table in holding.tables:
             table.extend(pool.allocate(total - len(table), tenant))
-        holding.num_published = hit.num_tokens // self.spec.block_size
         holding.room = total * self.spec.block_size
         return True
 
@@ -214,7 +240,7 @@ class KVCacheManager:
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
         counts = self.pool.ref_counts
         unused = sum(counts[block] == 0 for table in hit.tables for block in table if block != NULL_BLOCK)
-        return sum(total - len(table) for table in hit.tables) + unused
+        return sum(total - len(table) for table in hit.tables) + unused + len(hit.loads)
 
     def shortage(self, hit: PrefixHit, num_new_tokens: int, reserve: int = 0) -> int:
         """How many available blocks `admit` lacks; 0 or less where it would succeed.
@@ -222,7 +248,7 @@ class KVCacheManager:
         Blocks of the hit that somebody else holds cost nothing; those that nobody holds can no longer be evicted.
         """
         total = self.spec.blocks_for_tokens(hit.num_tokens + num_new_tokens)
-        needed = sum(total - len(table) for table in hit.tables)
+        needed = sum(total - len(table) for table in hit.tables) + len(hit.loads)
         revived = sum(map(self.pool.num_evictable, hit.tables))
         return needed + revived + reserve - self.pool.num_available
 
@@ -346,6 +372,8 @@ class KVCacheManager:
         """Give back all blocks, the tail first, so that it is evicted before the head. The hash chain is kept."""
         if seq.seq_id in self.swap:
             self.swap.give_up(seq.seq_id)
+        if self.host_cache is not None:
+            self.host_cache.cancel_loads(seq.seq_id)
         if (holding := self._holdings.get(seq.seq_id)) is not None:
             for table in holding.tables:
                 self.pool.release_table(table)
@@ -359,8 +387,31 @@ class KVCacheManager:
         self._holdings.pop(seq.seq_id, None)
 
     def reset_prefix_cache(self) -> int:
-        """Evict every cached block; returns how many. Blocks in use or pinned stay published."""
-        return self.pool.evict_all_cached()
+        """Evict every cached block; returns how many. Blocks in use or pinned stay published.
+
+        Host memory forgets its prefixes too; what lies on disk or in a remote store stays.
+        """
+        count = self.pool.evict_all_cached()
+        if self.host_cache is not None:
+            self.host_cache.clear()
+        return count
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the next step must move blocks between device and host."""
+        return self.swap.has_transfers or (self.host_cache is not None and self.host_cache.has_transfers)
+
+    def complete_transfers(self) -> None:
+        """The step in flight is done."""
+        self.swap.complete_transfers()
+        if self.host_cache is not None:
+            self.host_cache.complete()
+
+    def abandon_transfers(self) -> None:
+        """The step in flight failed, if there was one: its swaps are done or void, its stores may be anything."""
+        self.swap.complete_transfers()
+        if self.host_cache is not None:
+            self.host_cache.fail()
 
     def audit(self) -> Audit:
         """Prove that every block is in exactly one state and every count is the tables' references. O(blocks).
@@ -395,9 +446,13 @@ class KVCacheManager:
         yield from self.pins.check()
         yield from self.ledger.check(self.pool)
         yield from self.swap.check()
+        if self.host_cache is not None:
+            yield from self.host_cache.check()
 
     def _on_evict(self, block_id: BlockId) -> None:
         self._num_evicted += 1
+        if self.host_cache is not None:
+            self.host_cache.evicted(block_id, self.prefix_cache.tokens(block_id))
         self.prefix_cache.drop(block_id)
         self.ledger.evicted(block_id)
         self.swap.on_evict(block_id)
@@ -431,8 +486,26 @@ class KVCacheManager:
         for block, index, group in published:
             self.pool.mark_published(block, index, seq.request.priority, group_key(group, chain.key(index + 1)))
         self.ledger.published([(block, index) for block, index, _ in published], chain, seq.request)
+        if self.host_cache is not None:
+            for block, index, group in published:
+                self.host_cache.published(block, label_of(group, chain, index), seq.request.tenant)
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
+
+    def _load(self, seq: Sequence, holding: _Holding, hit: PrefixHit) -> None:
+        """New blocks for those of a hit that are not on the device, to be loaded with the next step."""
+        assert self.host_cache is not None
+        # First, because making room evicts blocks, which may take any slot that nobody holds.
+        for _, _, host in hit.loads:
+            self.host_cache.hold(host)
+        blocks = self.pool.allocate(len(hit.loads), seq.request.tenant)
+        for (group, index, host), block in zip(hit.loads, blocks, strict=True):
+            holding.tables[group][index] = block
+            holding.num_slid[group] -= 1
+            self.host_cache.plan_load(host, block, seq.seq_id)
+            self.host_cache.release(host)
+        # They are published with what the step computes.
+        holding.num_published = min(index for _, index, _ in hit.loads)
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:
         size = self.spec.block_size

@@ -6,8 +6,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
-from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
+from octavo.kvcache.hashing import TokenChain, group_key
+from octavo.kvcache.host_cache import HostCache, Label
+from octavo.kvcache.host_pool import HostBlockId
 from octavo.kvcache.prefix.base import PrefixCache
 
 
@@ -17,11 +19,53 @@ class PrefixHit:
 
     Attributes:
         num_tokens: covered by the hit; a multiple of the block size, at most num_tokens - 1 of the sequence.
-        tables: per group the blocks, null where they lie outside the group's window.
+        tables: per group the blocks, null where they lie outside the group's window, or in `loads`.
+        loads: blocks that are not on the device: group, index in its table, and where they are.
     """
 
     num_tokens: int
     tables: tuple[BlockTable, ...]
+    loads: tuple[tuple[int, int, HostBlockId], ...] = ()
+
+
+def label_of(group: int, chain: TokenChain, index: int) -> Label:
+    """What full block `index` of a chain must prove to be, in a group."""
+    return Label(group_key(group, chain.key(index + 1)), chain.key(index), chain.tokens(index, index + 1))
+
+
+class TieredIndex:
+    """The device's prefix cache continued by host memory. A block there has a negative id, -1 minus its number.
+
+    Only what a `PrefixMatcher` asks for.
+    """
+
+    def __init__(self, prefix_cache: PrefixCache[Any], host: HostCache) -> None:
+        self._device = prefix_cache
+        self._host = host
+
+    def leading(self, group: int, chain: TokenChain, limit: int) -> BlockTable:
+        found = self._device.leading(group, chain, limit)
+        while len(found) < limit and (block := self.get(group, chain, len(found))) is not None:
+            found.append(block)
+        return found
+
+    def get(self, group: int, chain: TokenChain, index: int) -> BlockId | None:
+        block = self._device.get(group, chain, index)
+        if block is not None:
+            return block
+        host = self._host.find(label_of(group, chain, index))
+        return None if host is None else BlockId(-1 - host)
+
+
+def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
+    """A hit of tables that a `TieredIndex` filled."""
+    loads: list[tuple[int, int, HostBlockId]] = []
+    for group, table in enumerate(tables):
+        for index, block in enumerate(table):
+            if block < 0:
+                loads.append((group, index, HostBlockId(-1 - block)))
+                table[index] = NULL_BLOCK
+    return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
 
 
 class PrefixMatcher:
@@ -34,7 +78,7 @@ class PrefixMatcher:
         windows: per group its sliding window, None for full attention.
     """
 
-    def __init__(self, prefix_cache: PrefixCache[Any], block_size: int, windows: Seq[int | None]) -> None:
+    def __init__(self, prefix_cache: PrefixCache[Any] | TieredIndex, block_size: int, windows: Seq[int | None]) -> None:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._windows = windows

@@ -11,6 +11,7 @@ from typing import Any
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import eviction_bytes
+from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
@@ -87,7 +88,7 @@ class StartSizing:
                 self.shape, self.dtype, max_step=self.config.max_num_batched_tokens, max_rows=self.config.max_num_seqs
             ),
             self.cache_share,
-            0 if self.host_available is not None else self._wanted_swap or 0,
+            0 if self.host_available is not None else (self._wanted_swap or 0) + self._host_memory,
         )
 
     def pool(self) -> PoolSize:
@@ -125,7 +126,11 @@ class StartSizing:
         if self.config.preemption_mode == "recompute":
             return 0
         shared = self.host_available is None
-        left = self.budget.left - pool.num_bytes if self.host_available is None else self.host_available
+        left = (
+            self.budget.left - pool.num_bytes
+            if self.host_available is None
+            else self.host_available - self._host_memory
+        )
         left = max(0, left - self.bookkeeping_bytes(pool))
         wanted = self._wanted_swap
         if not shared and wanted is not None and wanted > left:
@@ -153,6 +158,33 @@ class StartSizing:
                 format_bytes(size),
                 format_bytes(DEFAULT_SWAP_SPACE),
             )
+
+    @property
+    def _host_memory(self) -> int:
+        assert isinstance(self.config.kv_host_memory, int)
+        return self.config.kv_host_memory
+
+    @property
+    def num_prefix_blocks(self) -> int:
+        """The number of host-memory blocks for prefixes, as asked for.
+
+        Raises:
+            ConfigError: they do not hold a block, or the host has less memory.
+        """
+        wanted = self.config.kv_host_memory
+        assert isinstance(wanted, int)
+        count = wanted // (self.spec.block_bytes + HostCache.bookkeeping_bytes(self.spec.block_size))
+        if wanted and not count:
+            raise ConfigError(
+                f"kv_host_memory is {format_bytes(wanted)}, but a block and its bookkeeping take "
+                f"{format_bytes(self.spec.block_bytes + HostCache.bookkeeping_bytes(self.spec.block_size))}"
+            )
+        if self.host_available is not None and wanted > self.host_available:
+            raise ConfigError(
+                f"kv_host_memory is {format_bytes(wanted)}, but {format_bytes(self.host_available)} of host memory are "
+                "available"
+            )
+        return count
 
     @property
     def _wanted_swap(self) -> int | None:
@@ -190,7 +222,9 @@ class StartSizing:
     def _too_little(self, cache: int, qualifier: str = "") -> ConfigError:
         budget = self.budget
         total = budget.weights + budget.activations + cache + budget.swap
-        swap = f", swap space {format_bytes(budget.swap)}" if budget.swap else ""
+        swap = f", swap space {format_bytes(budget.swap - self._host_memory)}" if budget.swap else ""
+        if self._host_memory:
+            swap += f", prefixes in host memory {format_bytes(self._host_memory)}"
         return ConfigError(
             f"{self.config.model} needs {format_bytes(total)}, but {format_bytes(self.available)} are available: "
             f"weights {format_bytes(budget.weights)}, "

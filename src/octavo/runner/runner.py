@@ -88,14 +88,23 @@ class ModelRunner(Executor):
         """Transfers and copies first, then the model over the plan's tokens, then the samples.
 
         What leaves may still be on its way while the model computes; when this returns, or raises, it has arrived.
-        A plan without rows only says which sequences to forget.
+        A plan without rows only says which sequences to forget, or which blocks to store.
         """
         if not plan:
-            self._batches.forget(plan)
+            if plan.stores:
+                self._store(plan)
+            else:
+                self._batches.forget(plan)
             return StepResult()
         try:
             self._mover.begin(plan)
             return self._compute(plan)
+        finally:
+            self._mover.finish()
+
+    def _store(self, plan: StepPlan) -> None:
+        try:
+            self._mover.begin(plan)
         finally:
             self._mover.finish()
 

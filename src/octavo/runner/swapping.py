@@ -58,15 +58,15 @@ class BlockMover:
     def begin(self, plan: StepPlan) -> None:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
-        if tier is not None and plan.swap_out:
-            if len(plan.swap_out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
-                self._swap_out_beside(tier, plan.swap_out)
+        if tier is not None and (out := (*plan.swap_out, *plan.stores)):
+            if len(out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
+                self._swap_out_beside(tier, out)
             else:
-                swap_out(arena, tier, plan.swap_out)
+                swap_out(arena, tier, out)
         arena.copy_blocks(plan.copies)
-        if tier is not None and plan.swap_in:
+        if tier is not None and (into := (*plan.swap_in, *plan.loads)):
             self.finish()
-            swap_in(arena, tier, plan.swap_in, self._link)
+            swap_in(arena, tier, into, self._link)
 
     def finish(self) -> None:
         """Wait until everything is stored; re-raises errors of the transfers."""

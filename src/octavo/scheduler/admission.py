@@ -157,7 +157,7 @@ class Admission:
         if self._yielding.settle(seq):
             return self._swap_in(seq, budget, share)
         scored = is_scored(seq)
-        hit = kv.no_hit if needs_all_tokens(seq) else kv.match(seq)
+        hit = kv.no_hit if needs_all_tokens(seq) else kv.match_tiers(seq)
         start = hit.num_tokens
         num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored), share)
         if not num_new:
@@ -171,6 +171,7 @@ class Admission:
             return 0
         if report is not None:
             seq.request.num_cached_tokens = start
+            seq.request.cached_by_tier = kv.tokens_by_tier(hit)
             kv.ledger.admitted(seq.request, report)
         seq.num_computed = start
         return num_new

@@ -16,7 +16,8 @@ from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost
+from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost, make_eviction_policy
+from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
@@ -42,6 +43,7 @@ def assemble_cache(
     num_blocks: int,
     *,
     num_host_blocks: int = 0,
+    num_prefix_blocks: int = 0,
     identity: tuple[str, ...] = (),
     cost: RecomputeCost | None = None,
     wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
@@ -52,6 +54,7 @@ def assemble_cache(
     Args:
         num_blocks: size of the pool, the null block included.
         num_host_blocks: blocks of host memory for swapped sequences.
+        num_prefix_blocks: blocks of host memory behind those, for prefixes.
         identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
         cost: of computing a block again, for the eviction policy "cost"; by default that of an 8B model.
         wrap_eviction: puts an observer around the eviction policy.
@@ -73,7 +76,18 @@ def assemble_cache(
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
+        host_cache=_host_cache(config, spec, num_blocks, num_host_blocks, num_prefix_blocks),
     )
+
+
+def _host_cache(
+    config: EngineConfig, spec: KVCacheSpec, num_blocks: int, num_host_blocks: int, num_prefix_blocks: int
+) -> HostCache | None:
+    if not num_prefix_blocks or not config.enable_prefix_caching:
+        return None
+    # What a slot cost to compute is not known there: its policy is that of the device, or "lru" for "cost".
+    eviction = make_eviction_policy("lru" if config.eviction_policy == "cost" else config.eviction_policy)
+    return HostCache(num_prefix_blocks, num_host_blocks, num_blocks, spec.block_size, config.kv_demotion, eviction)
 
 
 def assemble_scheduler(

@@ -136,9 +136,11 @@ class StepPlan:
     Of the transfers each list has happened whole, in this order, before anything is computed:
 
     swap_out   device -> host      a block that leaves may be written again by all that follows; the runner may still
-                                   be storing it while it computes, and is done when the step is
+    stores                         be storing it while it computes, and is done when the step is; stores are of blocks
+                                   of prefixes, swap_out of preempted sequences
     copies     device -> device    all sources are read before any destination is written
     swap_in    host -> device
+    loads
 
     Attributes:
         step: the plan's number, rising from 1.
@@ -168,6 +170,8 @@ class StepPlan:
     swap_out: tuple[BlockSwap, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockSwap, ...] = ()
+    stores: tuple[BlockSwap, ...] = ()
+    loads: tuple[BlockSwap, ...] = ()
     num_streams: int = 0
 
     def __bool__(self) -> bool:

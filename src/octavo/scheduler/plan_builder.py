@@ -130,7 +130,13 @@ class PlanBuilder:
         """The hidden states of positions `first .. last` of the sequence added last belong to its embedding."""
         self._pools.append(PromptPool(len(self.sequences) - 1, first, last - first))
 
-    def finish(self, swap_out: Iterable[BlockSwap] = (), swap_in: Iterable[BlockSwap] = ()) -> StepPlan:
+    def finish(
+        self,
+        swap_out: Iterable[BlockSwap] = (),
+        swap_in: Iterable[BlockSwap] = (),
+        stores: Iterable[BlockSwap] = (),
+        loads: Iterable[BlockSwap] = (),
+    ) -> StepPlan:
         """Finish the collected step. Without rows the plan is empty, and changes are sent with the next."""
         if not self.sequences:
             return StepPlan()
@@ -154,6 +160,8 @@ class PlanBuilder:
             swap_out=tuple(swap_out),
             copies=tuple(self.copies),
             swap_in=tuple(swap_in),
+            stores=tuple(stores),
+            loads=tuple(loads),
         )
         self._changes, self._reset = [], False
         return plan
@@ -193,6 +201,11 @@ class PlanBuilder:
         self._step += 1
         self._changes, self._reset, self._told_grammars = [], False, False
         return StepPlan(step=self._step, reset=True)
+
+    def flush(self, stores: Iterable[BlockSwap]) -> StepPlan:
+        """A plan that moves blocks and computes nothing."""
+        self._step += 1
+        return StepPlan(step=self._step, stores=tuple(stores))
 
     def drop(self, seq: Sequence) -> None:
         """A sequence stops running: its blocks, or its id, are about to change hands."""

@@ -334,9 +334,9 @@ class Scheduler:
         builder = self._builder
         builder.begin()
         self.kv.pins.expire()
-        swap = self.kv.swap
-        # A step that failed was never told to `update`; whatever it moved has been moved.
-        swap.complete_transfers()
+        kv = self.kv
+        # A step that failed was never told to `update`.
+        kv.abandon_transfers()
         shares = self._service.share()
         builder.copies.extend(shares.copies)
         for seq in builder.add_streams(shares.streams, shares.copied):
@@ -345,8 +345,9 @@ class Scheduler:
             if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in shares.copied)
-        if builder and swap.has_transfers:
-            return builder.finish(*swap.take_transfers())
+        if builder and kv.has_transfers:
+            stored = ((), ()) if kv.host_cache is None else kv.host_cache.take_transfers()
+            return builder.finish(*kv.swap.take_transfers(), *stored)
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -361,7 +362,7 @@ class Scheduler:
             drew = [*sequences[:num_streams], *chain.from_iterable(draws)]
             self.turns.drawn(drew)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
-        self.kv.swap.complete_transfers()
+        self.kv.complete_transfers()
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         for pool, total in zip(plan.pools, result.pooled, strict=True):
@@ -461,10 +462,24 @@ class Scheduler:
         """A plan that makes the runner forget every sequence, where nothing is left to compute and it is worth it."""
         return None if self._requests else self._builder.release()
 
+    def flush(self) -> StepPlan | None:
+        """A plan of the stores that wait for a step, where nothing is left to compute; `flushed` must follow."""
+        host = self.kv.host_cache
+        if self._requests or host is None or not host.has_transfers:
+            return None
+        return self._builder.flush(host.take_transfers()[0])
+
+    def flushed(self, *, done: bool) -> None:
+        """What `flush` planned is done, or has failed."""
+        if done:
+            self.kv.complete_transfers()
+        else:
+            self.kv.abandon_transfers()
+
     def abandon_step(self) -> None:
         """Abandon the last planned step, which gave no result: its transfers are done, the runner's state unknown."""
         self._builder.abandon()
-        self.kv.swap.complete_transfers()
+        self.kv.abandon_transfers()
 
     def _time_limit(self, streams: list[Sequence]) -> TimeLimit | None:
         assert self._latency is not None

@@ -31,7 +31,9 @@ class ResponseExtension:
         told: dict[str, Any] = {}
         if self._tells_ledger:
             told["ledger"] = [
-                report_fields(output.cache_report) if output is not None and output.cache_report is not None else None
+                None
+                if output is None or output.cache_report is None
+                else {**report_fields(output.cache_report), **_by_tier(output)}
                 for output in self._outputs
             ]
         if self._tells_pins:
@@ -47,3 +49,8 @@ class ResponseExtension:
                 for receipt in output.pins
             ]
         return {"octavo": told} if told else {}
+
+
+def _by_tier(output: RequestOutput) -> dict[str, Any]:
+    """Where cached tokens were, once any was not on the device."""
+    return {"cached_by_tier": output.cached_by_tier} if len(output.cached_by_tier) > 1 else {}
