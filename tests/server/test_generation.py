@@ -12,19 +12,22 @@ from typing import Any, cast
 
 import pytest
 
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import OutputKind, RequestOutput
+from octavo.errors import RequestError
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server import completions
 from octavo.server.completions import Completions
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import AT_ONCE, Job, json_bytes, json_pieces
+from octavo.server.generation import AT_ONCE, Job, free, json_bytes, json_pieces
 from octavo.server.keys import ANYBODY
 from octavo.server.logprobs import TokenTexts
 from octavo.server.prompts import EncodedPrompt
 from octavo.server.protocol import CompletionBody
 from octavo.server.reading import CompletionRequest
 from octavo.server.turnstile import Turnstile
+from tests.engine.tiny_engine import tiny_core
 from tests.server.fake_engine import FakeEngine
 
 NUM_PROMPTS = 200
@@ -167,3 +170,48 @@ def test_a_choice_without_parts_of_its_own_is_encoded_in_one_piece() -> None:
     pieces = json_pieces({"id": "x", "choices": [*choices, {"index": 3, "logprobs": {"tokens": ["a"]}}]})
     assert [piece for piece in pieces if b'"text"' in piece] == [json_bytes(choice) for choice in choices]
     assert json.loads(b"".join(pieces))["choices"][3] == {"index": 3, "logprobs": {"tokens": ["a"]}}
+
+
+def test_long_lists_are_emptied_a_few_at_a_time() -> None:
+    class Cut(list[int]):
+        most = 0
+
+        def __delitem__(self, place: Any) -> None:
+            before = len(self)
+            super().__delitem__(place)
+            Cut.most = max(Cut.most, before - len(self))
+
+    lists = [Cut(range(1000)), Cut(range(3)), Cut()]
+    free(lists)
+    assert lists == [[], [], []]
+    assert 0 < Cut.most <= 64
+
+
+async def test_prompt_logprobs_are_let_go_in_a_thread_once_they_are_told() -> None:
+    engine = FakeEngine()
+    await engine.start()
+    body = CompletionBody(prompt=None, max_tokens=1, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    read = CompletionRequest(body, "fake", params, [EncodedPrompt([1, 2, 3])], "")
+    answer = Completions(as_client(engine), TokenTexts(as_client(engine))).answer(read, ANYBODY)
+    (choice,) = json.loads(b"".join(await answer.whole()))["choices"]
+    assert len(choice["prompt_logprobs"]) == 3
+    assert not answer._prompt_logprobs
+
+
+async def test_a_request_with_bad_words_is_made_in_a_thread() -> None:
+    with tiny_core() as core:
+        threads: list[threading.Thread] = []
+
+        def make(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            raise RequestError("no more", param="prompt")
+
+        core.make_request = make  # type: ignore[assignment]
+        engine = AsyncEngine(core, "m")
+        await engine.start()
+        for words in ((), ("x",)):
+            with pytest.raises(RequestError, match="no more"):
+                await anext(engine.generate([1], SamplingParams(bad_words=words)))
+        await engine.shutdown(0)
+    assert [thread is threading.current_thread() for thread in threads] == [True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,19 @@ from octavo.request import TokenLogprobs
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
-from octavo.server.generation import AT_ONCE, Job, Usage, dumps, event, json_pieces, new_id, offload, weight_of
+from octavo.server.generation import (
+    AT_ONCE,
+    Job,
+    Usage,
+    dumps,
+    event,
+    free,
+    json_pieces,
+    new_id,
+    offload,
+    weight_of,
+    weight_of_all,
+)
 from octavo.server.keys import Client
 from octavo.server.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from octavo.server.protocol import CompletionBody
@@ -79,7 +92,16 @@ class CompletionAnswer:
     async def whole(self) -> list[bytes]:
         """The response body, in pieces."""
         outputs = await self._job.results(self._engine)
-        return await offload(sum(map(weight_of, outputs)), lambda: self._assemble(outputs))
+        try:
+            return await offload(weight_of_all(outputs), lambda: self._assemble(outputs))
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        """Let go of what is large, in a thread. Nothing is said any more."""
+        lists, self._prompt_logprobs = list(self._prompt_logprobs.values()), {}
+        if lists:
+            asyncio.get_running_loop().run_in_executor(None, free, lists)
 
     def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         choices: list[dict[str, Any]] = []
@@ -94,8 +116,12 @@ class CompletionAnswer:
         head = dumps(self._head())[:-1] + ',"choices":['
         continuous = self._body.reports_usage_continuously
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
-            async for prompt_index, output in outputs:
-                yield await offload(weight_of(output), partial(self._events_of, prompt_index, output, head, continuous))
+            try:
+                async for prompt_index, output in outputs:
+                    weight = weight_of(output)
+                    yield await offload(weight, partial(self._events_of, prompt_index, output, head, continuous))
+            finally:
+                self._free()
         told = self._extension.report()
         if self._body.reports_usage:
             told = {"usage": self._usage.report(), **told}

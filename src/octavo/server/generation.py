@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -229,6 +230,21 @@ def weight_of(output: RequestOutput) -> int:
         if logprobs:
             weight += len(logprobs) * (1 + len(logprobs[-1].top if logprobs[-1] is not None else ()))
     return weight + sum(len(completion.token_ids) for completion in output.outputs) // 8
+
+
+def weight_of_all(outputs: Seq[RequestOutput]) -> int:
+    """`weight_of` of several; where they are so many that they are heavy anyway, not one is looked at."""
+    return _HEAVY if _COMPLETION_WEIGHT * len(outputs) >= _HEAVY else sum(map(weight_of, outputs))
+
+
+def free(lists: Iterable[list[Any]]) -> None:
+    """Empty long lists of small objects a few at a time, so that other threads have their turns in between.
+
+    Of 4,000 tokens with twenty alternatives each, a single reference that goes frees 84,000 dicts at once: 11 ms.
+    """
+    for values in lists:
+        while values:
+            del values[-_ENCODED_AT_ONCE:]
 
 
 def json_pieces(response: dict[str, Any]) -> list[bytes]:
