@@ -190,3 +190,19 @@ def test_the_described_ranges_are_those_that_hold(start_server: Callable[..., Ru
             body = {"prompt": "a", "max_tokens": 1, **fields}
             assert is_valid(path, body) == allowed, fields
             assert server.post(path, body).status_code == (200 if allowed else 400), fields
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "a", [0], True])
+def test_what_is_not_supported_may_only_be_left_empty(server: Running, value: Any) -> None:
+    for path, field in (("/v1/completions", "suffix"), ("/v1/chat/completions", "audio")):
+        body = {**EXAMPLES[path], field: value}
+        assert not is_valid(path, body)
+        assert server.post(path, body).status_code == 400
+
+
+def test_a_method_that_a_path_lacks_is_told_all_that_it_has(server: Running) -> None:
+    answer = server.client.put("/v1/responses/resp_1")
+    assert answer.status_code == 405
+    assert {method.strip() for method in answer.headers["allow"].split(",")} == {"GET", "HEAD", "DELETE"}
+    assert server.client.delete("/v1/responses/resp_1").status_code == 404
+    assert server.client.head("/v1/responses/resp_1").status_code == 404

@@ -90,6 +90,13 @@ def test_what_would_change_the_answer_and_is_not_there_is_refused(server: Runnin
     assert error["message"] == f"{field} is not supported by this server"
 
 
+@pytest.mark.parametrize(("name", "told"), [("", "?"), (" ", "?"), ("a b ", "a?b?"), ("\x00\r\n", "???")])
+def test_a_name_that_no_header_may_carry_is_no_broken_answer(name: str, told: str, server: Running) -> None:
+    answer = server.post(PATH, {"prompt": "a", "max_tokens": 1, name: 1})
+    assert answer.status_code == 200
+    assert answer.headers[IGNORED_HEADER] == told
+
+
 def test_thousands_of_unknown_fields_are_one_short_header(server: Running) -> None:
     fields: dict[str, Any] = {f"f{i:05}" + "x" * 100: 1 for i in range(5000)}
     answer = server.post(PATH, {"prompt": "x", "max_tokens": 2, **fields})

@@ -155,6 +155,7 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "input must be an object"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "only 'custom'"),
         ({"tool_choice": {"type": "some"}}, 'tool_choice.type must be "auto"'),
+        ({"tool_choice": {"type": {}}}, 'tool_choice.type must be "auto"'),
         ({"max_tokens": None}, "valid integer"),
         ({"stop_sequences": ["x"] * 17}, "17 stop strings, but at most 16"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),

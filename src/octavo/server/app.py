@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
 
 from octavo.errors import OctavoError
 from octavo.server.access import Access
@@ -21,6 +20,7 @@ from octavo.server.openapi import Description
 from octavo.server.operations import Operations
 from octavo.server.origin import RefuseWebPages
 from octavo.server.quota import Metered, Quotas
+from octavo.server.route import routes
 from octavo.server.schema_ranges import Described
 
 
@@ -58,7 +58,7 @@ def create_app(
         middleware.append(Middleware(RefuseWebPages, hosts=config.allowed_hosts, origins=config.allowed_origins))
     middleware.append(Middleware(Metered, quotas=quotas))
     app = Starlette(
-        routes=[Route(path, handler, methods=[method]) for method, path, handler in endpoints],
+        routes=routes(endpoints),
         exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
         middleware=middleware,
     )

@@ -77,6 +77,6 @@ def named(names: list[str]) -> str:
 
 
 def header_value(names: tuple[str, ...]) -> str:
-    """Field names as a header may carry them."""
-    plain = ["".join(c if c.isascii() and c.isprintable() and c != "," else "?" for c in name) for name in names]
+    """Field names as a header may carry them: neither empty, nor with white space at an end."""
+    plain = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name) or "?" for name in names]
     return named(plain)

@@ -146,7 +146,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     if kind == "tool":
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise RequestError(
             f'tool_choice.type must be "auto", "any", "tool" or "none", got {shown(kind)}', param="tool_choice"
         )

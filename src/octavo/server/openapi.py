@@ -26,7 +26,14 @@ from octavo.server.protocol import (
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.route import Endpoint, json_response
 from octavo.server.schema_answers import EXAMPLES, SCHEMAS
-from octavo.server.schema_ranges import Described, field_ranges, narrow, unsupported
+from octavo.server.schema_ranges import (
+    TOGETHER,
+    Described,
+    body_ranges,
+    field_ranges,
+    narrow,
+    unsupported,
+)
 
 
 class _Post(NamedTuple):
@@ -81,6 +88,7 @@ _REFUSALS = {
     "403": "The key, or the web page, may not do this",
     "404": "There is no such model, response or pin",
     "413": "The body is too large",
+    "415": "Without API keys, bodies must be of the type application/json",
     "429": "The tenant is over a limit",
     "503": "The server has no room, stops, or its engine does not run",
 }
@@ -141,23 +149,28 @@ def _bodies(server: Described) -> dict[str, Any]:
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = definitions["$defs"]
     ranges = field_ranges(server)
+    own = body_ranges(server.limits)
     for post in _POSTS.values():
-        properties = schemas[post.body.__name__]["properties"]
+        body = post.body.__name__
+        properties = schemas[body]["properties"]
+        here = {**ranges, **own.get(body, {})}
         for name, schema in properties.items():
             if name in post.body.unsupported:
                 properties[name] = unsupported()
-            elif name in ranges and not (name == "input" and post.body is ResponsesBody):
-                properties[name] = narrow(schema, ranges[name])
+            elif name in here:
+                properties[name] = narrow(schema, here[name])
+        schemas[body] |= TOGETHER.get(body, {})
     return schemas
 
 
-def _responses(answer: str, *, streams: bool = False, error: str = "Error") -> dict[str, Any]:
+def _responses(answer: str, *, streams: bool = False, error: dict[str, Any] | None = None) -> dict[str, Any]:
+    error = _reference("Error") if error is None else error
     content: dict[str, Any] = {"application/json": {"schema": _reference(answer)}}
     if "/" in answer:
         content = {answer: {"schema": {"type": "string"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    refused = {"application/json": {"schema": _reference(error)}}
+        content["text/event-stream"] = {}
+    refused = {"application/json": {"schema": error}}
     return {
         "200": {"description": "The answer", "content": content},
         **{status: {"description": why, "content": refused} for status, why in _REFUSALS.items()},
@@ -165,8 +178,10 @@ def _responses(answer: str, *, streams: bool = False, error: str = "Error") -> d
     }
 
 
-def _error_of(path: str) -> str:
-    return "MessageError" if path.startswith("/v1/messages") else "Error"
+def _error_of(path: str) -> dict[str, Any]:
+    """What is refused before anyone knows whose API the path belongs to, such as a wrong key, is OpenAI's object."""
+    anthropic = {"anyOf": [_reference("MessageError"), _reference("Error")]}
+    return anthropic if path.startswith("/v1/messages") else _reference("Error")
 
 
 def _reference(name: str) -> dict[str, str]:

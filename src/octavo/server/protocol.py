@@ -54,7 +54,9 @@ class RequestBody(BaseModel):
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for the first field that requests an unsupported feature."""
         for name in self.unsupported:
-            if getattr(self, name) not in (None, False, "", [], {}):
+            value = getattr(self, name)
+            # 0 is equal to False, and asks for something.
+            if value not in (None, "", [], {}) and value is not False:
                 raise RequestError(f"{name} is not supported by this server", param=name)
 
 

@@ -64,11 +64,11 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
         "tokens": {"array": {"items": token_id}},
         "n": count,
         "best_of": count,
-        "max_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
-        "max_completion_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
-        "max_output_tokens": {"integer": {"minimum": 1, "maximum": server.max_model_len}},
+        "max_tokens": {"integer": length, "or": {"const": -1}},
+        "max_completion_tokens": {"integer": length, "or": {"const": -1}},
+        "max_output_tokens": {"integer": length},
         "min_tokens": {"integer": {"minimum": 0}},
-        "truncate_prompt_tokens": {"any": {"anyOf": [length, {"type": "null"}, {"const": -1}]}},
+        "truncate_prompt_tokens": {"integer": length, "or": {"const": -1}},
         "temperature": {"number": {"minimum": 0}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
         "top_k": {"integer": {"minimum": -1}},
@@ -107,6 +107,35 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
     }
 
 
+def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
+    """By body, what its fields have other than fields of the same name elsewhere."""
+    item = {"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": list(ROLES)}}}
+    choice = {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}}
+    anthropic = {"tool_choice": {"object": choice}}
+    return {
+        "TokenizeBody": {"prompt": {}},
+        "ResponsesBody": {
+            "input": {"any": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": item}]}},
+            "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
+        },
+        "MessagesBody": anthropic,
+        "CountTokensBody": anthropic,
+        "ChatBody": {"tool_choice": {"string": {"enum": ["none", "auto", "required"]}}},
+    }
+
+
+# What is true of several fields of a body together.
+TOGETHER: Mapping[str, Schema] = {
+    "ResponsesBody": {"required": ["input"]},
+    "TokenizeBody": {
+        "oneOf": [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+        ]
+    },
+}
+
+
 def message(limits: RequestLimits) -> Schema:
     """One message of a chat, OpenAI's or Anthropic's."""
     part = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
@@ -126,7 +155,7 @@ def response_format() -> Schema:
     described = {
         "type": "object",
         "required": ["schema"],
-        "properties": {"name": {"type": "string"}, "schema": {"type": "object"}, "strict": {"type": "boolean"}},
+        "properties": {"schema": {"type": "object"}},
     }
     plain = {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
     by_schema = {
@@ -138,12 +167,17 @@ def response_format() -> Schema:
 
 
 def narrow(field: Schema, ranges: Schema) -> Schema:
-    """A field's schema with ranges: "any" replaces its alternatives, else they go to those of the type."""
+    """A field's schema with ranges.
+
+    Those under a type's name go to the alternative of that type; "any" replaces all alternatives, and "or" is one more
+    where the field may be left out.
+    """
     if (whole := ranges.get("any")) is not None:
         kept = {name: value for name, value in field.items() if name not in ("anyOf", "type")}
         return {**kept, **whole}
     if "anyOf" in field:
-        return {**field, "anyOf": [_of_type(part, ranges) for part in field["anyOf"]]}
+        more = [ranges["or"]] if "or" in ranges else []
+        return {**field, "anyOf": [_of_type(part, ranges) for part in field["anyOf"]] + more}
     return _of_type(field, ranges)
 
 

