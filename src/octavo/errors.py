@@ -128,12 +128,16 @@ class LogitsError(OctavoError):
 
 
 class GrammarError(LogitsError):
-    """Grammars that cannot be followed any further: they have become too complex. `reasons` says why, by request."""
+    """Grammars that cannot be followed any further: they have become too complex. `reasons` says why, by request.
+
+    The engine ends these requests with the reason "error", which a server answers with 400 and the code
+    "grammar_too_complex", and goes on with all others.
+    """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(list(reasons))
         self.reasons = dict(reasons)
-        told = "; ".join(f"{name}: {shortened(reason)}" for name, reason in self.reasons.items())
+        told = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
         self.args = (f"the grammar of a structured output cannot be followed any further: {told}",)
 
     def __reduce__(self) -> tuple[type[GrammarError], tuple[dict[str, str]]]:  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo import SamplingParams, StructuredOutputsParams
-from octavo.engine.outputs import CompletionOutput, RequestOutput
+from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, CompletionOutput, RequestOutput
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.state import live_states
 from octavo.request import FinishReason
@@ -224,16 +225,31 @@ def test_a_failed_step_leaves_nothing_and_the_request_goes_on(make_llm: MakeLLM,
     assert_nothing_left(llm)
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(make_llm: MakeLLM, tiny_llama: Path) -> None:
-    llm = make_llm(tiny_llama)
-    # Each pair of letters may be read in many ways: the parse grows with the square of the output.
-    wanted = StructuredOutputsParams(grammar='start: "[" s "]"\ns: "a" | s s s s | s s s | s s')
-    params = SamplingParams(max_tokens=24, temperature=0.0, structured_outputs=wanted, logit_bias={67: 100.0})
-    other = SamplingParams(max_tokens=20, temperature=0.0)
-    (failed, fine) = llm.generate(["x", "y"], [params, other], use_tqdm=False)
-    assert fine.error is None
-    assert failed.error is not None or failed.outputs[0].finish_reason is FinishReason.LENGTH
-    assert_nothing_left(llm)
+# Each run of letters may be read in many ways: the parse grows with the square of the output.
+AMBIGUOUS = 'start: "[" s "]"\ns: "a" | s s s s | s s s | s s'
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [({"temperature": 0.0}, {}), ({"top_k": 3, "n": 2}, {}), ({"temperature": 0.0}, {"executor": "process"})],
+)
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
+    make_llm: MakeLLM, tiny_llama: Path, how: dict[str, Any], options: dict[str, Any]
+) -> None:
+    llm = make_llm(tiny_llama, **options)
+    (letter,) = llm.core.tokenizer.encode("a", add_special_tokens=False)
+    wanted = StructuredOutputsParams(grammar=AMBIGUOUS)
+    params = SamplingParams(max_tokens=150, structured_outputs=wanted, logit_bias={letter: 100.0}, **how)
+    other = SamplingParams(max_tokens=100, temperature=0.0)
+    structured = SamplingParams(max_tokens=100, temperature=0.0, structured_outputs=DESCRIPTIONS[0])
+    alone = llm.generate(["y", "z"], [other, structured], use_tqdm=False)
+    failed, *fine = llm.generate(["x", "y", "z"], [params, other, structured], use_tqdm=False)
+    assert (failed.error, failed.outputs[0].finish_reason) == (GRAMMAR_TOO_COMPLEX, FinishReason.ERROR)
+    assert re.fullmatch(r"after \d\d output tokens: more than 500 rules .*", failed.error_reason), failed.error_reason
+    assert failed.outputs[0].text.startswith("[aaaa")
+    assert told(fine) == told(alone)
+    if not options:
+        assert_nothing_left(llm)
 
 
 def test_a_process_of_its_own_gives_the_same_tokens(make_llm: MakeLLM, tiny_llama: Path) -> None:

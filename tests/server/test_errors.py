@@ -14,6 +14,7 @@ from octavo.errors import (
     ConfigError,
     ContextLengthError,
     EngineDeadError,
+    GrammarError,
     LogitsError,
     OctavoError,
     RequestError,
@@ -54,3 +55,9 @@ def test_the_tree_in_the_docstring_has_every_exception_under_its_parent() -> Non
         if inspect.isclass(found) and issubclass(found, OctavoError)
     }
     assert drawn == {**defined, "OctavoError": None}
+
+
+def test_a_grammar_error_tells_nothing_of_other_requests() -> None:
+    answer = to_api_error(GrammarError({"somebody-elses-id": "after 5 output tokens"}))
+    assert (answer.status, answer.code) == (400, "grammar_too_complex")
+    assert "somebody" not in str(json.loads(answer.body()))

@@ -131,3 +131,24 @@ def test_a_description_that_cannot_be_served_is_refused_by_name(
     error = error_of(answer)
     assert error["param"] == param
     assert re.search(says, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_own(server: RealServer, stream: bool) -> None:
+    (letter,) = server.post("/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+    body = {
+        "prompt": "x",
+        "max_tokens": 150,
+        "guided_grammar": 'start: "[" s "]"\ns: "a" | s s s s | s s s | s s',
+        "logit_bias": {str(letter): 100},
+    }
+    if stream:
+        *_, last = [json.loads(each) for each in server.events("/v1/completions", body) if each != "[DONE]"]
+        error = last["error"]
+    else:
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 400
+        error = error_of(answer)
+    assert (error["code"], error["param"]) == ("grammar_too_complex", "structured_outputs")
+    assert re.search(r"too complex to follow after \d+ output tokens: more than 500 rules", error["message"])
+    server.assert_nothing_runs()

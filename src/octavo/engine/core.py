@@ -14,12 +14,20 @@ from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins
-from octavo.engine.outputs import STEP_FAILED, UNUSABLE_LOGITS, Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.outputs import (
+    GRAMMAR_TOO_COMPLEX,
+    STEP_FAILED,
+    UNUSABLE_LOGITS,
+    Ended,
+    OutputKind,
+    RequestOutput,
+    StepNews,
+)
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery
 from octavo.engine.stopping import StopStrings
-from octavo.errors import ContextLengthError, LogitsError, RequestError
+from octavo.errors import ContextLengthError, GrammarError, LogitsError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats
 from octavo.pooling import PooledStates, Pooling
@@ -376,10 +384,19 @@ class EngineCore:
 
     def _end_faulty(self, error: LogitsError) -> StepNews:
         """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
-        logger.error("%s", error)
+        # As text: a handler may keep its record, and the error's traceback holds the step.
+        logger.error("%s", str(error))
         self.scheduler.abandon_step()
         ended = [self.end(RequestId(name), FinishReason.ERROR) for name in error.request_ids]
-        return StepNews(ended=[replace(one, error=UNUSABLE_LOGITS) for one in ended if one is not None])
+        reasons = error.reasons if isinstance(error, GrammarError) else {}
+        code = GRAMMAR_TOO_COMPLEX if isinstance(error, GrammarError) else UNUSABLE_LOGITS
+        return StepNews(
+            ended=[
+                replace(one, error=code, error_reason=reasons.get(one.request.request_id))
+                for one in ended
+                if one is not None
+            ]
+        )
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)

@@ -10,6 +10,7 @@ from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
 STEP_FAILED = "step_failed"
+GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
 
 
 class OutputKind(Enum):
@@ -55,7 +56,8 @@ class RequestOutput:
         cached_by_tier: the same by where they were: "device", "host", "disk", "remote".
         finished: nothing follows.
         cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
-        error: where a request failed, the code of why: `UNUSABLE_LOGITS` or `STEP_FAILED`.
+        error: where a request failed, the code of why: `UNUSABLE_LOGITS`, `STEP_FAILED` or `GRAMMAR_TOO_COMPLEX`.
+        error_reason: what its client may be told of that beside the code.
         pins: what became of the prefixes that were to be pinned; once finished.
         embedding: of the prompt, where it was asked for; once finished.
     """
@@ -70,6 +72,7 @@ class RequestOutput:
     cache_report: CacheReport | None = None
     pins: list[PinReceipt] = field(default_factory=list)
     error: str | None = None
+    error_reason: str | None = None
     embedding: list[float] | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ class Ended:
 
     request: Request
     error: str | None = None
+    error_reason: str | None = None
 
 
 @dataclass(slots=True)

@@ -188,7 +188,7 @@ class OutputProcessor:
         tracked.num_open = 0
         output = self._output(tracked)
         assert output is not None, "it is finished"
-        output.error = ended.error
+        output.error, output.error_reason = ended.error, ended.error_reason
         return output
 
     def _fail(self, tracked: _Tracked, error: Exception) -> RequestOutput:

@@ -7,18 +7,36 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
-from octavo.errors import OctavoError
-from octavo.grammar.compiler import CompiledGrammar
+from octavo.errors import OctavoError, shortened
+from octavo.grammar.compiler import ROW_ITEMS, STEP_FUEL, STEP_ITEMS, CompiledGrammar
 
 # Tokens that follow one drawn token at once. A grammar may force thousands: the rest follow the next one.
 MOST_FORCED = 32
+# Tokens after which a mask is filled though nobody needs it: llguidance counts a lexer's steps from mask to mask.
+_MASK_EVERY = 64
 
 live_states: WeakSet[GrammarState] = WeakSet()
 """Every state that somebody holds, for tests that none is left behind."""
 
 
 class GrammarBroken(OctavoError):  # noqa: N818  not raised to callers: the sampler names the request
-    """A grammar cannot be followed any further: it has become too complex, or a token does not match it."""
+    """A grammar cannot be followed any further: it has become too complex, or a token does not match it.
+
+    Args:
+        said: by llguidance.
+        num_tokens: of the output until then.
+    """
+
+    def __init__(self, said: str, num_tokens: int) -> None:
+        reason = next((limit for words, limit in _LIMITS if words in said), shortened(said.split("\n")[0]))
+        super().__init__(f"after {num_tokens} output tokens: {reason}")
+
+
+_LIMITS = (
+    ("Current row has", f"more than {ROW_ITEMS:,} rules of the grammar could go on there, the most allowed"),
+    ("Too many items", f"the next token takes more than {STEP_ITEMS:,} items of parsing, the most allowed"),
+    ("too many", f"the next token takes more than {STEP_FUEL:,} steps of the lexer, the most allowed"),
+)
 
 
 class GrammarState:
@@ -32,12 +50,15 @@ class GrammarState:
         token_ids: the sequence's output so far.
     """
 
-    __slots__ = ("__weakref__", "_forces", "_grammar", "_matcher", "token_ids")
+    __slots__ = ("__weakref__", "_forces", "_grammar", "_is_free", "_matcher", "_since_mask", "token_ids")
 
     def __init__(self, grammar: Future[CompiledGrammar], token_ids: Sequence[int] = ()) -> None:
         self._grammar = grammar
         self._matcher: Any = None
         self._forces = True
+        # Nothing is known to be forced next.
+        self._is_free = False
+        self._since_mask = 0
         self.token_ids = list(token_ids)
         live_states.add(self)
 
@@ -51,12 +72,21 @@ class GrammarState:
         if self._matcher is None:
             grammar = self._grammar.result()
             matcher = (grammar.matcher if self._forces else grammar.without_forcing).deep_copy()
-            if self.token_ids and not matcher.consume_tokens(self._without_end(self.token_ids)):
-                if self.give_up_forcing():
-                    return self.matcher
-                raise GrammarBroken(matcher.get_error())
+            output = self._without_end(self.token_ids)
+            for first in range(0, len(output), _MASK_EVERY):
+                if first:
+                    matcher.compute_bitmask()
+                if not matcher.consume_tokens(output[first : first + _MASK_EVERY]):
+                    if self.give_up_forcing():
+                        return self.matcher
+                    raise GrammarBroken(matcher.get_error(), len(self.token_ids))
             self._matcher = matcher
         return self._matcher
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the matcher has followed the output so far; else it is made anew when the next mask is due."""
+        return self._matcher is not None
 
     @property
     def eos_token_id(self) -> int:
@@ -78,6 +108,7 @@ class GrammarState:
         if agreed < len(token_ids):
             self.return_to(first + agreed)
             self.token_ids += token_ids[agreed:]
+            self._is_free = False
             rest = self._without_end(token_ids[agreed:])
             if self._matcher is not None and not self._matcher.consume_tokens(rest):
                 self.failed()
@@ -87,12 +118,43 @@ class GrammarState:
         if len(self.token_ids) > position:
             surplus = self._without_end(self.token_ids[position:])
             del self.token_ids[position:]
+            self._is_free = False
             if self._matcher is not None and not self._matcher.rollback(len(surplus)):
                 self._matcher = None
+
+    def takes(self, token_id: int, *, follow: bool) -> bool:
+        """Whether a mask would allow a token; with `follow`, one that it would allow is taken in.
+
+        Costs a twentieth of a mask. An output that can only end is left to the mask, which knows with what.
+        """
+        matcher = self.matcher
+        if self._since_mask >= _MASK_EVERY:
+            matcher.compute_bitmask()
+            self._since_mask = 0
+        if matcher.is_stopped():
+            return False
+        # What is forced a mask allows in the tokenizer's own spelling only.
+        if not self._is_free and (following := matcher.compute_ff_tokens()) and following[0] != token_id:
+            return False
+        if token_id in self.eos_token_ids:
+            taken = bool(matcher.is_accepting())
+        elif not self._grammar.result().spells(token_id):
+            return False
+        elif follow:
+            taken = matcher.try_consume_tokens([token_id]) == 1
+        else:
+            taken = matcher.validate_tokens([token_id]) == 1
+        if matcher.is_error():
+            self.failed()
+        elif taken and follow:
+            self.drew(token_id)
+        return taken
 
     def drew(self, token_id: int) -> None:
         """A token was drawn; the matcher has been given it, unless it is an end-of-sequence."""
         self.token_ids.append(token_id)
+        self._is_free = False
+        self._since_mask += 1
 
     def failed(self) -> None:
         """The matcher refused a token. It is made anew when the next mask is due, which says so if it must."""
@@ -109,23 +171,26 @@ class GrammarState:
             following = [self.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()
             # One at a time: what is forced after a token is not always what was foreseen before it.
             forced += following[:1]
+            self._is_free = not following
             if not following or following[0] in self.eos_token_ids:
                 break
             if not matcher.consume_token(following[0]):
                 self.failed()
                 break
         self.token_ids += forced
+        self._since_mask += len(forced)
         return forced
 
     def give_up_forcing(self) -> bool:
         """Go on without looking at what must come next, which may be endless; False: that has been done already."""
         gave_up, self._forces, self._matcher = self._forces, False, None
+        self._is_free = False
         return gave_up
 
     def fork(self) -> GrammarState:
         """A copy, for a forked sequence."""
         child = GrammarState(self._grammar, self.token_ids)
-        child._forces = self._forces
+        child._forces, child._is_free, child._since_mask = self._forces, self._is_free, self._since_mask
         if self._matcher is not None:
             child._matcher = self._matcher.deep_copy()
         return child

@@ -1,4 +1,8 @@
-"""Which tokens the grammars of a step's draws allow: one pass of llguidance over all of them, then index arithmetic.
+"""Which tokens the grammars of a step's draws allow.
+
+Most draws need no mask. A token is drawn as if there were no grammar; where its grammar allows it, which takes some
+microseconds to say, it stands, and else another is drawn under a mask (`structured.py` says why that is the same
+distribution). Masks are filled in one pass of llguidance over all who need one, then it is index arithmetic.
 
 A row of the mask is a bit a token, 32 in a word. What becomes of a row depends on how many it allows:
 
@@ -12,6 +16,7 @@ Most states of JSON are of the first two kinds, so that hardly a row of logits i
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
@@ -22,7 +27,7 @@ import torch
 
 from octavo.errors import GrammarError
 from octavo.grammar.state import GrammarBroken, GrammarState
-from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.batch import SamplingBatch, SamplingState
 
 # A row that allows no more is drawn from among those.
 FEW = 256
@@ -35,7 +40,33 @@ _Ids = npt.NDArray[np.int64]
 
 
 class GrammarMasks:
-    """Fills masks, and tells grammars what was drawn. Holds nothing of a sequence."""
+    """Asks grammars about draws, fills masks, and tells them what was drawn. Holds nothing of a sequence."""
+
+    def accept(
+        self, batch: SamplingBatch, token_ids: Seq[int], own: Seq[bool]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which draws, made without a mask, their grammars allow: bool [draws]; every draw has a grammar.
+
+        Also says which of them their grammars have followed already: those that share theirs with no other draw.
+
+        Args:
+            own: whether the draw is of the row's own sequence. What a parallel sample drew will be told of its fork.
+        """
+        grammars = _grammars(batch)
+        draws_of = Counter(map(id, grammars))
+        accepted = np.zeros(len(batch), dtype=np.bool_)
+        followed = np.zeros(len(batch), dtype=np.bool_)
+        for i, (grammar, position) in enumerate(zip(grammars, batch.positions.tolist(), strict=True)):
+            if token_ids[i] in _ends(batch.states[i], position):
+                continue  # the mask knows whether anything else can follow
+            follow = own[i] and draws_of[id(grammar)] == 1
+            try:
+                grammar.return_to(position)
+                accepted[i] = grammar.takes(token_ids[i], follow=follow)
+            except GrammarBroken:
+                continue  # the mask's to say
+            followed[i] = accepted[i] and follow
+        return accepted, followed
 
     def fill(self, batch: SamplingBatch, vocab: int) -> Words:
         """What each draw may be: uint32 [draws, ceil(vocab / 32)]; every draw has a grammar.
@@ -76,29 +107,29 @@ class GrammarMasks:
         _forbid_ends(words, batch)
         return words
 
-    def drew(self, batch: SamplingBatch, token_ids: Seq[int], own: Seq[bool]) -> dict[int, tuple[int, ...]]:
-        """Let each grammar follow its draw; returns what must come next, by the number of the draw.
-
-        Args:
-            own: whether the draw is of the row's own sequence. What a parallel sample drew will be told of its fork.
-        """
+    def follow(self, batch: SamplingBatch, token_ids: Seq[int]) -> None:
+        """Let each grammar follow its draw, which a mask has allowed, or `accept` without following it."""
         grammars = _grammars(batch)
-        draws = [i for i, is_own in enumerate(own) if is_own]
-        for i in draws:
-            grammars[i].drew(token_ids[i])
-        draws = [i for i in draws if token_ids[i] not in grammars[i].eos_token_ids]
-        if not draws:
-            return {}
-        followed = self._executor.consume_token_par([(grammars[i].matcher, token_ids[i]) for i in draws])
+        for grammar, token_id in zip(grammars, token_ids, strict=True):
+            grammar.drew(token_id)
+        draws = [i for i, grammar in enumerate(grammars) if token_ids[i] not in grammar.eos_token_ids]
+        if draws:
+            followed = self._executor.consume_token_par([(grammars[i].matcher, token_ids[i]) for i in draws])
+            for i, ok in zip(draws, followed, strict=True):
+                if not ok:
+                    grammars[i].failed()
+
+    def force(self, batch: SamplingBatch, token_ids: Seq[int]) -> dict[int, tuple[int, ...]]:
+        """What must come next after the draws, by their numbers."""
         forced: dict[int, tuple[int, ...]] = {}
-        for i, ok in zip(draws, followed, strict=True):
-            grammar, params = grammars[i], batch.states[i].snapshot.params
-            if not ok:
-                grammar.failed()
-            elif params.needs_logprobs or params.stop:
+        for i, grammar in enumerate(_grammars(batch)):
+            params = batch.states[i].snapshot.params
+            if token_ids[i] in grammar.eos_token_ids or not grammar.is_sound:
+                continue
+            if params.needs_logprobs or params.stop:
                 # Each of its tokens is reported with what the model gave it, or may end the text.
                 continue
-            elif following := grammar.force((params.max_tokens or 1) - int(batch.positions[i]) - 1):
+            if following := grammar.force((params.max_tokens or 1) - int(batch.positions[i]) - 1):
                 forced[i] = tuple(following)
         return forced
 
@@ -113,7 +144,7 @@ class GrammarMasks:
             matcher = grammar.matcher
             self._compute([(matcher, row)], words)
         if matcher.is_error():
-            raise GrammarBroken(matcher.get_error())
+            raise GrammarBroken(matcher.get_error(), len(grammar.token_ids))
         return matcher
 
     @cached_property
@@ -170,12 +201,7 @@ def _positions(words: Words) -> tuple[_Ids, _Ids]:
 def _forbid_ends(words: Words, batch: SamplingBatch) -> None:
     """`min_tokens` and `ignore_eos` keep an output from ending, as long as the grammar allows anything else."""
     for row, (state, position) in enumerate(zip(batch.states, batch.positions.tolist(), strict=True)):
-        params, eos_token_ids = state.snapshot.params, state.snapshot.eos_token_ids
-        if position < params.min_tokens:
-            ends = eos_token_ids.union(params.stop_token_ids)
-        elif params.ignore_eos:
-            ends = eos_token_ids
-        else:
+        if not (ends := _ends(state, position)):
             continue
         going_on = words[row].copy()
         for token_id in ends:
@@ -183,6 +209,14 @@ def _forbid_ends(words: Words, batch: SamplingBatch) -> None:
                 going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         if going_on.any():
             words[row] = going_on
+
+
+def _ends(state: SamplingState, position: int) -> frozenset[int]:
+    """The tokens that may not end the output yet."""
+    params, eos_token_ids = state.snapshot.params, state.snapshot.eos_token_ids
+    if position < params.min_tokens:
+        return eos_token_ids.union(params.stop_token_ids)
+    return eos_token_ids if params.ignore_eos else frozenset()
 
 
 def _set(words: Words, token_id: int) -> None:

@@ -6,10 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SECOND = np.uint64(0xD1B54A32D192ED03)
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], again: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position): float64 [rows], a multiple of 2^-53.
+
+    Args:
+        again: bool [rows]: which of them are a second number for the same position, independent of the first.
 
     Output number `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
     generators"), started from the mixed seed: sequences are seeded with consecutive integers, whose raw streams
@@ -17,6 +23,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
     """
     with np.errstate(over="ignore"):
         start = _mix(seeds + _GOLDEN)
+        if again is not None:
+            start = np.where(again, _mix(start ^ _SECOND), start)
         drawn = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

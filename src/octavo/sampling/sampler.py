@@ -8,7 +8,7 @@ tokens alone or in a batch, before and after preemption.
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
     top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
     beams                        no draw: the largest log-probabilities, for the scheduler to choose from
-    structured outputs           any of the first three, among the tokens that the grammar allows (`grammar_masks`)
+    structured outputs           any of the first three, and again under a mask where the grammar refuses (`structured`)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from octavo.errors import LogitsError
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
-from octavo.sampling.grammar_masks import GrammarMasks, Words, allowed_ids, mask, split
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
+from octavo.sampling.structured import StructuredDraws
 from octavo.sampling.top_k import argmax, largest
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
@@ -55,7 +55,7 @@ class Sampler:
 
     def __init__(self, greedy: ArgMax = argmax) -> None:
         self._greedy = greedy
-        self._grammars = GrammarMasks()
+        self._structured = StructuredDraws(self._choose)
 
     @torch.inference_mode()
     def sample(
@@ -113,21 +113,14 @@ class Sampler:
         if batch.adjusted.any():
             chosen_from = logits if spoil else logits.clone()
             adjust(chosen_from, batch)
+        forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
-            words = self._grammars.fill(batch.select(structured), logits.shape[1])
-            token_ids, sound = self._choose_structured(
-                chosen_from, batch, structured, words, spoil=spoil or chosen_from is not logits
-            )
+            token_ids, sound, forced = self._structured.draw(chosen_from, batch, structured, own)
         else:
             token_ids, sound = self._choose(chosen_from, batch)
         ids_on_host, sound = _on_host(token_ids, sound)
         _require_sound(sound, batch)
         drawn = ids_on_host.tolist()
-        forced: dict[int, tuple[int, ...]] = {}
-        if len(structured):
-            draws = structured.tolist()
-            found = self._grammars.drew(batch.select(structured), [drawn[i] for i in draws], own[structured].tolist())
-            forced = {draws[i]: following for i, following in found.items()}
         wanted = np.flatnonzero(batch.records["needs_logprobs"])
         logprobs: dict[int, TokenLogprobs] = {}
         if len(wanted):
@@ -136,27 +129,6 @@ class Sampler:
             scored = _all_token_logprobs(logits, token_ids, wanted, num_top)
             logprobs = dict(zip(draws, scored, strict=True))
         return StepResult(tuple(drawn), logprobs, forced=forced)
-
-    def _choose_structured(
-        self, logits: torch.Tensor, batch: SamplingBatch, structured: Draws, words: Words, *, spoil: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_choose`, for a batch of which the draws `structured` are limited to the tokens of `words`."""
-        few, many = split(words)
-        is_whole = np.ones(len(batch), dtype=np.bool_)
-        is_whole[structured[few]] = False
-        if len(many):
-            logits = logits if spoil else logits.clone()
-            mask(logits, structured[many], words[many])
-        token_ids, sound = self._choose(logits, batch, is_whole)
-        if len(few):
-            draws = structured[few]
-            table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[few]))
-            rows = torch.from_numpy(draws).to(logits.device).unsqueeze(1)
-            gathered = logits[rows, table].masked_fill_(~is_token, -torch.inf)
-            place, proper = self._choose(gathered, batch.select(draws))
-            _place(token_ids, draws, table.gather(1, place.unsqueeze(1)).squeeze(1))
-            _place(sound, draws, proper)
-        return token_ids, sound
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
@@ -183,12 +155,17 @@ class Sampler:
         )
 
     def _choose(
-        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: npt.NDArray[np.bool_] | None = None
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        is_wanted: npt.NDArray[np.bool_] | None = None,
+        again: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice.
 
         Args:
             is_wanted: bool [rows]; what is returned of the others is void. None: all are.
+            again: bool [rows]; whose first number has been used. None: nobody's.
         """
         records = batch.records
         if is_wanted is None:
@@ -208,7 +185,9 @@ class Sampler:
             _place(sound, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
         for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
             for some in _slices(draws, logits):
-                params = _draw_params(records[some], batch.positions[some], logits)
+                params = _draw_params(
+                    records[some], batch.positions[some], logits, None if again is None else again[some]
+                )
                 drawn, proper = draw(_look_at(logits, some), params)
                 _place(token_ids, some, drawn)
                 _place(sound, some, proper)
@@ -267,10 +246,16 @@ def _on_host(token_ids: torch.Tensor, sound: torch.Tensor) -> tuple[torch.Tensor
     return both[0], both[1].bool()
 
 
-def _draw_params(records: npt.NDArray[Any], positions: npt.NDArray[np.int64], logits: torch.Tensor) -> DrawParams:
+def _draw_params(
+    records: npt.NDArray[Any],
+    positions: npt.NDArray[np.int64],
+    logits: torch.Tensor,
+    again: npt.NDArray[np.bool_] | None,
+) -> DrawParams:
     top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
     # One transfer to the device; float64 holds every top_k exactly.
-    columns = (uniforms(records["seed"], positions), records["temperature"], records["min_p"], records["top_p"], top_k)
+    numbers = uniforms(records["seed"], positions, again)
+    columns = (numbers, records["temperature"], records["min_p"], records["top_p"], top_k)
     table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
     return DrawParams(
         uniforms=table[:, 0].contiguous(),

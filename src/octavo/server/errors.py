@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import (
     EngineDeadError,
+    GrammarError,
     LogitsError,
     OctavoError,
     OverloadedError,
@@ -146,6 +147,20 @@ class GenerationFailedError(ApiError):
         super().__init__(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="unusable_logits")
 
 
+class GrammarTooComplexError(ApiError):
+    """The grammar of this request's structured output became too complex to follow; the engine ended it and goes on.
+
+    400, because the description came with the request, and another may be served.
+    """
+
+    def __init__(self, reason: str | None) -> None:
+        message = (
+            "The structured output that this request describes became too complex to follow"
+            f"{'' if reason is None else f' {reason}'}. Describe it with fewer ways to read the same text."
+        )
+        super().__init__(HTTPStatus.BAD_REQUEST, message, param="structured_outputs", code="grammar_too_complex")
+
+
 class StepFailedError(ApiError):
     """Something raised while the engine computed or reported this request; it ended it and goes on."""
 
@@ -172,6 +187,8 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(status, str(error), type=kind, code=code, headers=headers)
     if isinstance(error, UnreadError):
         return ApiError(HTTPStatus.REQUEST_TIMEOUT, str(error), code="answer_not_read")
+    if isinstance(error, GrammarError):
+        return GrammarTooComplexError(None)
     if isinstance(error, LogitsError):
         # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
         return GenerationFailedError()

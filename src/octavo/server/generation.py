@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from octavo.engine.outputs import UNUSABLE_LOGITS, OutputKind, RequestOutput
+from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKind, RequestOutput
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import GenerationFailedError, StepFailedError
+from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, StepFailedError
 from octavo.server.prompts import EncodedPrompt
 from octavo.server.turnstile import Turnstile
 
@@ -49,7 +49,7 @@ class Job:
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output) as they arrive; closing the iterator aborts unfinished requests.
 
-        Raises what the engine raises, and `GenerationFailedError` where it ended a request as faulty.
+        Raises what the engine raises, and an `ApiError` where it ended a request as faulty.
         """
 
         def start(index: int, context: RequestContext) -> AsyncIterator[RequestOutput]:
@@ -97,6 +97,8 @@ async def _close(stream: AsyncIterator[RequestOutput]) -> None:
 def _refuse_faulty(output: RequestOutput) -> None:
     if output.error == UNUSABLE_LOGITS:
         raise GenerationFailedError
+    if output.error == GRAMMAR_TOO_COMPLEX:
+        raise GrammarTooComplexError(output.error_reason)
     if output.error is not None:
         raise StepFailedError(output.request_id)
 

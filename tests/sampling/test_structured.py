@@ -1,0 +1,135 @@
+"""Draws that are asked for first and masked only where that is needed: the same as if every row had its mask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.state import GrammarState
+from octavo.request import RequestId
+from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.grammar_masks import GrammarMasks
+from octavo.sampling.sampler import Sampler
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.plan import SamplingSnapshot
+from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.tokenizer import Tokenizer
+from tests.engine.tiny_engine import VOCAB_SIZE, tiny_model
+
+# Rows of logits, some of them beyond the tokenizer's vocabulary.
+VOCAB = VOCAB_SIZE + 9
+ENDS = frozenset({1, 2})
+WANTED = [
+    StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}),
+    StructuredOutputsParams(json={"enum": ["one of these", "one of those", 12]}, disable_any_whitespace=True),
+    StructuredOutputsParams(regex="[a-f]{2,8}-[0-9]{3}( and the rest)?"),
+    StructuredOutputsParams(choice=["no", "not", "none of these"]),
+    StructuredOutputsParams(grammar='start: "(" start ")" | "x" | "é🦉" start'),
+]
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    from octavo.checkpoint.model_source import resolve_model
+
+    tokenizer = Tokenizer.from_source(resolve_model(str(tiny_model())))
+    return GrammarCompiler(lambda: tokenizer, VOCAB, ENDS, 10_000)
+
+
+def state_of(wanted: StructuredOutputsParams, **params: object) -> SamplingState:
+    snapshot = SamplingSnapshot(
+        request_id=RequestId("r"),
+        params=SamplingParams(structured_outputs=wanted, **params),  # type: ignore[arg-type]
+        seed=int(params.get("seed", 0)),  # type: ignore[call-overload]
+        num_prompt_tokens=0,
+        eos_token_ids=ENDS,
+    )
+    return SamplingState.of(snapshot, np.zeros(0, dtype=np.int64), compiler())
+
+
+def allowed_by_mask(state: SamplingState) -> set[int]:
+    batch = SamplingBatch.of([state], [len(state.grammar.token_ids)])
+    words = GrammarMasks().fill(batch, VOCAB)
+    bits = np.unpackbits(words[0].view(np.uint8), bitorder="little", count=VOCAB)
+    return set(np.flatnonzero(bits).tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(wanted=st.sampled_from(WANTED), choices=st.lists(st.integers(0, 10**6), max_size=12), forces=st.booleans())
+def test_a_grammar_takes_the_tokens_that_its_mask_allows(
+    wanted: StructuredOutputsParams, choices: list[int], forces: bool
+) -> None:
+    state = state_of(wanted)
+    grammar = state.grammar
+    assert isinstance(grammar, GrammarState)
+    for choice in [*choices, 0]:
+        allowed = allowed_by_mask(state)
+        if grammar.matcher.is_stopped():
+            return
+        taken = {token_id for token_id in range(VOCAB) if grammar.takes(token_id, follow=False)}
+        assert taken == allowed
+        token_id = sorted(allowed)[choice % len(allowed)]
+        if token_id in grammar.eos_token_ids:
+            return
+        assert grammar.takes(token_id, follow=True)
+        if forces:
+            grammar.force(99)
+
+
+def drawn(state: SamplingState, logits: torch.Tensor) -> int:
+    return Sampler().sample(logits.unsqueeze(0), SamplingBatch.of([state], [0])).token_ids[0]
+
+
+def test_draws_have_the_distribution_of_the_masked_logits() -> None:
+    wanted = StructuredOutputsParams(regex="[a-h]x")
+    logits = torch.linspace(0, 3, VOCAB)[torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))]
+    allowed = sorted(allowed_by_mask(state_of(wanted)))
+    logits[allowed[:3]] += 4.0  # so that a good part is allowed at once, and a good part is not
+    expected = logits[allowed].softmax(-1)
+    draws = 2000
+    batch = SamplingBatch.of([state_of(wanted, seed=seed) for seed in range(draws)], [0] * draws)
+    counts = Counter(Sampler().sample(logits.repeat(draws, 1), batch).token_ids)
+    assert set(counts) <= set(allowed)
+    for token_id, share in zip(allowed, expected.tolist(), strict=True):
+        assert counts[token_id] / draws == pytest.approx(share, abs=4 * (share / draws) ** 0.5 + 0.001)
+
+
+@settings(max_examples=20, deadline=None)
+@given(wanted=st.sampled_from(WANTED), seed=st.integers(0, 2**32))
+def test_greedy_draws_are_the_largest_allowed_logit(wanted: StructuredOutputsParams, seed: int) -> None:
+    state = state_of(wanted, temperature=0.0)
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    allowed = sorted(allowed_by_mask(state))
+    assert drawn(state, logits) == allowed[int(logits[allowed].argmax())]
+
+
+@pytest.mark.parametrize("how", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_filters_choose_among_what_the_grammar_leaves(how: dict[str, float]) -> None:
+    wanted = StructuredOutputsParams(regex="[a-h]x")
+    logits = torch.linspace(0, 9, VOCAB)
+    allowed = sorted(allowed_by_mask(state_of(wanted)))
+    masked = torch.full_like(logits, -torch.inf)
+    masked[allowed] = logits[allowed]
+    for seed in range(20):
+        free = SamplingParams(seed=seed, **how)  # type: ignore[arg-type]
+        snapshot = SamplingSnapshot(RequestId("r"), free, seed, 0, ENDS)
+        plain = SamplingState.of(snapshot, np.zeros(0, dtype=np.int64))
+        assert drawn(state_of(wanted, seed=seed, **how), logits) == drawn(plain, masked)
+
+
+def test_a_second_number_is_another_and_as_reproducible() -> None:
+    from octavo.sampling.rng import uniforms
+
+    seeds, positions = np.arange(64, dtype=np.uint64), np.zeros(64, dtype=np.int64)
+    first = uniforms(seeds, positions)
+    again = uniforms(seeds, positions, np.arange(64) % 2 == 1)
+    assert (again[::2] == first[::2]).all()
+    assert (again[1::2] != first[1::2]).all()
+    assert abs(np.corrcoef(uniforms(seeds, positions, np.ones(64, dtype=np.bool_)), first)[0, 1]) < 0.3
