@@ -1,0 +1,211 @@
+"""Check Octavo on a machine with an NVIDIA GPU: the GPU tests, then what the kernels and a decode reach.
+
+    PYTHONPATH=src python scripts/gpu_check.py --json gpu.json
+
+Needs torch, triton, transformers, pytest and hypothesis; no compiled library, no network. Ends within eight minutes:
+what there is no time for is named as left out. With --interpret everything runs on a CPU, in Triton's interpreter and
+with tiny shapes, which proves the script and says nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = [
+    "tests/attention/test_triton.py",
+    "tests/models/test_triton_ops.py",
+    "tests/storage/test_block_copy.py",
+    "tests/runner/test_graphs.py",
+    "tests/engine/test_device_path.py",
+]
+BUDGET_S = 465.0
+TESTS_S = 260.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--interpret", action="store_true", help="on a CPU, in Triton's interpreter, tiny shapes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found to FILE")
+    parser.add_argument("--tests", nargs="*", default=TESTS, metavar="PATH", help="the tests to run; none: no tests")
+    parser.add_argument("--no-benchmark", action="store_true", help="run the tests only")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    sys.path[:0] = [str(ROOT / "src")]
+    import torch
+
+    if not args.interpret and not torch.cuda.is_available():
+        print("torch finds no CUDA device here; --interpret runs the same on a CPU, slowly", file=sys.stderr)
+        return 2
+    report: dict[str, Any] = {"machine": machine(), "interpreted": args.interpret, "left_out": []}
+    print("  ".join(f"{key}: {value}" for key, value in report["machine"].items()), flush=True)
+    if args.tests:
+        report["tests"] = run_tests(args.tests)
+        print(f"tests: {report['tests']}", flush=True)
+    if not args.no_benchmark:
+        benchmark(report, Clock(started + BUDGET_S), args.interpret)
+    report["seconds"] = round(time.perf_counter() - started, 1)
+    print(f"{report['seconds']} s; left out: {', '.join(report['left_out']) or 'nothing'}")
+    if args.interpret:
+        print("interpreted on a CPU: the numbers say nothing of a GPU")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    tests = report.get("tests", {})
+    return 1 if tests.get("failed") or (args.tests and not tests.get("passed")) else 0
+
+
+def machine() -> dict[str, str]:
+    import torch
+    import triton
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": device, "torch": torch.__version__, "cuda": str(torch.version.cuda), "triton": triton.__version__}
+
+
+def run_tests(paths: list[str]) -> dict[str, Any]:
+    """pytest in a process of its own, without this project's options, which need plugins."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default", "-p"]
+        command += ["no:cacheprovider", "--tb=short", f"--junit-xml={results}", *paths]
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        try:
+            ran = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                timeout=TESTS_S,
+            )
+        except subprocess.TimeoutExpired:
+            return {"passed": 0, "failed": 1, "failures": [f"not done after {TESTS_S:.0f} s"]}
+        if not results.exists():
+            return {"passed": 0, "failed": 1, "failures": [(ran.stdout + ran.stderr)[-4000:]]}
+        cases = list(ElementTree.parse(results).getroot().iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    if bad:
+        print(ran.stdout[-8000:])
+    return {
+        "passed": len(cases) - len(bad) - len(skipped),
+        "failed": len(bad),
+        "skipped": len(skipped),
+        "failures": [f"{case.get('classname')}::{case.get('name')}" for case in bad],
+    }
+
+
+class Clock:
+    """What is left of the time."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def allows(self, seconds: float) -> bool:
+        return time.perf_counter() + seconds < self._end
+
+
+def benchmark(report: dict[str, Any], clock: Clock, interpreted: bool) -> None:
+    import torch
+
+    from octavo.bench import gpu_kernels
+
+    device = torch.device("cpu" if interpreted else "cuda")
+    sizes, repeats = (gpu_kernels.SMALL, 1) if interpreted else (gpu_kernels.FULL, 20)
+    limits = gpu_kernels.measure_limits(device, sizes, repeats=repeats)
+    print(f"copy {limits.copy_bandwidth / 1e12:.2f} TB/s, products {limits.matrix_rate / 1e12:.0f} TFLOP/s")
+
+    def attention() -> None:
+        rows = gpu_kernels.measure_attention(device, sizes, limits, repeats=repeats)
+        report.update(gpu_kernels.as_json(limits, rows))
+        print(f"{'attention':<18} {'ms':>9} {'of limit':>9} {'torch ms':>9}")
+        for row in rows:
+            print(
+                f"{row.name:<18} {row.seconds * 1e3:9.3f} {row.share:9.1%} {row.torch_seconds * 1e3:9.3f}", flush=True
+            )
+
+    guarded(report, "attention", clock, 20, attention)
+    # The largest first, where the time may run out.
+    models = ["tiny"] if interpreted else ["Llama-3.1-8B", "Qwen3-0.6B", "SmolLM2-135M"]
+    for model in models:
+        guarded(
+            report, f"decode {model}", clock, 30,
+            lambda model=model: decode(report, model, device, limits.copy_bandwidth, interpreted),
+        )  # fmt: skip
+    for model in models[:1]:
+        guarded(
+            report, f"transformers {model}", clock, 60, lambda model=model: generate(report, model, device, interpreted)
+        )
+
+
+def guarded(report: dict[str, Any], name: str, clock: Clock, seconds: float, measure: Callable[[], None]) -> None:
+    """Leave out what there is no time for, and say what failed without losing the rest."""
+    if not clock.allows(seconds):
+        report["left_out"].append(f"{name} (no time)")
+        return
+    try:
+        measure()
+    except Exception as error:
+        report["left_out"].append(f"{name} ({type(error).__name__}: {str(error)[:300]})")
+    release()
+
+
+def release() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def decode(report: dict[str, Any], name: str, device: Any, bandwidth: float, interpreted: bool) -> None:
+    import torch
+
+    from octavo.bench.gpu_decode import DecodeBench
+    from octavo.runner.graphs import CudaCapture
+
+    counts, context, steps = ([1, 2], 20, 2) if interpreted else ([1, 32, 128, 256], 500, 32)
+    dtype = torch.float32 if interpreted else torch.bfloat16
+    capture = None if interpreted else CudaCapture(device)
+    bench = DecodeBench(name, device, dtype, most_seqs=counts[-1], context=context, steps=steps, capture=capture)
+    print(f"{'decode':<14} {'sequences':>9} {'ms a step':>10} {'tokens/s':>9} {'of floor':>9}")
+    for count in counts:
+        row = bench.measure(count, bandwidth)
+        print(
+            f"{name:<14} {count:9d} {row.seconds * 1e3:10.3f} {row.tokens_per_second:9.0f} {row.share:9.1%}", flush=True
+        )
+        report.setdefault("decode", []).append(
+            {"model": name, "num_seqs": count, "context": context, "seconds": row.seconds, "floor": row.floor}
+        )
+
+
+def generate(report: dict[str, Any], name: str, device: Any, interpreted: bool) -> None:
+    import torch
+
+    from octavo.bench.gpu_decode import measure_transformers
+
+    dtype = torch.float32 if interpreted else torch.bfloat16
+    for count in [1] if interpreted else [1, 32]:
+        took = measure_transformers(
+            name, device, dtype, num_seqs=count, context=20 if interpreted else 500, steps=2 if interpreted else 16
+        )
+        print(f"{name:<14} {count:9d} {took * 1e3:10.3f} {count / took:9.0f}  transformers' generate", flush=True)
+        report.setdefault("transformers", []).append({"model": name, "num_seqs": count, "seconds": took})
+        release()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
