@@ -18,7 +18,7 @@ from torch.nn import functional
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import KVArena
+from octavo.storage.arena import FloatKV, KVArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class _Call:
         spec = KVCacheSpec.build([LayerKVSpec(kv_heads, dim, dim)], block_size, name)
         blocks = spec.blocks_for_tokens(context)
         self._arena = KVArena(spec, 1 + num_seqs * blocks, device, self._backend.layout)
-        (self._kv,) = self._arena.layers
+        (kv,) = self._arena.layers
+        assert isinstance(kv, FloatKV)
+        self._kv = kv
         self._kv.key.normal_()
         self._kv.value.normal_()
         ids = torch.randperm(num_seqs * blocks, device=device) + 1

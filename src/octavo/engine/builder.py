@@ -208,7 +208,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         host=host,
-        capture=_capture(config, attention, device),
+        capture=_capture(config, attention, arena, device),
     )
     facts = RunnerFacts(
         spec=spec,
@@ -276,11 +276,13 @@ def _ops(config: EngineConfig) -> LayerOps | None:
     return None
 
 
-def _capture(config: EngineConfig, attention: AttentionBackend, device: torch.device) -> Capture | None:
-    """What records decode steps on a GPU, where nothing in them waits for the host: under the Triton backend."""
+def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, device: torch.device) -> Capture | None:
+    """What records decode steps on a GPU, where nothing in them waits for the host: where all layers have kernels."""
     if device.type != "cuda" or config.enforce_eager or attention.name != "triton":
         return None
-    return CudaCapture(device)
+    from octavo.attention.triton.backend import TritonAttention
+
+    return CudaCapture(device) if all(map(TritonAttention.supports, arena.layers)) else None
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:
