@@ -1,9 +1,11 @@
 """Tenants that share one server, first come first served and in turns. The real scheduler and KV cache, no model.
 
-    python benchmarks/fairness.py TRACE [--speed 4] [--out benchmarks/results]
+    octavo calibrate-speed --out SPEED
+    python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out benchmarks/results]
 
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A clock of our own counts what
-the steps would take, by the law that the scheduler's step-time model found for SmolLM2 on two cores (`device`).
+the steps would take: by the step times that `octavo calibrate-speed` measured, or without them by the law that the
+scheduler's step-time model once found for SmolLM2 on two cores (`old_device`).
 
 Four scenarios. *Trace*: the file's requests, `--speed` times as fast as they came, so that the server is overloaded.
 *Flood*: six tenants of equal weight, each of which asks for a tenth of what the server can do (the quiet one for a
@@ -37,13 +39,14 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.step_time import StepLoad
+from octavo.simulator.speed import Speed
 
 POLICIES = ("fcfs", "vtc", "dlpm")
 QUIET, FLOOD = "quiet", "flood"
 MAX_MODEL_LEN = 4096
 
 
-def device(load: StepLoad) -> float:
+def old_device(load: StepLoad) -> float:
     """Seconds of a step: SmolLM2-135M (GGUF), 2 cores of an Intel Xeon, before its attention used AMX tiles."""
     return 6.5e-3 + 4e-4 * load.rows + 1e-6 * load.context + 7.5e-7 * load.chunk_work
 
@@ -144,6 +147,7 @@ class Replay:
         self.scheduler = assemble_scheduler(config, self.kv, MAX_MODEL_LEN)
         self.result = Result(policy)
         self.window = arguments.window
+        self._device = old_device if arguments.device is None else Speed.read(arguments.device).times.predict
         self.now = 0.0
         self._service: dict[str, float] = defaultdict(float)
         self._first: dict[str, list[float]] = defaultdict(list)
@@ -184,7 +188,7 @@ class Replay:
         plan = scheduler.schedule()
         planned, drawing = scheduler.planned, scheduler.drawing
         load = StepLoad.of(plan.starts, plan.lengths)
-        seconds = device(load)
+        seconds = self._device(load)
         self.now += seconds
         for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
             # A prompt's tokens, each once however often they are computed.
@@ -265,10 +269,19 @@ def rows(results: list[Result], tenant: str | None = None, alone: float | None =
     return lines
 
 
+def device_of(arguments: argparse.Namespace) -> str:
+    if arguments.device is None:
+        return "before its prompts were attended to in AMX tiles"
+    times = Speed.read(arguments.device).times
+    rows = ", ".join(f"{rows} rows {times.predict(StepLoad(rows)) * 1e3:.1f} ms" for rows in (1, 32, 512))
+    return f"as `octavo calibrate-speed` measured them ({rows})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--speed", type=float, default=4.0)
+    parser.add_argument("--device", type=Path, help="step times, from `octavo calibrate-speed`")
     parser.add_argument("--num-seqs", type=int, default=32)
     parser.add_argument("--num-blocks", type=int, default=2000)
     parser.add_argument("--tight-blocks", type=int, default=140, help="of the tight pool")
@@ -296,9 +309,9 @@ def main() -> None:
     lines = [
         "# Tenants that share one server",
         "",
-        "`python benchmarks/fairness.py`, the real scheduler on a clock that follows the step-time law of "
-        "SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM, before its prompts were "
-        f"attended to in AMX tiles. {arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
+        "`python benchmarks/fairness.py`, the real scheduler on a clock that follows the step times of "
+        f"SmolLM2-135M (GGUF) on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM, {device_of(arguments)}. "
+        f"{arguments.num_seqs} places, {arguments.num_blocks:,} blocks of 16, "
         f"`--itl-slo-ms {arguments.itl_slo_ms:g}`. Service: uncached prompt tokens and twice the tokens drawn, per "
         "weight. Two tenants are compared while both have requests waiting, over windows in which they were served ten "
         f"times the largest request of the workload, on average; beside them over {arguments.window} s.",

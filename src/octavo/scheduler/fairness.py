@@ -139,7 +139,7 @@ class DeficitRound(VirtualTokenCounter):
         quantum: service per weight and round.
     """
 
-    def __init__(self, prefixes: CachedPrefixes, quantum: float = 4096.0) -> None:
+    def __init__(self, prefixes: CachedPrefixes, quantum: float = 1024.0) -> None:
         super().__init__()
         self._prefixes = prefixes
         self.quantum = quantum

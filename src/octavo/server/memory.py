@@ -10,12 +10,13 @@ import gc
 import sys
 
 # Objects made before the youngest are looked at, how often that happens before the survivors are looked at, and how
-# often that before all are: some thousand objects take well under a millisecond, all of them tens of milliseconds where
-# there are many blocks. So all are looked at when the engine has been idle for a while (`engine/async_engine.py`), and
-# otherwise after some 200 million objects; by then nearly everything has been freed by its reference count.
+# often that before all are: some thousand objects take well under a millisecond, twenty thousand of a crowd's requests
+# up to ten, all of them tens of milliseconds where there are many blocks. So all are looked at when the engine has been
+# idle for a while (`engine/async_engine.py`), and otherwise after some 200 million objects; by then nearly everything
+# has been freed by its reference count.
 _YOUNG = 2_000
-_MIDDLE = 10
-_OLD = 10_000
+_MIDDLE = 3
+_OLD = 33_000
 
 # How long a thread that wants the interpreter's lock waits before it asks for it. With Python's 5 ms, the event loop
 # may wait that long after every system call while the engine's thread plans a step; and the engine's thread, which lets
