@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,6 +13,33 @@ from octavo.option import nearest
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "json_object"]
 KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """Free text before a structured output: a model's reasoning, up to its closing mark.
+
+    Attributes:
+        is_open: it has begun in the prompt; else the output may begin with `opening`, or without reasoning.
+    """
+
+    opening: str
+    closing: str
+    is_open: bool
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the rest of a Lark grammar's rule; `rules` says what it means."""
+        thought = f"octavo_thought ({_SPACE_AFTER_REASONING})?"
+        return thought if self.is_open else f"({json.dumps(self.opening, ensure_ascii=False)} {thought})?"
+
+    @property
+    def rules(self) -> str:
+        closing = re.escape(self.closing).replace("/", r"\/")
+        return f"octavo_thought[lazy]: /(?s:.*){closing}/"
+
+
+_SPACE_AFTER_REASONING = r"/[ \n]{1,4}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +56,7 @@ class StructuredOutputsParams:
         disable_any_whitespace: JSON without any white space.
         whitespace_pattern: a regular expression for the white space between JSON's tokens.
         disable_additional_properties: no object of a JSON Schema has properties that the schema does not list.
+        reasoning: what may precede the output. Not a field of vLLM's, whose engine knows its server's reasoning parser.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -39,13 +68,14 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
     disable_additional_properties: bool = False
+    reasoning: ReasoningPart | None = None
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputsParams:
         """From a JSON object, in which null says nothing. Raises `RequestError`, for an unknown field too."""
         if not isinstance(given, Mapping):
             raise RequestError(f"structured_outputs must be an object, got {shown(given)}", param="structured_outputs")
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.name != "reasoning"]
         for name in given:
             if name not in known:
                 raise RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,11 +104,53 @@ def test_a_named_call_is_of_that_tool(core: EngineCore, calls: CallFormat) -> No
     assert calls_in(text, Dialect(calls, tools=TYPES))[0] == [("stop", {})]
 
 
-def test_open_reasoning_may_end_first(core: EngineCore) -> None:
+@pytest.mark.parametrize("is_open", [True, False])
+def test_reasoning_comes_before_a_call_that_must_be_made(core: EngineCore, is_open: bool) -> None:
     calls = CALL_FORMATS[1]
-    thinks = reasoning_format("qwen3", None)
-    grammar = calls_grammar(calls, [STOP], parallel=False, reasoning=thinks)
-    for seed in range(6):
+    speaks = Dialect(calls, reasoning_format("qwen3", None), in_reasoning=is_open, tools=TYPES)
+    grammar = calls_grammar(calls, [STOP], parallel=False, reasoning=speaks.reasoning_part)
+    for seed in range(4):
         text, reason = said(core, grammar, seed)
-        found, _ = calls_in(text, Dialect(calls, thinks, in_reasoning=True, tools=TYPES))
+        found, _ = calls_in(text, speaks)
         assert (found == [("stop", {})]) is (reason is FinishReason.STOP)
+
+
+JSON_AFTER = StructuredOutputsParams(json={"enum": [1, 22]}, disable_any_whitespace=True)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize(
+    ("wanted", "answer"),
+    [
+        (JSON_AFTER, "22"),
+        (StructuredOutputsParams(regex="[ab]{3}"), "abb"),
+        (StructuredOutputsParams(choice=["yes", "no"]), "no"),
+        (StructuredOutputsParams(grammar='start: "(" start ")" | "x"'), "((x))"),
+        (StructuredOutputsParams(json_object=True), '{"a": {}}'),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_the_grammar_of_an_answer_begins_after_its_reasoning(
+    core: EngineCore, wanted: StructuredOutputsParams, answer: str, kind: str, is_open: bool
+) -> None:
+    thinks = reasoning_format(kind, None)
+    assert thinks is not None
+    part = Dialect(None, thinks, in_reasoning=is_open).reasoning_part
+    grammar = core._grammars.begin(replace(wanted, reasoning=part))
+
+    def fits(text: str) -> bool:
+        token_ids = core.tokenizer.encode(text, add_special_tokens=False)
+        matcher = grammar.result().matcher.deep_copy()
+        return bool(matcher.consume_tokens(token_ids)) and bool(matcher.is_accepting())
+
+    begin = "" if is_open else thinks.opening
+    assert fits(f"{begin}\nHm, <b> </thin [k. {{}}\n{thinks.closing}\n\n{answer}")
+    assert fits(f"{begin}{thinks.closing}{answer}")
+    assert fits(answer) is not is_open
+    assert not fits(f"{begin}Hm.{thinks.closing}Well, {answer}")
+    assert not fits(f"{begin}Hm. {answer}")
+
+
+def test_an_answer_whose_reasoning_is_over_has_none() -> None:
+    assert Dialect(None, reasoning_format("qwen3", None), has_reasoned=True).reasoning_part is None
+    assert Dialect().reasoning_part is None

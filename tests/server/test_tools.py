@@ -166,6 +166,14 @@ class TestReasoning:
         message = chat(thinker, tools=None, chat_template_kwargs={"open": True})["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
+    @pytest.mark.parametrize(("variables", "is_open"), [({"open": True}, True), ({"open": False}, None)])
+    def test_a_form_of_the_answer_holds_after_it(
+        self, thinker: Running, variables: dict[str, Any], is_open: bool | None
+    ) -> None:
+        chat(thinker, tools=None, chat_template_kwargs=variables, response_format={"type": "json_object"})
+        wanted = thinker.engine.received[-1]["params"].structured_outputs
+        assert (wanted.reasoning and wanted.reasoning.is_open) is is_open
+
     def test_it_may_be_left_out(self, thinker: Running) -> None:
         message = chat(thinker, tools=None, include_reasoning=False)["message"]
         assert "reasoning_content" not in message

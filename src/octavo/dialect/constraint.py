@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, ReasoningFormat, XmlCall
-from octavo.structured_outputs import json_rule
+from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.structured_outputs import ReasoningPart, json_rule
 
 # Calls of one answer.
 MOST_CALLS = 16
@@ -22,18 +22,21 @@ def calls_grammar(
     functions: Sequence[Mapping[str, Any]],
     *,
     parallel: bool = True,
-    reasoning: ReasoningFormat | None = None,
+    reasoning: ReasoningPart | None = None,
 ) -> str:
     """A grammar in llguidance's Lark: one call of these functions, or several.
 
     Args:
         functions: OpenAI's function objects: `name` and `parameters`.
-        reasoning: what the answer begins with; it is open already.
+        reasoning: what the answer may begin with.
     """
     body = calls.bodies[0]
     rules = [_rule(body, number, function) for number, function in enumerate(functions)]
     one = f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
-    before = "" if reasoning is None else f"{_TEXT} {_quoted(reasoning.closing)} "
+    before = ""
+    if reasoning is not None:
+        before = f"{reasoning.prefix} "
+        rules.append(reasoning.rules)
     return "\n".join([f"start: {before}{_run(calls, parallel=parallel)}", one, *rules])
 
 

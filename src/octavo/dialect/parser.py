@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from octavo.dialect.events import Arguments, CallBegins, Content, Event, Reasoning
 from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, ReasoningFormat, XmlCall
 from octavo.dialect.values import JSON, PYTHON, SPACES, Characters, MalformedError, Reader, Take
+from octavo.structured_outputs import ReasoningPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Dialect:
         calls: None where the text is not searched for calls.
         reasoning: None where it is not searched for reasoning.
         in_reasoning: the prompt ended within reasoning.
+        has_reasoned: the prompt ended with reasoning that is over.
         tools: for each tool, the types of its parameters as its schema names them: what XML spells alike.
     """
 
@@ -35,6 +37,14 @@ class Dialect:
     reasoning: ReasoningFormat | None = None
     in_reasoning: bool = False
     tools: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    has_reasoned: bool = False
+
+    @property
+    def reasoning_part(self) -> ReasoningPart | None:
+        """The reasoning with which an answer may begin, for its grammar."""
+        if self.reasoning is None or self.has_reasoned:
+            return None
+        return ReasoningPart(self.reasoning.opening, self.reasoning.closing, self.in_reasoning)
 
     @property
     def keeps_special_tokens(self) -> bool:

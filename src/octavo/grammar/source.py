@@ -28,6 +28,14 @@ def to_lark(wanted: StructuredOutputsParams) -> str:
     Raises:
         RequestError: a GBNF grammar that cannot be read.
     """
+    lark = _output(wanted)
+    if (reasoning := wanted.reasoning) is None:
+        return lark
+    # In a grammar of its own, whatever its rules are called.
+    return f"start: {reasoning.prefix} octavo_answer\n{reasoning.rules}\noctavo_answer: %lark {{\n{lark}\n}}\n"
+
+
+def _output(wanted: StructuredOutputsParams) -> str:
     if wanted.kind == "regex":
         from llguidance import regex_to_lark
 

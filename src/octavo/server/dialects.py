@@ -70,7 +70,7 @@ class Dialects:
             dialect.calls,
             tools.callable,
             parallel=parallel and tools.named is None,
-            reasoning=dialect.reasoning if dialect.in_reasoning else None,
+            reasoning=dialect.reasoning_part,
         )
         return StructuredOutputsParams(grammar=grammar)
 
@@ -84,8 +84,9 @@ class Dialects:
     def of_answer(self, calls: CallFormat | None, tools: ToolUse, prompt: str) -> Dialect:
         """How an answer to the rendered prompt is read."""
         reasoning = self._reasoning
-        in_reasoning = False
+        in_reasoning = has_reasoned = False
         if reasoning is not None:
             end = prompt[-_END_OF_PROMPT:]
             in_reasoning = end.rfind(reasoning.opening) > end.rfind(reasoning.closing)
-        return Dialect(calls, reasoning, in_reasoning, tools.parameter_types)
+            has_reasoned = end.rstrip().endswith(reasoning.closing)
+        return Dialect(calls, reasoning, in_reasoning, tools.parameter_types, has_reasoned)
