@@ -146,6 +146,20 @@ def test_a_chunk_over_several_tiles_agrees_with_float64(window: int | None) -> N
     assert_right(sequences, batch, fill(sequences, batch, 16, 1), TOLERANCE["float16"])
 
 
+@pytest.mark.parametrize(("dtype", "dim", "block_size"), [("fp8_e4m3", 64, 32), ("fp8_e5m2", 48, 8)])
+def test_floats_of_8_bits_are_read_with_their_scales(dtype: str, dim: int, block_size: int) -> None:
+    from octavo.attention.triton.backend import TritonAttention
+
+    sequences = PagedSequences([LayerKVSpec(2, dim, dim)], block_size, 2, 60, dtype=dtype, device=DEVICE)
+    (kv,) = sequences.kv
+    kv.set_scales(torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
+    assert TritonAttention.reads(kv)
+    for step in ({0: 40, 1: 1}, {0: 1, 1: 9}, {0: 1, 1: 1}):
+        batch = sequences.step(step)
+        query = fill(sequences, batch, 4, 0)
+        assert_right(sequences, batch, query, TOLERANCE["float32"])
+
+
 def test_queries_that_are_part_of_a_wider_row_are_read_where_they_lie() -> None:
     sequences = paged(LayerKVSpec(1, 16, 16), 16, 2, 40, layout=BlockLayout.TOKENS)
     for step in ({0: 20, 1: 3}, {0: 1, 1: 1}):

@@ -282,7 +282,7 @@ def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, 
         return None
     from octavo.attention.triton.backend import TritonAttention
 
-    return CudaCapture(device) if all(map(TritonAttention.supports, arena.layers)) else None
+    return CudaCapture(device) if all(map(TritonAttention.reads, arena.layers)) else None
 
 
 def _load_through_transformers(config: EngineConfig, source: ModelSource, device: torch.device) -> CausalLM:

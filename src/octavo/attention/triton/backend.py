@@ -10,7 +10,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton.chunk import attend_chunks
 from octavo.attention.triton.decode import attend_decodes
-from octavo.attention.triton.launch import INTERPRETED
+from octavo.attention.triton.launch import INTERPRETED, ReadKV, read_kv
 from octavo.attention.triton.store import store
 from octavo.errors import ConfigError
 from octavo.storage.arena import BlockLayout, FloatKV
@@ -37,6 +37,7 @@ class TritonAttention(AttentionBackend):
                 "set TRITON_INTERPRET=1 before octavo starts, or use 'auto'"
             )
         self._reference = ReferenceAttention()
+        self._layers: dict[int, tuple[LayerKV, ReadKV | None]] = {}
 
     @staticmethod
     def supports(kv: LayerKV) -> TypeGuard[FloatKV]:
@@ -45,6 +46,19 @@ class TritonAttention(AttentionBackend):
             return False
         key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
         return kv.key.dtype in _DTYPES and max(key_dim, value_dim) <= _MAX_HEAD_DIM
+
+    @staticmethod
+    def reads(kv: LayerKV) -> bool:
+        """Whether the kernels attend over this layer: what they store, and floats of 8 bits, which torch stores."""
+        read = read_kv(kv)
+        return read is not None and max(read.key_dim, read.value_dim) <= _MAX_HEAD_DIM
+
+    def _read(self, kv: LayerKV) -> ReadKV | None:
+        # Kept by layer, whose id nobody else can have while it is held here.
+        known = self._layers.get(id(kv))
+        if known is None:
+            known = self._layers[id(kv)] = kv, read_kv(kv) if self.reads(kv) else None
+        return known[1]
 
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
         """See `AttentionBackend.write`."""
@@ -65,16 +79,17 @@ class TritonAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        if not self.supports(kv):
+        read = self._read(kv)
+        if read is None:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         if query.stride(2) != 1:
             query = query.contiguous()
-        out = query.new_empty(query.shape[0], query.shape[1], kv.value.shape[3])
+        out = query.new_empty(query.shape[0], query.shape[1], read.value_dim)
         only_decodes = batch.max_query_len == 1
         # A lone sequence with several tokens has no decodes beside it.
         mixed = not only_decodes and batch.num_seqs > 1
         if only_decodes or mixed:
-            attend_decodes(out, kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
+            attend_decodes(out, read, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         if not only_decodes:
-            attend_chunks(out, kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, decodes_apart=mixed)
+            attend_chunks(out, read, query, batch, scale=scale, softcap=softcap, sinks=sinks, decodes_apart=mixed)
         return out

@@ -20,9 +20,8 @@ import triton.language as tl
 
 from octavo.attention.base import AttentionBatch
 from octavo.attention.triton.decode import score_factors
-from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, computes_in_float32, kv_strides, padded, tile_tokens
+from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, ReadKV, computes_in_float32, padded, tile_tokens
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
-from octavo.storage.arena import FloatKV
 
 
 @triton.jit
@@ -36,6 +35,8 @@ def _attend_chunk(
     query_start,
     context_lens,
     sinks,
+    key_scales,
+    value_scales,
     scale,
     softcap,
     num_seqs,
@@ -59,6 +60,8 @@ def _attend_chunk(
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIR: tl.constexpr,
+    LANES: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -103,6 +106,8 @@ def _attend_chunk(
     )
     if UPCAST:
         q = q.to(tl.float32)
+    if SCALED:
+        scale *= tl.load(key_scales + head)
 
     first_position = context - length + first_query
     last_position = tl.minimum(first_position + BLOCK_Q, context) - 1
@@ -130,7 +135,7 @@ def _attend_chunk(
                 key, value, table, start, low, high, head,
                 key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
                 value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
             )  # fmt: skip
             scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
             distance = positions[:, None] - seen[None, :]
@@ -141,7 +146,7 @@ def _attend_chunk(
             key, value, table, start, low, high, head,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
             value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
         )  # fmt: skip
         scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
         maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
@@ -150,7 +155,7 @@ def _attend_chunk(
             key, value, table, start, low, high, head,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
             value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
         )  # fmt: skip
         scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
         distance = positions[:, None] - seen[None, :]
@@ -160,6 +165,8 @@ def _attend_chunk(
         scores = tl.where(hidden, float("-inf"), scores)
         maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
 
+    if SCALED:
+        mixed *= tl.load(value_scales + head)
     place = (tokens * (tl.num_programs(1) * SHARE) + heads)[:, None] * VALUE_DIM + j[None, :]
     # Rows of no query have seen nothing where a window is: they divide by 1.
     total = tl.where(present, total, 1.0)
@@ -172,7 +179,7 @@ def _attend_chunk(
 
 def attend_chunks(
     out: torch.Tensor,
-    kv: FloatKV,
+    kv: ReadKV,
     query: torch.Tensor,
     batch: AttentionBatch,
     *,
@@ -188,7 +195,8 @@ def attend_chunks(
     """
     group = batch.groups[kv.group]
     num_heads, key_dim = query.shape[1:]
-    kv_heads, value_dim = kv.key.shape[1], kv.value.shape[3]
+    kv_heads, value_dim = kv.kv_heads, kv.value_dim
+    scales = kv.scales or (out, out)
     share = num_heads // kv_heads
     wide = max(key_dim, value_dim) > 128
     rows = padded(share, MIN_DOT if INTERPRETED else 64 if wide else 128)
@@ -203,11 +211,12 @@ def attend_chunks(
         batch.query_start,
         batch.context_lens,
         out if sinks is None else sinks,
+        *scales,
         *score_factors(scale, softcap),
         batch.num_seqs,
         group.block_tables.stride(0),
         *query.stride()[:2],
-        *kv_strides(kv),
+        *kv.strides,
         SHARE=share,
         ROWS=rows,
         BLOCK_Q=block_q,
@@ -217,6 +226,8 @@ def attend_chunks(
         VALUE_PADDED=padded(value_dim, MIN_DOT),
         BLOCK=kv.block_size,
         PAIR=kv.pair,
+        LANES=kv.lanes,
+        SCALED=kv.scales is not None,
         TILE=tile_tokens(padded(max(key_dim, value_dim)), kv.key.dtype),
         WINDOW=kv.sliding_window or 0,
         SOFTCAP=softcap is not None,

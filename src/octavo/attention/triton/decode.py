@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 
 from octavo.attention.base import AttentionBatch
-from octavo.attention.triton.launch import LOG2_E, MIN_DOT, computes_in_float32, kv_strides, padded, tile_tokens
+from octavo.attention.triton.launch import LOG2_E, MIN_DOT, ReadKV, computes_in_float32, padded, tile_tokens
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
-from octavo.storage.arena import FloatKV
 
 SPLIT = 256
 _JOINED = 16  # splits at a time
@@ -43,6 +42,8 @@ def _attend_split(
     query_start,
     context_lens,
     sinks,
+    key_scales,
+    value_scales,
     scale,
     softcap,
     splits,
@@ -65,6 +66,8 @@ def _attend_split(
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIR: tl.constexpr,
+    LANES: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -102,6 +105,8 @@ def _attend_split(
     )
     if UPCAST:
         q = q.to(tl.float32)
+    if SCALED:
+        scale *= tl.load(key_scales + head)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
@@ -110,12 +115,14 @@ def _attend_split(
             key, value, table, start, low, high, head,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
             value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, TILE,
+            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
         )  # fmt: skip
         scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
         scores = tl.where(((tokens >= low) & (tokens < high))[None, :], scores, float("-inf"))
         maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
 
+    if SCALED:
+        mixed *= tl.load(value_scales + head)
     kept = present[:, None] & (j < VALUE_DIM)[None, :]
     num_heads = tl.num_programs(1) * SHARE
     if ALONE:
@@ -190,7 +197,7 @@ def _join_splits(
 
 def attend_decodes(
     out: torch.Tensor,
-    kv: FloatKV,
+    kv: ReadKV,
     query: torch.Tensor,
     batch: AttentionBatch,
     *,
@@ -206,7 +213,8 @@ def attend_decodes(
     """
     group = batch.groups[kv.group]
     num_heads, key_dim = query.shape[1:]
-    kv_heads, value_dim = kv.key.shape[1], kv.value.shape[3]
+    kv_heads, value_dim = kv.kv_heads, kv.value_dim
+    scales = kv.scales or (out, out)
     share, window = num_heads // kv_heads, kv.sliding_window or 0
     splits = num_splits(batch.max_context_len, kv.sliding_window)
     alone = splits == 1
@@ -227,11 +235,12 @@ def attend_decodes(
         batch.query_start,
         batch.context_lens,
         of_sinks,
+        *scales,
         *score_factors(scale, softcap),
         splits,
         group.block_tables.stride(0),
         *query.stride()[:2],
-        *kv_strides(kv),
+        *kv.strides,
         SHARE=share,
         ROWS=padded(share, MIN_DOT),
         KEY_DIM=key_dim,
@@ -240,6 +249,8 @@ def attend_decodes(
         VALUE_PADDED=padded(value_dim, MIN_DOT),
         BLOCK=kv.block_size,
         PAIR=kv.pair,
+        LANES=kv.lanes,
+        SCALED=kv.scales is not None,
         TILE=tile_tokens(padded(max(key_dim, value_dim)), kv.key.dtype),
         SPLIT_TOKENS=SPLIT,
         WINDOW=window,

@@ -7,6 +7,7 @@ Tiles of TILE tokens are looked up token by token in the block table, so that an
     key         block, head, d // PAIR, token % BLOCK, d % PAIR
     value       block, head, token % BLOCK // PAIR, d, token % BLOCK % PAIR
 
+Keys of coded layers have LANES tokens side by side: token % BLOCK // LANES, d, token % LANES.
 PAIR is 1 in the layout that a GPU's arena has; with 2 the kernels read the CPU's layout.
 """
 
@@ -39,6 +40,7 @@ def load_tile(
     VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIR: tl.constexpr,
+    LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Keys [KEY_PADDED, TILE], values [TILE, VALUE_PADDED] and positions [TILE]; zeros outside of low <= token < high.
@@ -63,7 +65,11 @@ def load_tile(
     else:
         key_columns = i // PAIR * key_dim_stride + i % PAIR
         value_rows = offsets // PAIR * value_token_stride + offsets % PAIR
-    key_tokens = blocks * key_block_stride + head * key_head_stride + offsets * key_token_stride
+    if LANES == 0:
+        key_rows = offsets * key_token_stride
+    else:
+        key_rows = offsets // LANES * key_token_stride + offsets % LANES
+    key_tokens = blocks * key_block_stride + head * key_head_stride + key_rows
     value_tokens = blocks * value_block_stride + head * value_head_stride + value_rows
     k = tl.load(key + key_tokens[None, :] + key_columns[:, None], mask=key_mask, other=0.0)
     v = tl.load(value + value_tokens[:, None] + (j * value_dim_stride)[None, :], mask=value_mask, other=0.0)
