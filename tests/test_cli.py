@@ -104,3 +104,28 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["serv"],
+            "octavo: error: argument COMMAND: invalid choice: 'serv'; did you mean serve? (see octavo --help)\n",
+        ),
+        (
+            ["serve", "--dtype", "float31"],
+            "invalid choice: 'float31'; did you mean float32? (see octavo serve --help)\n",
+        ),
+        (["serve", "--dtype", "zzz"], "invalid choice: 'zzz' (choose from "),
+    ],
+)
+def test_a_mistyped_choice_is_one_line_that_says_which_was_meant(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv)
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -30,7 +30,7 @@ def loop(model_class: type) -> str:
 
     async def run() -> str:
         model = model_class(model=MODEL, openai_client=AsyncOpenAI(base_url=f"{URL}/v1", api_key="none"))
-        settings = ModelSettings(tool_choice="required", max_tokens=600, parallel_tool_calls=False)
+        settings = ModelSettings(tool_choice="required", max_tokens=1500, extra_body={"stop": ["."]})
         agent = Agent(name="a", instructions="Be brief.", model=model, tools=[get_weather], model_settings=settings)
         result = await Runner.run(agent, "What is the weather in Oslo?", max_turns=6)
         return str(result.final_output)

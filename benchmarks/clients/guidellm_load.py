@@ -18,10 +18,13 @@ REQUESTS = 12
 def load() -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(str(Path(sys.executable).with_name("guidellm")), "benchmark", "run", "--target", URL, "--model", MODEL),
-            *("--profile", "concurrent", "--rate", "4", "--max-requests", str(REQUESTS)),
-            *("--data", "prompt_tokens=64,output_tokens=16", "--processor", os.environ["OCTAVO_TOKENIZER"]),
-            *("--output-path", f"{folder}/report.json", "--disable-console"),
+            *(str(Path(sys.executable).with_name("guidellm")), "run"),
+            *("--backend", f"kind=openai_http,target={URL},model={MODEL}"),
+            *("--profile", "kind=concurrent,streams=4"),
+            *("--constraint", f"kind=max_requests,count={REQUESTS}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={os.environ['OCTAVO_TOKENIZER']}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+            *("--output", f"kind=json,path={folder}/report.json", "--disable-console"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, (done.stderr or done.stdout)[-1500:]

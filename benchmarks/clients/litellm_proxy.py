@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -27,7 +28,8 @@ CONFIG = {
         }
     ]
 }
-client = openai.OpenAI(base_url=f"{PROXY}/v1", api_key="none", max_retries=0)
+KEY = f"sk-{secrets.token_hex(16)}"  # the proxy does not start without one
+client = openai.OpenAI(base_url=f"{PROXY}/v1", api_key=KEY, max_retries=0)
 ASK = [{"role": "user", "content": "Name a colour of the sky."}]
 TOOL = {
     "type": "function",
@@ -71,7 +73,7 @@ def embeddings() -> None:
 @check("Anthropic's messages, made of chat completions by the proxy")
 def messages() -> None:
     body = json.dumps({"model": "behind", "max_tokens": 8, "messages": ASK}).encode()
-    headers = {"Content-Type": "application/json", "x-api-key": "none"}
+    headers = {"Content-Type": "application/json", "x-api-key": KEY}
     request = urllib.request.Request(f"{PROXY}/v1/messages", body, headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert json.load(answer)["type"] == "message"
@@ -88,7 +90,7 @@ def is_up() -> bool:
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "config.yaml")
     path.write_text(json.dumps(CONFIG))  # JSON is YAML
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(path), "--port", str(PORT)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=sys.stderr) as proxy:
         try:

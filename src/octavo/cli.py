@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,9 @@ from octavo.option import nearest
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+# argparse's own message.
+_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +65,9 @@ class OneLineParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
+        if (wrong := _INVALID_CHOICE.search(message)) is not None:
+            hint = nearest(wrong[1], re.findall(r"[^\s',]+", wrong[2]))
+            message = message[: wrong.start(2) - len(" (choose from ")] + hint if "did you mean" in hint else message
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

@@ -49,6 +49,16 @@ def apart() -> Iterator[LLM]:
         assert_idle(llm.core)
 
 
+def test_embeddings_come_through_the_pipe(apart: LLM, make_llm: MakeLLM) -> None:
+    prompts, _ = workload()
+    for pooling in ("last", "mean"):
+        here, there = (
+            [output.outputs.embedding for output in llm.embed(prompts, pooling=pooling, use_tqdm=False)]
+            for llm in (make_llm(tiny_model()), apart)
+        )
+        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(here, there, strict=True))
+
+
 def test_swapped_preempted_and_cached_sequences_have_their_tokens(apart: LLM, make_llm: MakeLLM) -> None:
     prompts, params = workload()
     expected = alone(make_llm, tiny_model())
