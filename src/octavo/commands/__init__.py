@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.commands import bench, calibrate_speed, chat, completion, generate, plan, serve, simulate
+from octavo.commands import bench, calibrate_speed, chat, completion, generate, plan, serve, simulate, top
 from octavo.commands.base import Command, add_command
 
 COMMANDS: tuple[Command, ...] = (
@@ -13,6 +13,7 @@ COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
     simulate.COMMAND,
     calibrate_speed.COMMAND,
+    top.COMMAND,
     completion.COMMAND,
 )
 

@@ -35,6 +35,7 @@ from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
+from octavo.scheduler.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,10 @@ class AsyncEngine:
     async def kv_report(self) -> dict[str, Any]:
         """The ledger, ready for JSON: see `engine.inspection`."""
         return await self._ask(lambda core: core.kv_report())
+
+    async def inspect(self, look: Callable[[Scheduler], _T]) -> _T:
+        """What a function finds that looks at the scheduler, and changes nothing, between two steps."""
+        return await self._ask(lambda core: look(core.scheduler))
 
     async def pins(self) -> list[PinInfo]:
         """Every pin, the soonest to expire first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -172,6 +172,17 @@ class CacheLedger:
             continued.put(chain.key(index), block_id)
             if index == 0:
                 self._firsts.put(_first_key(chain), block_id)
+
+    def owner(self, block_id: BlockId) -> str | None:
+        """The request that computed a published block; None where it is not published."""
+        source = self._sources[block_id] if self._sources else None
+        return None if source is None else source.request_id
+
+    def owners(self) -> Iterator[tuple[BlockId, str]]:
+        """Every published block, and the tenant that computed it. O(blocks)."""
+        return (
+            (BlockId(block_id), source.tenant) for block_id, source in enumerate(self._sources) if source is not None
+        )
 
     def evicted(self, block_id: BlockId) -> None:
         """Record the eviction of a cached block."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
@@ -59,6 +60,11 @@ class BlockPool:
         self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
         self._is_published = np.frombuffer(self._published, np.uint8)
         self._is_pinned = np.zeros(num_blocks, np.bool_)
+
+    @property
+    def published_marks(self) -> npt.NDArray[np.uint8]:
+        """By block, 1 where the prefix cache knows it: to read, not to change."""
+        return self._is_published
 
     @property
     def num_free(self) -> int:

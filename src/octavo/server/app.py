@@ -15,6 +15,7 @@ from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
 from octavo.server.ignored_fields import IGNORED_HEADER
+from octavo.server.live_page import LivePage
 from octavo.server.logs import RequestLog
 from octavo.server.openapi import Description
 from octavo.server.operations import Operations
@@ -42,10 +43,13 @@ def create_app(
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
     quotas = Quotas()
     api = Api(engine, config, in_flight)
+    admin, name = AdminAccess(access.admins), served_names(engine, config)[0]
+    has_keys = access.needs_key or any(client.admin for client in access.admins.clients)
     endpoints = [
         *api.endpoints(),
-        *Operations(
-            engine, config, in_flight, AdminAccess(access.admins), quotas, served_names(engine, config)[0]
+        *Operations(engine, config, in_flight, admin, quotas, name).endpoints(),
+        *LivePage(
+            engine, in_flight, admin, name, open_to_all=not has_keys, shows_text=config.live_page_text
         ).endpoints(),
         *Description(Described(engine.limits, engine.max_model_len, engine.vocab_size, engine.hidden_size)).endpoints(),
     ]

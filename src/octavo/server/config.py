@@ -108,6 +108,9 @@ class ServerConfig:
     strict_requests: bool = option(
         False, "refuse fields of a request that are not known (400), instead of ignoring them with a warning"
     )
+    live_page_text: bool = option(
+        False, "show the text of a block's tokens on the page at / to holders of an admin key"
+    )
     max_body_seconds: float = option(
         10.0, "seconds that reading one large body may take: its JSON, the chat template and the tokenizer"
     )

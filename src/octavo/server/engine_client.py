@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import OutputKind, RequestOutput
@@ -13,6 +13,9 @@ from octavo.pooling import Pooling
 from octavo.request import DEFAULT_CONTEXT, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits
+from octavo.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 class TokenizerLike(Protocol):
@@ -118,6 +121,10 @@ class EngineClient(Protocol):
 
     async def kv_report(self) -> dict[str, Any]:
         """The ledger, ready for JSON."""
+        ...
+
+    async def inspect(self, look: Callable[[Scheduler], T]) -> T:
+        """What a function finds that looks at the scheduler, and changes nothing, between two steps."""
         ...
 
     async def pins(self) -> Sequence[PinInfo]:

@@ -69,6 +69,21 @@ _OTHERS = {
     ("/ping", "get"): ("Status", "As /health"),
     ("/load", "get"): ("Load", "Requests in flight, running and waiting, and the share of the KV cache in use"),
     ("/version", "get"): ("Version", "The version of Octavo"),
+    ("/", "get"): ("text/html", "A page that shows the KV cache and the requests as they are"),
+    ("/live/page.js", "get"): ("text/javascript", "Its script"),
+    ("/live/page.css", "get"): ("text/css", "Its style"),
+    ("/live/events", "get"): (
+        "text/event-stream",
+        "What it shows, as server-sent events (admin key, where the server has keys)",
+    ),
+    ("/live/requests/{request_id}", "get"): (
+        "application/json",
+        "The block tables of a request (admin key, where the server has keys)",
+    ),
+    ("/live/blocks/{block_id}", "get"): (
+        "application/json",
+        "Who holds a block, and what it is (admin key, where the server has keys)",
+    ),
     ("/debug/kv", "get"): (
         "KVReport",
         "Who holds which bytes of the KV cache, and how much it helped (admin key)",

@@ -195,6 +195,8 @@ class Server(uvicorn.Server):
             print(f"Octavo serving {self._model_name} on {where}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Pages that watch would keep their connections open for good.
+        self._in_flight.draining = True
         if self._in_flight:
             running = f"{len(self._in_flight)} running request{'s' if len(self._in_flight) > 1 else ''}"
             wait = f"up to {self._shutdown_timeout:g} s for {running}; once more leaves at once"

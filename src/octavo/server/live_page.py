@@ -1,0 +1,181 @@
+"""The live page at `/`: static files, and the changes of the cache as server-sent events.
+
+    GET /                         the page; it shows nothing by itself
+    GET /live/page.js, page.css
+    GET /live/events              what has changed, at most ten times a second
+    GET /live/requests/{id}       its block tables
+    GET /live/blocks/{block}      who holds it, and what it is
+
+The data is an admin's where the server has keys; without any the server listens on loopback, and they are open. A look
+costs the engine's thread a fraction of a millisecond, and is taken only when something has changed, and only as often
+as keeps all pages under a hundredth of its time. With no page open nothing is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.engine.live import LiveView, describe_block, describe_request
+from octavo.errors import shortened
+from octavo.observe.stats import EngineStats, Histogram
+from octavo.scheduler.scheduler import Scheduler
+from octavo.server.auth import AdminAccess
+from octavo.server.connection import EventStream, InFlight
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.generation import json_bytes
+from octavo.server.route import Endpoint, json_response
+
+INTERVAL_S = 0.1
+MOST_PAGES = 8
+
+# Of the engine's time, that all looks of one page may take together.
+_SHARE = 0.01
+_QUIET_S = 2.0
+_FOLDER = Path(__file__).with_name("static")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class LivePage:
+    """Its handlers.
+
+    Args:
+        open_to_all: no key is needed, because the server has none.
+        shows_text: what a block's tokens say is shown to holders of an admin key.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        in_flight: InFlight,
+        admin: AdminAccess,
+        model_name: str,
+        *,
+        open_to_all: bool,
+        shows_text: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._server = in_flight
+        # Not among those that clients wait for: a page holds up no shutdown, and is no load.
+        self._pages = InFlight()
+        self._admin = admin
+        self._model_name = model_name
+        self._open_to_all = open_to_all
+        self._shows_text = shows_text
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("GET", "/", self.page),
+            Endpoint("GET", "/live/page.js", self.script),
+            Endpoint("GET", "/live/page.css", self.style),
+            Endpoint("GET", "/live/events", self.events),
+            Endpoint("GET", "/live/requests/{request_id}", self.request),
+            Endpoint("GET", "/live/blocks/{block_id:int}", self.block),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        return _file("page.html", "text/html")
+
+    async def script(self, request: Request) -> Response:
+        return _file("page.js", "text/javascript")
+
+    async def style(self, request: Request) -> Response:
+        return _file("page.css", "text/css")
+
+    async def events(self, request: Request) -> Response:
+        self._check(request)
+        if len(self._pages) >= MOST_PAGES:
+            raise ApiError(429, f"{MOST_PAGES} live pages are open: close one.", code="too_many_pages")
+        return EventStream(self._changes(), self._pages)
+
+    async def request(self, request: Request) -> Response:
+        self._check(request)
+        request_id = request.path_params["request_id"]
+        found = await self._engine.inspect(lambda scheduler: describe_request(scheduler, request_id))
+        if found is None:
+            raise ApiError(404, f"The request `{shortened(request_id)}` has ended.", code="no_such_request")
+        return json_response(json_bytes(found))
+
+    async def block(self, request: Request) -> Response:
+        self._check(request)
+        block_id = request.path_params["block_id"]
+        found = await self._engine.inspect(lambda scheduler: describe_block(scheduler, block_id))
+        if found is None:
+            raise ApiError(404, f"There is no block {block_id}.", code="no_such_block")
+        token_ids = found.pop("token_ids")
+        if token_ids is not None and self._shows_text and self._admin.admits(request):
+            found["text"] = self._engine.tokenizer.decode(token_ids, False)
+        return json_response(json_bytes(found))
+
+    def _check(self, request: Request) -> None:
+        if not self._open_to_all:
+            self._admin.check(request)
+
+    async def _changes(self) -> AsyncGenerator[bytes, None]:
+        view, stats = LiveView(), self._engine.stats
+        seen: tuple[int, ...] | None = None
+        yield _event({"model": self._model_name, "itl_bounds": stats.inter_token_latency.bounds} | _ttft_bounds(stats))
+        looked_at = 0.0
+        while not self._server.draining and self._engine.is_alive:
+            now = time.monotonic()
+            if (marks := _marks(stats)) == seen and now - looked_at < _QUIET_S:
+                await asyncio.sleep(INTERVAL_S)
+                continue
+            seen, looked_at = marks, now
+            changes, took = await self._engine.inspect(lambda scheduler: _timed_look(view, scheduler))
+            yield _event(changes | _totals(stats))
+            await asyncio.sleep(max(INTERVAL_S, took / _SHARE))
+
+
+def _timed_look(view: LiveView, scheduler: Scheduler) -> tuple[dict[str, Any], float]:
+    began = time.perf_counter()
+    return view.look(scheduler), time.perf_counter() - began
+
+
+def _marks(stats: EngineStats) -> tuple[int, ...]:
+    """Other numbers than before where anything may have changed."""
+    return (stats.num_steps, stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.num_preemptions)
+
+
+def _ttft_bounds(stats: EngineStats) -> dict[str, Any]:
+    return {"ttft_bounds": stats.time_to_first_token.bounds}
+
+
+def _totals(stats: EngineStats) -> dict[str, Any]:
+    """Counters since the start, from which the page makes rates and percentiles of any time."""
+
+    def counts(histogram: Histogram) -> list[int]:
+        return list(histogram.counts)
+
+    return {
+        "at": round(time.monotonic(), 3),
+        "totals": [
+            stats.prompt_tokens,
+            stats.generation_tokens,
+            stats.prefix_cache_queries,
+            stats.prefix_cache_hits,
+            sum(stats.finished.values()),
+        ],
+        "ttft": counts(stats.time_to_first_token),
+        "itl": counts(stats.inter_token_latency),
+    }
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json_bytes(content) + b"\n\n"
+
+
+def _file(name: str, media_type: str) -> Response:
+    return Response((_FOLDER / name).read_bytes(), media_type=media_type, headers=_HEADERS)

@@ -1,0 +1,245 @@
+"""The page at `/`: what it is sent is what the cache is, nobody else's business, and drawn by a real browser."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from rich.console import Console
+
+from octavo.cli import main
+from octavo.commands.top_run import State, percentile
+from octavo.engine.live import ACTIVE, LiveView, block_codes
+from octavo.server.live_page import MOST_PAGES
+from tests.engine.tiny_engine import slow_down
+from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, chromium
+from tests.server.conftest import wait_until
+from tests.server.real_engine import RealServer, real_server
+
+ADMIN = {"Authorization": "Bearer admin-key"}
+STORY = "There was an old man with a beard, who said: it is just as I feared. " * 3
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[RealServer]:
+    with real_server(num_blocks=65) as running:
+        yield running
+        running.assert_nothing_runs()
+
+
+@contextmanager
+def slowed_down(real: RealServer) -> Iterator[None]:
+    execute = real.core.runner.execute
+    slow_down(real.core, 0.02)
+    try:
+        yield
+    finally:
+        real.core.runner.execute = execute
+
+
+class Shown:
+    """What a page knows, from the events alone."""
+
+    def __init__(self) -> None:
+        self.codes = np.zeros(0, np.uint8)
+        self.tenants: list[str] = []
+        self.requests: dict[str, list[int]] = {}
+
+    def take(self, news: dict[str, Any]) -> None:
+        news = json.loads(json.dumps(news))
+        self.tenants = news.get("tenants", self.tenants)
+        if "all" in news:
+            self.codes = np.array([ord(code) - 48 for code in news["all"][0]], np.uint8)
+        changes = np.array(news.get("blocks", []), np.int64).reshape(-1, 3)
+        self.codes[changes[:, 0]] = changes[:, 1]
+        for request in news.get("came", ()):
+            self.requests[request["id"]] = request["progress"]
+        for request_id, *progress in news.get("moved", ()):
+            self.requests[request_id] = progress[:4]
+        for request_id in news.get("gone", ()):
+            del self.requests[request_id]
+
+
+def events(real: RealServer, count: int, headers: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    with real.client.stream("GET", "/live/events", headers=headers or {}) as response:
+        assert response.status_code == 200, response.read()
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        return [json.loads(next(lines)) for _ in range(count)]
+
+
+def test_changes_add_up_to_the_cache_as_it_is_at_every_look(real: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, view, shown = real.core, LiveView(), Shown()
+    num_looks = num_partial = 0
+    real_update = core.scheduler.update
+
+    def update(*args: Any) -> Any:
+        nonlocal num_looks, num_partial
+        updates = real_update(*args)
+        news = view.look(core.scheduler)
+        shown.take(news)
+        num_looks += 1
+        num_partial += "all" not in news
+        assert shown.codes.tolist() == block_codes(core.scheduler.kv).tolist()
+        assert shown.requests.keys() == set(core.scheduler.request_ids)
+        counts = np.array(core.scheduler.kv.pool.ref_counts)
+        assert ((shown.codes >= ACTIVE) == (counts > 0)).all()
+        return updates
+
+    monkeypatch.setattr(core.scheduler, "update", update)
+    for start in range(6):
+        real.complete([STORY[start:], STORY, f"{start} {STORY}"], max_tokens=12, n=2, temperature=1.0)
+    assert core.scheduler.kv.num_evicted > 0
+    assert num_looks > num_partial > 20
+
+
+def test_the_first_event_is_all_there_is_and_later_ones_are_changes(real: RealServer) -> None:
+    real.complete(STORY, max_tokens=2)
+    head, first = events(real, 2)
+    assert head["model"] == "tiny"
+    assert first["spec"]["num_blocks"] == 65
+    assert len(first["all"][0]) == len(first["all"][1]) == 65
+    assert first["totals"][1] == real.core.stats.generation_tokens
+
+
+def test_with_no_page_open_nothing_is_looked_at(real: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveView, "look", lambda *_: pytest.fail("somebody looked"))
+    real.complete("x", max_tokens=3)
+
+
+def test_a_request_and_a_block_say_who_they_are(real: RealServer) -> None:
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete(f"new {STORY}", max_tokens=30))
+        thread.start()
+        wait_until(lambda: any(r.sequences[0].num_output_tokens > 2 for r in real.core.scheduler.requests))
+        running = real.core.scheduler.requests
+        request_id = running[0].request_id
+        request = real.client.get(f"/live/requests/{request_id}").json()
+        block = request["sequences"][0]["tables"][0][1]
+        found = real.client.get(f"/live/blocks/{block}").json()
+        thread.join()
+    assert found["holders"][0]["id"] == request_id
+    assert (found["state"], found["holders"][0]["index"]) == ("active", 1)
+    assert "text" not in found, "without the option it is nobody's to read"
+    later = real.client.get(f"/live/blocks/{block}").json()
+    assert (later["state"], later["holders"], later["computed_by"]) == ("cached", [], request_id)
+    assert real.client.get(f"/live/requests/{request_id}").status_code == 404
+    assert real.client.get("/live/blocks/65").status_code == 404
+    assert real.client.get("/live/blocks/0").status_code == 404
+
+
+def test_the_page_is_in_the_package_and_asks_nobody_else_for_anything(real: RealServer) -> None:
+    for path, kind in (("/", "text/html"), ("/live/page.js", "text/javascript"), ("/live/page.css", "text/css")):
+        answer = real.client.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "http://" not in answer.text
+        assert "https://" not in answer.text
+        assert "innerHTML" not in answer.text
+
+
+def test_only_an_admin_sees_the_data_of_a_server_with_keys() -> None:
+    options = {"admin_key": "admin-key", "api_key": ["client"], "live_page_text": True}
+    with real_server(options, num_blocks=33) as guarded:
+        assert guarded.client.get("/").status_code == 200
+        for path in ("/live/events", "/live/requests/x", "/live/blocks/1"):
+            assert guarded.client.get(path).status_code == 401
+            assert guarded.client.get(path, headers={"Authorization": "Bearer client"}).status_code == 401
+        assert events(guarded, 2, ADMIN)[1]["spec"]
+        client = {"Authorization": "Bearer client"}
+        body = {"prompt": STORY, "max_tokens": 1}
+        assert guarded.client.post("/v1/completions", json=body, headers=client).status_code == 200
+        block = int(np.flatnonzero(block_codes(guarded.core.scheduler.kv))[0])
+        assert guarded.client.get(f"/live/blocks/{block}", headers=ADMIN).json()["text"] in STORY
+    with real_server({"api_key": ["client"]}, num_blocks=33) as keyless:
+        answer = keyless.client.get("/live/events", headers=client)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "no_admin_key")
+
+
+def test_pages_are_few_and_hold_up_no_shutdown() -> None:
+    with ExitStack() as pages, real_server({"shutdown_timeout": 60}, num_blocks=33) as server:
+        kept = []
+        for _ in range(MOST_PAGES):
+            response = pages.enter_context(httpx.stream("GET", server.url + "/live/events"))
+            lines = response.iter_lines()
+            assert next(lines)
+            kept.append(lines)  # else it would close the response now
+        answer = server.client.get("/live/events")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_pages")
+        assert server.client.get("/load").json()["server_load"] == 0
+        server.server.should_exit = True
+        wait_until(lambda: server.server.server_state.tasks == set())
+
+
+def test_top_shows_the_same_in_a_terminal(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+    real.complete(STORY, max_tokens=2)
+    assert main(["top", real.url, "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "running" in out
+    cached = real.core.scheduler.kv.pool.num_cached
+    assert f"cached {cached}" in out
+
+
+def test_top_follows_a_request_from_its_events_alone() -> None:
+    state = State()
+    nothing = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 0, 0, 0]}
+    state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
+    request = {"id": "r", "tenant": "alice", "prompt": 9, "max": 5, "cache": None, "progress": [0, 0, 0, 0]}
+    spec = {"num_blocks": 4, "block_bytes": 64}
+    state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "came": [request], **nothing})
+    state.take({"at": 2.0, "blocks": [1, 5, 0], "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8}]], **nothing})
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(state.shown(30))
+    text = console.export_text()
+    assert "running, preempted 2 ×" in text
+    assert "3 of 5" in text
+    assert "shared 1 (64 B)" in text
+    state.take({"at": 3.0, "gone": ["r"], **nothing})
+    assert not state.requests
+
+
+def test_top_says_why_it_shows_nothing(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "127.0.0.1:8000"]) == 1
+    assert "write http://127.0.0.1:8000" in capsys.readouterr().err
+    assert main(["top", f"{real.url}/elsewhere", "--once"]) == 1
+    assert "answers 404" in capsys.readouterr().err
+
+
+def test_a_quantile_is_linear_within_its_bucket() -> None:
+    counts, bounds = [0, 2, 2, 0], [1.0, 2.0, 4.0]
+    assert percentile(counts, bounds, 0.25) == 1.5
+    assert percentile(counts, bounds, 0.75) == 3.0
+    assert percentile([0] * 4, bounds, 0.5) is None
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer) -> None:
+    with chromium() as page:
+        page.open(real.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+        with slowed_down(real):
+            thread = threading.Thread(target=lambda: real.complete([STORY, STORY], max_tokens=40))
+            thread.start()
+            page.wait_for("document.querySelectorAll('#requests tr').length === 2")
+            page.wait_for("codes.some((code) => code > 3)")  # shared
+            page.wait_for("[...document.querySelectorAll('#requests meter')].some((meter) => meter.value > 3)")
+            page.value("document.querySelector('#requests button').click()")
+            page.wait_for("document.getElementById('details').textContent.includes('table 0')")
+            thread.join()
+        page.wait_for("document.querySelectorAll('#requests tr').length === 0")
+        colours = page.value(
+            "[...new Uint32Array(document.getElementById('blocks').getContext('2d')"
+            ".getImageData(0, 0, 200, 20).data.buffer)].filter((v, i, all) => all.indexOf(v) === i).length"
+        )
+        assert colours >= 3, "free, cached and what is between the cells"
+        page.value("document.getElementById('blocks').focus()")
+        page.press("ArrowRight")
+        page.press("Enter")
+        page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
