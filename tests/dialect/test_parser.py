@@ -6,12 +6,22 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.dialect.events import Arguments, CallBegins, Content, Reasoning
-from octavo.dialect.formats import CALL_FORMATS, CallFormat, call_format, reasoning_format
+from octavo.dialect.formats import (
+    CALL_FORMATS,
+    CallFormat,
+    JsonCalls,
+    NamedJsonCall,
+    PythonCalls,
+    XmlCall,
+    call_format,
+    reasoning_format,
+)
 from octavo.dialect.parser import Dialect, OutputParser
+from octavo.dialect.writing import write_calls
 
 TOOLS = {
     "get_weather": {"city": "string", "days": "integer", "where": "object"},
@@ -300,6 +310,56 @@ def test_whatever_is_said_in_pieces_is_what_is_said_whole(each: CallFormat, part
     assert parsed(speaks, text[:cut], text[cut:]) == whole
     if not whole.names and not whole.reasoning and "<think>" not in text:
         assert whole.content == text
+
+
+marks = st.text("<>[]|/ab", min_size=1, max_size=6)
+formats = st.builds(
+    CallFormat,
+    name=st.just("random"),
+    opening=marks,
+    bodies=st.lists(
+        st.sampled_from([XmlCall(), PythonCalls(), NamedJsonCall("[ARGS]"), NamedJsonCall("|")])
+        | st.builds(
+            JsonCalls,
+            st.sampled_from([("arguments",), ("parameters", "arguments")]),
+            st.sampled_from([("", ""), ("[", "]"), ("(", ")")]),
+            st.sampled_from(["", ",", ";"]),
+        ),
+        min_size=1,
+        max_size=2,
+    ).map(tuple),
+    closing=st.just("") | marks,
+    unmarked=st.booleans(),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(each=formats, data=st.data())
+def test_random_formats_are_read_alike_at_every_split(each: CallFormat, data: st.DataObject) -> None:
+    whole_calls = [written(name, EXAMPLES[1]) for name in NAMES]
+    pieces = st.sampled_from([each.opening, each.closing, each.opening[:1], " ", "\n", *whole_calls, *MARKS])
+    text = "".join(data.draw(st.lists(pieces, max_size=5)))[:200]
+    speaks = Dialect(each, reasoning_format("qwen3", None), data.draw(st.booleans()), TOOLS)
+    whole = parsed(speaks, text)
+    for cut in range(1, len(text)):
+        assert parsed(speaks, text[:cut], text[cut:]) == whole
+
+
+json_formats = st.builds(
+    CallFormat,
+    name=st.just("random"),
+    opening=marks,
+    bodies=st.builds(JsonCalls, st.sampled_from([("arguments",), ("parameters",)])).map(lambda body: (body,)),
+    closing=marks,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(each=json_formats, calls=random_calls)
+def test_what_is_written_in_a_random_format_is_read_back(each: CallFormat, calls: list[Call]) -> None:
+    text = write_calls(each, calls)
+    told = parsed(Dialect(each, tools=TOOLS), *text)
+    assert (told.calls, told.content) == (calls, "")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,287 @@
+"""Reads runs of calls, in each of the forms of `formats.py`, and passes them on as events.
+
+hermes      <tool_call> {"name": "f", "argu   ments": {"a"   : 1}} </tool_call>
+events                       held back        CallBegins  Arguments
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+from octavo.dialect.events import Arguments, CallBegins, Event
+from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.dialect.values import JSON, PYTHON, Characters, MalformedError, Reader, Take
+
+
+class CallReader:
+    """Reads the calls of one completion.
+
+    Args:
+        chars: of the whole text.
+        pass_on: takes each event.
+        tools: for each tool, the types of its parameters.
+
+    Attributes:
+        num_begun: calls that have begun.
+        takes_arguments: takes the arguments of a call that has begun, until they are complete.
+    """
+
+    def __init__(
+        self, chars: Characters, pass_on: Callable[[Event], None], tools: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self._chars = chars
+        self._pass_on = pass_on
+        self._tools = tools
+        self.num_begun = 0
+        self.takes_arguments: Take | None = None
+
+    def run(self, calls: CallFormat, *, marked: bool) -> Reader[None]:
+        """A run of calls, after its opening mark; raises `MalformedError` where it is none, or breaks off."""
+        first = yield from self._chars.skip_space()
+        body = next((body for body in calls.bodies if may_begin(body, first)), None)
+        if body is None:
+            yield from self._chars.next()
+            self._chars.fail()
+        if isinstance(body, JsonCalls):
+            yield from self._json_calls(body, known_only=not marked)
+        elif isinstance(body, NamedJsonCall):
+            yield from self._named_json(body)
+        elif isinstance(body, XmlCall):
+            yield from self._xml_call()
+        else:
+            yield from self._python_calls()
+        self._chars.settle()
+        if calls.closing:
+            yield from self._chars.skip_space()
+            yield from self._chars.expect(calls.closing)
+            self._chars.settle()
+
+    def _begin(self, name: str, *, known_only: bool = False) -> Take:
+        """A call begins; returns what takes its arguments. Everything before it is accounted for."""
+        if not name or (known_only and name not in self._tools):
+            raise MalformedError
+        index = self.num_begun
+        self.num_begun += 1
+        self._chars.settle()
+        self._pass_on(CallBegins(index, name))
+
+        def take(text: str) -> None:
+            self._chars.settle()
+            if text:
+                self._pass_on(Arguments(index, text))
+
+        self.takes_arguments = take
+        return take
+
+    def _complete(self) -> None:
+        """A call's arguments are complete."""
+        self._chars.settle()
+        self.takes_arguments = None
+
+    def _json_calls(self, body: JsonCalls, *, known_only: bool) -> Reader[None]:
+        yield from self._chars.expect(body.brackets[0])
+        while True:
+            yield from self._chars.skip_space()
+            yield from self._json_call(body, known_only=known_only)
+            self._chars.settle()
+            if not body.separator:
+                return
+            following = yield from self._chars.skip_space()
+            if following != body.separator:
+                break
+            yield from self._chars.next()
+        yield from self._chars.expect(body.brackets[1])
+
+    def _json_call(self, body: JsonCalls, *, known_only: bool) -> Reader[None]:
+        chars = self._chars
+        yield from chars.expect("{")
+        name: str | None = None
+        early: str | None = None
+        begun = False
+        while True:
+            yield from chars.skip_space()
+            key = yield from chars.string(JSON, _drop)
+            yield from chars.skip_space()
+            yield from chars.expect(":")
+            first = yield from chars.skip_space()
+            if key == "name" and not begun:
+                name = yield from chars.string(JSON, _drop)
+            elif key in body.arguments and not begun:
+                if name is not None and first == "{":
+                    take, begun = self._begin(name, known_only=known_only), True
+                    yield from chars.value(JSON, take)
+                    self._complete()
+                else:
+                    early = yield from self._early(first)
+            else:
+                yield from chars.value(JSON, _drop)
+            if (yield from chars.skip_space()) != ",":
+                break
+            yield from chars.next()
+        yield from chars.expect("}")
+        if not begun:
+            self._begin(name or "", known_only=known_only)(early or "{}")
+            self._complete()
+
+    def _early(self, first: str) -> Reader[str]:
+        """Arguments that come before the name, or as JSON within a string."""
+        pieces: list[str] = []
+        if first == '"':
+            text = yield from self._chars.string(JSON, _drop)
+            try:
+                if not isinstance(json.loads(text), dict):
+                    raise MalformedError
+            except (ValueError, RecursionError):
+                raise MalformedError from None
+            return text
+        yield from self._chars.value(JSON, pieces.append)
+        if first != "{" and pieces != ["null"]:
+            raise MalformedError
+        return "".join(pieces) if first == "{" else "{}"
+
+    def _named_json(self, body: NamedJsonCall) -> Reader[None]:
+        chars = self._chars
+        name = yield from chars.until("[{")
+        if (yield from chars.skip_space()) == "[":
+            tag = yield from self._tag()
+            if tag == "[CALL_ID]":
+                yield from chars.until("[")
+                tag = yield from self._tag()
+            if tag != body.tag:
+                raise MalformedError
+        if (yield from chars.skip_space()) != "{":
+            yield from chars.next()
+            chars.fail()
+        yield from chars.value(JSON, self._begin(name.strip()))
+        self._complete()
+
+    def _tag(self) -> Reader[str]:
+        inside = yield from self._chars.until("]")
+        yield from self._chars.next()
+        return inside + "]"
+
+    def _xml_call(self) -> Reader[None]:
+        chars = self._chars
+        yield from chars.expect("<function=")
+        name = yield from chars.until(">\n<")
+        yield from chars.expect(">")
+        take = self._begin(name.strip())
+        types = self._tools.get(name.strip(), {})
+        opened = False
+        while True:
+            yield from chars.skip_space()
+            yield from chars.expect("<")
+            if (yield from chars.skip_space()) == "/":
+                yield from chars.expect("/function>")
+                break
+            yield from chars.expect("parameter=")
+            key = (yield from chars.until(">\n<")).strip()
+            yield from chars.expect(">")
+            take(("," if opened else "{") + json.dumps(key, ensure_ascii=False) + ":")
+            opened = True
+            if types.get(key) == "string":
+                yield from self._xml_text(take)
+            else:
+                yield from self._xml_value(take, types.get(key))
+        take("}" if opened else "{}")
+        self._complete()
+
+    def _xml_value(self, take: Take, kind: str | None) -> Reader[None]:
+        """A parameter that is no text: known once it is whole."""
+        pieces: list[str] = []
+        try:
+            yield from self._xml_text(pieces.append)
+        except MalformedError:
+            take("".join(pieces))
+            raise
+        take(_typed(json.loads("".join(pieces)), kind))
+
+    def _xml_text(self, take: Take) -> Reader[None]:
+        """A parameter's text as a JSON string: without one line break at either end."""
+        chars = self._chars
+        take('"')
+        closing = "</parameter>"
+        # What may be the end: a line break, and the closing tag's beginning.
+        held = ""
+        first = True
+        while True:
+            character = yield from chars.next()
+            if not character:
+                # Cut off here: nothing of the text is lost.
+                take(json.dumps(held, ensure_ascii=False)[1:-1])
+                raise MalformedError
+            chars.settle()
+            if first and character == "\n":
+                first = False
+                continue
+            first = False
+            held += character
+            while held:
+                tag = held.removeprefix("\n")
+                if tag == closing:
+                    take('"')
+                    return
+                if closing.startswith(tag):
+                    break
+                take(json.dumps(held[0], ensure_ascii=False)[1:-1])
+                held = held[1:]
+
+    def _python_calls(self) -> Reader[None]:
+        chars = self._chars
+        yield from chars.expect("[")
+        while True:
+            yield from chars.skip_space()
+            name = yield from chars.until("(,=[]{}'\"")
+            yield from chars.expect("(")
+            yield from self._python_arguments(self._begin(name.strip(), known_only=True))
+            chars.settle()
+            if (yield from chars.skip_space()) != ",":
+                break
+            yield from chars.next()
+        yield from chars.expect("]")
+
+    def _python_arguments(self, take: Take) -> Reader[None]:
+        chars = self._chars
+        before = "{"
+        while (yield from chars.skip_space()) != ")":
+            key = (yield from chars.until("=,()")).strip()
+            yield from chars.expect("=")
+            if not key.isidentifier():
+                raise MalformedError
+            take(f"{before}{json.dumps(key, ensure_ascii=False)}:")
+            before = ","
+            yield from chars.value(PYTHON, take)
+            if (yield from chars.skip_space()) != ",":
+                break
+            yield from chars.next()
+        yield from chars.expect(")")
+        take("}" if before == "," else "{}")
+        self._complete()
+
+
+def _drop(text: str) -> None:
+    """Take nothing."""
+
+
+def may_begin(body: object, first: str) -> bool:
+    """Whether a run of calls of that form may begin with a character."""
+    if isinstance(body, JsonCalls):
+        return first == (body.brackets[0] or "{")
+    if isinstance(body, XmlCall):
+        return first == "<"
+    if isinstance(body, PythonCalls):
+        return first == "["
+    return first.isidentifier()
+
+
+def _typed(text: str, kind: str | None) -> str:
+    """A parameter's text as JSON: as what it reads, unless its type says text."""
+    if kind != "string":
+        # Models write Python's words too.
+        words = {"True": "true", "False": "false", "None": "null"}
+        try:
+            return json.dumps(json.loads(words.get(text.strip(), text)), ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            pass  # it reads as nothing but text
+    return json.dumps(text, ensure_ascii=False)
