@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from octavo import SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.sizing import _available_on_gpu
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.storage.arena import BlockLayout
@@ -93,6 +95,15 @@ def test_deterministic_is_refused_where_products_depend_on_the_batch(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="deterministic cannot be guaranteed on device 'cuda'"):
         make_llm(tiny_llama, device="cuda", deterministic=True)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 60), (0.9, 52), (0.25, 0)])
+def test_the_share_of_a_gpus_memory_counts_what_others_have_taken(
+    monkeypatch: pytest.MonkeyPatch, share: float, expected: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (60 << 30, 80 << 30))
+    config = EngineConfig(gpu_memory_utilization=share)
+    assert _available_on_gpu(config, torch.device("cuda")) == expected << 30
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -58,6 +58,7 @@ class RunnerFacts:
     """What the engine needs to know of a runner, wherever that is.
 
     Attributes:
+        layout: of a block's bytes, which other engines must share to read them.
         restore_speed: measured where the choice between swapping and computing again depends on it.
     """
 
@@ -71,6 +72,7 @@ class RunnerFacts:
     eos_token_ids: frozenset[int]
     weight_bytes: int
     attention: str
+    layout: str
     restore_speed: RestoreSpeed | None
 
 
@@ -99,7 +101,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             num_host_blocks=facts.num_host_blocks,
             num_prefix_blocks=facts.num_prefix_blocks,
             # Quantised products round activations: their keys and values are not those of the dequantised weights.
-            identity=(model_fingerprint(Path(source.path)), facts.spec.dtype, config.quantization),
+            identity=(model_fingerprint(Path(source.path)), facts.spec.dtype, config.quantization, facts.layout),
             cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
@@ -221,6 +223,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         eos_token_ids=model.eos_token_ids,
         weight_bytes=model.weight_bytes,
         attention=attention.name,
+        layout=arena.layout.value,
         restore_speed=_restore_speed(config, runner, host, num_host_blocks),
     )
     return runner, facts
