@@ -20,6 +20,10 @@ KV_CACHE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "f
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
+STAGING_MEMORY = 256 << 20
+"""Host memory for prefixes on their way to and from stores, where none is asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(RequestLimits):
     """The options of one engine, the limits of its requests included.
@@ -135,6 +139,10 @@ class EngineConfig(RequestLimits):
         "which blocks of prefixes go to host memory and below: those evicted; of these, those used twice; or all, as "
         "soon as they are computed",
     )
+    kv_disk: str | None = option(
+        None, "directory for prefixes that outlive the process (docs/tiers.md); one server at a time may use it"
+    )
+    kv_disk_size: int | str = option("20GiB", "most bytes that --kv-disk may take there")
     attention_backend: Literal["auto", "native", "triton", "reference"] = option(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
@@ -185,6 +193,16 @@ class EngineConfig(RequestLimits):
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if isinstance(self.kv_cache_memory, int) and self.kv_cache_memory < 1:
             raise ConfigError(f"kv_cache_memory must be positive, got {self.kv_cache_memory}")
+        if isinstance(self.kv_disk_size, str):
+            object.__setattr__(self, "kv_disk_size", parse_bytes(self.kv_disk_size))
+        if isinstance(self.kv_disk_size, bool) or not isinstance(self.kv_disk_size, int) or self.kv_disk_size < 1:
+            raise ConfigError(f"kv_disk_size must be a positive number of bytes, got {self.kv_disk_size!r}")
+        if self.has_stores and self.executor == "process":
+            raise ConfigError("kv_disk and kv_remote need executor 'in_process': they read and write its host memory")
+        if self.has_stores and not self.enable_prefix_caching:
+            raise ConfigError("kv_disk and kv_remote are for prefixes, but enable_prefix_caching is off")
+        if self.has_stores and self.kv_host_memory == 0:
+            object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
         if isinstance(self.kv_host_memory, str):
             object.__setattr__(self, "kv_host_memory", parse_bytes(self.kv_host_memory))
         host = self.kv_host_memory
@@ -201,6 +219,11 @@ class EngineConfig(RequestLimits):
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space!r}")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ConfigError("preemption_mode is 'swap', but swap_space is 0: nothing could be swapped")
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether prefixes go below host memory."""
+        return self.kv_disk is not None
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:

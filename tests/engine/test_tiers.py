@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.host_cache import HostCache
+from octavo.request import RequestContext
+from octavo.sampling_params import SamplingParams
+from octavo.tiers.base import Reason
 from tests.conftest import MakeLLM, runner_of
 from tests.engine.test_same_tokens import alone, assert_same, workload
 from tests.engine.test_swapping import tight
@@ -97,9 +104,6 @@ def test_a_reset_of_the_prefix_cache_forgets_host_memory_too(make_llm: MakeLLM, 
 
 
 def test_another_tenant_finds_nothing_in_host_memory(make_llm: MakeLLM, tiny_llama: Any) -> None:
-    from octavo.request import RequestContext
-    from octavo.sampling_params import SamplingParams
-
     llm = make_llm(tiny_llama, kv_host_memory="2MiB", kv_demotion="all", block_size=4)
     core, cached = llm.core, []
     for tenant in ("a", "b", "b"):
@@ -119,3 +123,105 @@ def test_host_memory_without_a_prefix_cache_or_smaller_than_a_block_is_refused(
         make_llm(tiny_llama, kv_host_memory="1MiB", enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="kv_host_memory is 10 B, but a block and its bookkeeping take"):
         make_llm(tiny_llama, kv_host_memory=10)
+
+
+def disk_options(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"kv_disk": str(folder), "kv_disk_size": "4MiB", "kv_demotion": "all", "block_size": 16, **options}
+
+
+def ask(llm: Any, prompt: list[int]) -> Any:
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return output
+
+
+PROMPT = [3 + i * 7 % 300 for i in range(100)]
+
+
+@pytest.mark.parametrize("cache", ["hashed", "radix"])
+def test_a_restart_finds_its_prefixes_on_disk_and_gives_the_same_tokens(
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, cache: str
+) -> None:
+    options = disk_options(tmp_path, prefix_cache=cache, dtype="bfloat16", deterministic=True)
+    first = make_llm(tiny_llama, **options)
+    cold = ask(first, PROMPT)
+    assert cold.num_cached_tokens == 0
+    first.core.close()
+    second = make_llm(tiny_llama, **options)
+    warm = ask(second, PROMPT)
+    assert warm.cached_by_tier == {"device": 0, "disk": 96}
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert host_of(second).counters.filled == 6
+    second.core.close()
+
+
+def test_a_block_that_is_damaged_on_disk_is_computed_again(make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path) -> None:
+    first = make_llm(tiny_llama, **disk_options(tmp_path))
+    cold = ask(first, PROMPT)
+    first.core.close()
+    slab = next(tmp_path.glob("*/slab-00000.kv"))
+    content = bytearray(slab.read_bytes())
+    written = max(i for i in range(0, len(content), 4096) if any(content[i : i + 4096]))
+    content[written + 5] ^= 1
+    slab.write_bytes(content)
+    second = make_llm(tiny_llama, **disk_options(tmp_path))
+    warm = ask(second, PROMPT)
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert warm.num_cached_tokens < 96
+    assert second.core.tiers.stores[0].counters.read_misses == {Reason.CHECKSUM: 1}
+    second.core.close()
+
+
+def test_a_load_that_is_late_is_computed_and_holds_nobody_up(
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path
+) -> None:
+    first = make_llm(tiny_llama, **disk_options(tmp_path))
+    cold = ask(first, PROMPT)
+    first.core.close()
+    second = make_llm(tiny_llama, **disk_options(tmp_path))
+    (store,) = second.core.tiers.stores
+    read, go = store.medium.read, threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        assert go.wait(20.0)
+        return read(*args)
+
+    store.medium.read = slowly
+    core, finished = second.core, []
+    for name, prompt in (("late", PROMPT), ("other", [9, 8, 7])):
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        core.add(core.make_request(prompt, params, RequestContext(request_id=name)))
+    while core.has_work:
+        finished += [output for output in core.step() if output.finished]
+        if [output.request_id for output in finished] == ["other"]:
+            core.tiers._clock = lambda: float("inf")
+    assert [output.request_id for output in finished] == ["other", "late"]
+    assert finished[1].outputs[0].token_ids == cold.outputs[0].token_ids
+    assert finished[1].num_cached_tokens == 0
+    go.set()
+    core.close()
+    core.tiers.poll()
+    host_of(second)
+
+
+def test_other_weights_find_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path) -> None:
+    first = make_llm(tiny_llama, **disk_options(tmp_path / "kv"))
+    ask(first, PROMPT)
+    first.core.close()
+    tuned = tmp_path / "tuned"
+    shutil.copytree(tiny_llama, tuned)
+    weights = next(tuned.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    second = make_llm(tuned, **disk_options(tmp_path / "kv"))
+    assert ask(second, PROMPT).num_cached_tokens == 0
+    second.core.close()
+
+
+def test_stores_need_the_prefix_cache_and_the_runner_in_process(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need executor 'in_process'"):
+        EngineConfig(kv_disk=str(tmp_path), executor="process")
+    with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
+        EngineConfig(kv_disk=str(tmp_path), enable_prefix_caching=False)
+    assert EngineConfig(kv_disk=str(tmp_path)).kv_host_memory == 256 << 20

@@ -25,6 +25,7 @@ from octavo.checkpoint.pooling_config import model_pooling
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.core import EngineCore
 from octavo.engine.sizing import size_before_loading, size_loaded
+from octavo.engine.tiers import join_stores, tier_identity
 from octavo.errors import ConfigError, ModelNotFoundError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.eviction import RecomputeCost
@@ -89,22 +90,33 @@ def build_engine(config: EngineConfig) -> EngineCore:
     pooling = model_pooling(config.pooling, source)
     runner, facts, tokenizer = _start_runner(config, source)
     grammars = _grammar_compiler(config, facts, lambda: tokenizer)
+    host: HostTier | None = None
     if isinstance(runner, ModelRunner):
         runner.grammars = grammars  # one compiles for both
+        assert isinstance(runner.host, HostTier)
+        host = runner.host
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
+        # Quantised products round activations: their keys and values are not those of the dequantised weights.
+        identity = (
+            model_fingerprint(Path(source.path)),
+            facts.spec.dtype,
+            config.quantization,
+            facts.layout,
+            *tier_identity(config, Path(source.path), facts.attention),
+        )
         kv = assemble_cache(
             config,
             facts.spec,
             facts.num_blocks,
             num_host_blocks=facts.num_host_blocks,
             num_prefix_blocks=facts.num_prefix_blocks,
-            # Quantised products round activations: their keys and values are not those of the dequantised weights.
-            identity=(model_fingerprint(Path(source.path)), facts.spec.dtype, config.quantization, facts.layout),
+            identity=identity,
             cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
+        tiers = None if host is None else join_stores(config, scheduler, kv, host, identity)
     except BaseException:
         runner.close()
         raise
@@ -127,6 +139,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         hidden_size=facts.hidden_size,
         pooling=pooling,
         weight_bytes=facts.weight_bytes,
+        tiers=tiers,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core

@@ -48,6 +48,7 @@ from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
 from octavo.text.tokenizer import Tokenizer
+from octavo.tiers.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class EngineCore:
         hidden_size: int = 0,
         pooling: Pooling = Pooling.LAST,
         weight_bytes: int = 0,
+        tiers: LowerTiers | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -92,6 +94,7 @@ class EngineCore:
         self.hidden_size = hidden_size
         self.pooling = pooling
         self._weight_bytes = weight_bytes
+        self.tiers = tiers
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
@@ -256,6 +259,7 @@ class EngineCore:
             self._recovery.advance()
             plan = self.scheduler.schedule()
             if not plan:
+                self.scheduler.wait_for_loads()
                 return StepNews()
             planned = self.scheduler.planned
             result = self.runner.execute(plan)
@@ -346,6 +350,9 @@ class EngineCore:
         for request_id in self.scheduler.request_ids:
             self.end(request_id)
             self.outputs.forget(request_id)
+        self._flush()
+        if self.tiers is not None:
+            self.tiers.close()
         self.runner.close()
 
     def _release(self) -> None:

@@ -18,7 +18,7 @@ from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_cache import HostCache, Label
 from octavo.kvcache.ledger import CacheLedger, Stock
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, label_of, split_tiers
 from octavo.kvcache.pins import PinTable
@@ -133,6 +133,15 @@ class KVCacheManager:
             return self.match(seq)
         chain, most = self._matchable(seq)
         return split_tiers(self._tiered_matcher.longest(chain, most), self.spec.block_size)
+
+    def missing_labels(self, seq: Sequence) -> list[Label]:
+        """The blocks of a new sequence that neither device nor host has, those that a hit needs first in front."""
+        if self.host_cache is None:
+            return []
+        chain, most = self._matchable(seq)
+        first = self.match_tiers(seq).num_tokens // self.spec.block_size
+        groups = range(len(self._windows))
+        return [label_of(group, chain, index) for index in range(first, most) for group in groups]
 
     def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
         """A hit's tokens by the tier that they come from; where groups of layers differ, the lowest of a block's."""

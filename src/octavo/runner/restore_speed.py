@@ -18,7 +18,7 @@ from octavo.runner.swapping import swap_in, swap_out
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 from octavo.scheduler.preemption import RestoreSpeed
-from octavo.tiers.base import BlockTier
+from octavo.tiers.host import BlockTier
 
 _MEASURED_BYTES = 4 << 20
 # A short prefill twice, for the first of its kind is slow; where that is over soon, a longer one, which says more.

@@ -24,7 +24,7 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling.top_k import argmax
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
-from octavo.tiers.base import BlockTier
+from octavo.tiers.host import BlockTier
 
 # Hidden states that are summed at a time.
 _POOLED_AT_ONCE = 256

@@ -12,7 +12,7 @@ from octavo.kvcache.host_pool import BlockSwap
 from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
-from octavo.tiers.base import BlockTier
+from octavo.tiers.host import BlockTier
 
 # Blocks on their way are in memory twice: two pieces of so many bytes at a time.
 _PIECE_BYTES = 32 << 20

@@ -23,6 +23,7 @@ from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
@@ -34,11 +35,13 @@ from octavo.scheduler.running import RunningSet
 from octavo.scheduler.service import Service
 from octavo.scheduler.step_time import LatencyTarget, StepLoad
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine
+from octavo.scheduler.waiting import WaitingLine, needs_all_tokens
 from octavo.scheduler.yielding import SchedulerCounters, Yielding
 
 DEFAULT_WATERMARK = 0.01
 DEFAULT_HEADROOM_TOKENS = 32
+
+_MOMENT = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Scheduler:
         capacity: what can never be served.
         turns: whose turn it is, where tenants take turns (`TenantQueue`).
         claims: who may take places and blocks of those that run; None: nobody.
+        fetching: requests that wait for stores below host memory; None: there are none.
         on_admitted: told of each request once, when it is given its place for the first time.
     """
 
@@ -102,6 +106,7 @@ class Scheduler:
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
         self._noted: set[RequestId] = set()  # whose admission has been told
         self.on_admitted: Callable[[Request], None] = lambda request: None
+        self.fetching: Fetching | None = None
         self._failures: list[tuple[Request, Exception]] = []
         self.capacity = Capacity(
             kv.spec,
@@ -167,7 +172,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (0 if self.fetching is None else len(self.fetching))
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -235,7 +240,9 @@ class Scheduler:
         self._requests[request.request_id] = request
         if params.use_beam_search:
             self._searches[request.request_id] = BeamDecoding(request)
-        self._waiting.push(request.sequences[0])
+        seq = request.sequences[0]
+        if self.fetching is None or needs_all_tokens(seq) or not self.fetching.begin(seq):
+            self._waiting.push(seq)
 
     def resolve_limits(self, amounts: KVAmounts) -> dict[str, KVLimits]:
         """Floors and caps in blocks of this cache; raises `ConfigError` where they do not go into it. Thread-safe."""
@@ -319,6 +326,8 @@ class Scheduler:
             self._admission.forget(seq)
             self._yielding.swapped.pop(seq.seq_id, None)
         self._held_back.forget(seq)
+        if self.fetching is not None:
+            self.fetching.release(seq)
         self._vacate(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -337,6 +346,9 @@ class Scheduler:
         kv = self.kv
         # A step that failed was never told to `update`.
         kv.abandon_transfers()
+        if self.fetching is not None:
+            for seq in self.fetching.arrived():
+                self._waiting.push(seq)
         shares = self._service.share()
         builder.copies.extend(shares.copies)
         for seq in builder.add_streams(shares.streams, shares.copied):
@@ -451,12 +463,23 @@ class Scheduler:
 
     def hold(self, request: Request) -> None:
         """Let a request that was just added wait until the next `restart` that lets it run."""
-        self._held_back.hold(request.sequences[0], self._waiting)
+        seq = request.sequences[0]
+        if self.fetching is not None and self.fetching.is_waiting(seq):
+            self.fetching.release(seq)
+            self._waiting.push(seq)
+        self._held_back.hold(seq, self._waiting)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long, from the end of the step before where the engine went straight on to its own end."""
         if self._latency is not None:
             self._latency.observe(StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams), seconds)
+        if self.fetching is not None:
+            self.fetching.observe(plan.num_tokens - plan.num_streams, seconds)
+
+    def wait_for_loads(self) -> None:
+        """Where there is nothing to compute: until a block arrives that a request waits for, or for a moment."""
+        if self.fetching is not None and len(self.fetching):
+            self.fetching.wait(_MOMENT)
 
     def release(self) -> StepPlan | None:
         """A plan that makes the runner forget every sequence, where nothing is left to compute and it is worth it."""
@@ -489,6 +512,8 @@ class Scheduler:
         request = seq.request
         if seq.index:
             return
+        if self.fetching is not None:
+            self.fetching.release(seq)
         if request.request_id not in self._noted:
             self._noted.add(request.request_id)
             self.on_admitted(request)

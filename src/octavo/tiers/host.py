@@ -1,12 +1,29 @@
-"""Host memory for the blocks of swapped sequences."""
+"""Host memory for blocks: of swapped sequences first, then of prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from octavo.errors import ConfigError
+
+
+class BlockTier(Protocol):
+    """Memory for whole blocks, by number. It decides nothing: which block goes where is the bookkeeping's.
+
+    Attributes:
+        num_blocks: how many it has room for.
+    """
+
+    num_blocks: int
+
+    def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Store rows uint8 [n, block_bytes], on any device, in the blocks `ids`, all different."""
+
+    def read(self, ids: Sequence[int]) -> torch.Tensor:
+        """The blocks `ids` as rows uint8 [n, block_bytes], in their order; on the CPU, and the caller's to keep."""
 
 
 class HostTier:
@@ -27,6 +44,11 @@ class HostTier:
     @property
     def nbytes(self) -> int:
         return self._bytes.nbytes
+
+    def row(self, block_id: int) -> memoryview:
+        """The memory of a block, for a store that fills or copies it."""
+        row: Any = self._bytes[block_id].numpy()
+        return memoryview(row)
 
     def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         """Store rows uint8 [n, block_bytes], on any device, in the blocks `ids`, all different."""

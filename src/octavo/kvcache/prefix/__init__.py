@@ -36,6 +36,6 @@ def make_prefix_cache(
     if name == "hashed":
         return HashedPrefixCache(identity, spec.block_size), policy
     if name == "radix":
-        radix = RadixPrefixCache(spec.block_size, [group.sliding_window for group in spec.groups])
+        radix = RadixPrefixCache(spec.block_size, [group.sliding_window for group in spec.groups], identity)
         return radix, LeafFirstEviction(policy, radix)
     raise ConfigError(f"prefix_cache must be one of hashed, radix, got {name!r}")

@@ -85,9 +85,11 @@ class RadixPrefixCache:
     Args:
         block_size: tokens per block.
         windows: per group its sliding window, None for full attention.
+        identity: what keys and values depend on beside the tokens; goes into the keys.
     """
 
-    def __init__(self, block_size: int, windows: Sequence[int | None]) -> None:
+    def __init__(self, block_size: int, windows: Sequence[int | None], identity: tuple[str, ...] = ()) -> None:
+        self._identity = (*identity, str(block_size))
         self._block_size = block_size
         self._width = block_size * TOKEN_BYTES
         self._windows = tuple(windows)
@@ -99,10 +101,12 @@ class RadixPrefixCache:
         self._indices = array("i")
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
-        return FullBlocks.of(root_hash(salt), self._block_size, token_ids)
+        return FullBlocks.of(root_hash(*self._identity, salt), self._block_size, token_ids)
 
     def chain(self, salt: str, prompt: FullBlocks | None = None) -> RadixChain:
-        return RadixChain(FullBlocks(root_hash(salt), self._block_size) if prompt is None else prompt, salt)
+        return RadixChain(
+            FullBlocks(root_hash(*self._identity, salt), self._block_size) if prompt is None else prompt, salt
+        )
 
     def reserve(self, num_blocks: int) -> None:
         missing = num_blocks - len(self._nodes)

@@ -1,0 +1,79 @@
+"""Join the stores below host memory to an engine, as its options say."""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+import xxhash
+
+from octavo import kernels
+from octavo.config import EngineConfig
+from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.spec import KVCacheSpec
+from octavo.scheduler.fetching import Fetching
+from octavo.scheduler.scheduler import Scheduler
+from octavo.tiers.base import LAYOUT_VERSION, Store
+from octavo.tiers.disk import DiskMedium
+from octavo.tiers.host import HostTier
+from octavo.tiers.lower import LowerTiers
+
+_READ_BYTES = 8 << 20
+
+
+def tier_identity(config: EngineConfig, path: Path, layout: str) -> tuple[str, ...]:
+    """What the bytes of a block depend on beyond what they do within one process; nothing where none leaves it.
+
+    Args:
+        path: of the model's weights, which are read whole: two fine-tunes may differ in the middle alone.
+        layout: of a block's bytes, as the attention backend wants them.
+    """
+    if not config.has_stores:
+        return ()
+    exact = f"deterministic on {kernels.isa() if kernels.available() else 'torch'}" if config.deterministic else ""
+    return (f"layout {LAYOUT_VERSION}", layout, _digest_of_weights(path), exact)
+
+
+def join_stores(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    kv: KVCacheManager,
+    host: HostTier,
+    identity: tuple[str, ...],
+) -> LowerTiers | None:
+    """Open the stores that the options name; None where they name none.
+
+    Raises:
+        ConfigError: one cannot be used: the message says why.
+    """
+    if kv.host_cache is None or not config.has_stores:
+        return None
+    stores = _open_stores(config, kv.spec, identity)
+    lower = LowerTiers(kv.host_cache, stores, host.row, kv.spec.block_bytes, time.monotonic)
+    scheduler.fetching = Fetching(kv, lower)
+    return lower
+
+
+def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...]) -> list[Store]:
+    groups = ";".join(f"{group.layer_indices},{group.sliding_window}" for group in spec.groups)
+    parts = (*identity, spec.dtype, str(spec.block_size), str(spec.block_bytes), groups)
+    fingerprint = blake2b("\0".join(parts).encode(), digest_size=16).digest()
+    stores: list[Store] = []
+    if config.kv_disk is not None:
+        assert isinstance(config.kv_disk_size, int)
+        describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
+        medium = DiskMedium(Path(config.kv_disk), config.kv_disk_size, fingerprint, spec.block_bytes, describe=describe)
+        stores.append(Store(medium))
+    return stores
+
+
+def _digest_of_weights(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(_READ_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()

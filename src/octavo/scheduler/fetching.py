@@ -1,0 +1,97 @@
+"""Requests whose prefix is on its way from a store: they wait beside the queue, and in nobody's way.
+
+add ──> fetching ──arrived, or too late──> waiting ──admit──> running
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from octavo.kvcache.host_cache import Label
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence, SequenceId, SequenceStatus
+
+# Steps of fewer tokens of prompts say little of what one of them costs.
+_LEAST_TOKENS = 16
+_SMOOTHING = 0.2
+
+
+class Fetcher(Protocol):
+    """Brings blocks from stores to host memory. A fetch is opaque but for what these methods say of it."""
+
+    def prefetch(self, labels: Seq[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
+        """Begin; None where there is nothing to wait for."""
+
+    def poll(self) -> None:
+        """Take in what has arrived."""
+
+    def is_late(self, fetch: Any) -> bool:
+        """Whether it is not to be waited for any longer."""
+
+    def wait(self, seconds: float) -> None:
+        """Until something arrives, or so long."""
+
+    def release(self, fetch: Any) -> None:
+        """Whoever it was for has its blocks, or has ended."""
+
+
+class Fetching:
+    """The requests that wait for a fetch, and those that have what came and are not admitted yet."""
+
+    def __init__(self, kv: KVCacheManager, fetcher: Fetcher) -> None:
+        self._kv = kv
+        self._fetcher = fetcher
+        self._waiting: dict[SequenceId, tuple[Sequence, Any]] = {}
+        self._arrived: dict[SequenceId, Any] = {}
+        self._seconds_per_token: float | None = None
+
+    def __len__(self) -> int:
+        """Requests that wait for a fetch."""
+        return len(self._waiting)
+
+    def begin(self, seq: Sequence) -> bool:
+        """Whether a new sequence is to wait here; it comes out of `arrived` then."""
+        labels = self._kv.missing_labels(seq)
+        if not labels:
+            return False
+        per_token = self._seconds_per_token
+        cost = None if per_token is None else per_token * self._kv.spec.block_size
+        fetch = self._fetcher.prefetch(labels, seq.request.tenant, cost)
+        if fetch is None:
+            return False
+        seq.status = SequenceStatus.PARKED
+        self._waiting[seq.seq_id] = (seq, fetch)
+        return True
+
+    def is_waiting(self, seq: Sequence) -> bool:
+        """Whether a sequence waits for a fetch."""
+        return seq.seq_id in self._waiting
+
+    def arrived(self) -> list[Sequence]:
+        """Those that need not wait any longer."""
+        self._fetcher.poll()
+        ready = [
+            (seq, fetch) for seq, fetch in self._waiting.values() if not fetch.pending or self._fetcher.is_late(fetch)
+        ]
+        for seq, fetch in ready:
+            del self._waiting[seq.seq_id]
+            self._arrived[seq.seq_id] = fetch
+        return [seq for seq, _ in ready]
+
+    def release(self, seq: Sequence) -> None:
+        """A sequence was admitted, or has ended."""
+        _, fetch = self._waiting.pop(seq.seq_id, (seq, None))
+        fetch = fetch or self._arrived.pop(seq.seq_id, None)
+        if fetch is not None:
+            self._fetcher.release(fetch)
+
+    def wait(self, seconds: float) -> None:
+        """Where nothing else is to be done."""
+        self._fetcher.wait(seconds)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens of prompts took so long to compute."""
+        if num_tokens >= _LEAST_TOKENS:
+            took, known = seconds / num_tokens, self._seconds_per_token
+            self._seconds_per_token = took if known is None else known + _SMOOTHING * (took - known)

@@ -1,0 +1,51 @@
+"""Media of every kind over a folder, and labels to store there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from octavo.kvcache.host_cache import Label
+from octavo.tiers.base import Medium, Reason, Store
+from octavo.tiers.disk import DiskMedium
+from octavo.tiers.files import BlockFiles
+
+FINGERPRINT = b"f" * 16
+BLOCK_BYTES = 5000
+SECONDS = 20.0
+
+MEDIA: dict[str, Callable[[Path], Medium]] = {
+    "files": lambda folder: BlockFiles(folder, FINGERPRINT),
+    "disk": lambda folder: disk(folder),
+}
+
+
+def disk(
+    folder: Path, fingerprint: bytes = FINGERPRINT, size: int = 1 << 20, block_bytes: int = BLOCK_BYTES
+) -> DiskMedium:
+    return DiskMedium(folder, size, fingerprint, block_bytes, slab_bytes=128 << 10)
+
+
+def label(number: int, parent: int = 0) -> Label:
+    return Label(digest(number), digest(parent), number.to_bytes(4, "little") * 4)
+
+
+def digest(number: int) -> bytes:
+    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def payload(number: int) -> bytearray:
+    return bytearray((number * 37 + i * i) % 251 for i in range(BLOCK_BYTES))
+
+
+def put(store: Store, *numbers: int) -> list[Reason | None]:
+    transfers = [store.put(label(number), memoryview(payload(number))) for number in numbers]
+    return [outcome for transfer in transfers if transfer.wait(SECONDS) for outcome in transfer.outcomes]
+
+
+def get(store: Store, labels: Sequence[Label], seconds: float = SECONDS) -> tuple[list[Reason | None], list[bytearray]]:
+    buffers = [bytearray(BLOCK_BYTES) for _ in labels]
+    transfer = store.get(labels, [memoryview(buffer) for buffer in buffers], seconds)
+    assert transfer.wait(SECONDS)
+    return transfer.outcomes, buffers

@@ -1,0 +1,202 @@
+"""Slabs on disk: what is torn, flipped, swapped or another model's is a miss, and a restart finds the rest."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.tiers import disk as disk_module
+from octavo.tiers.base import Reason, Store
+from octavo.tiers.disk import ALIGNMENT, DiskMedium, slots_within, stored_blocks
+from octavo.tiers.header import HEADER_BYTES, Header
+from tests.tiers.stores import FINGERPRINT, disk, get, label, payload, put
+
+
+def fill(folder: Path, *numbers: int) -> None:
+    store = Store(disk(folder))
+    assert put(store, *numbers) == [None] * len(numbers)
+    store.close()
+
+
+def load(folder: Path, *numbers: int) -> list[Reason | None]:
+    """After a restart; what is loaded is right."""
+    store = Store(disk(folder))
+    outcomes, buffers = get(store, [label(n) for n in numbers])
+    for number, outcome, buffer in zip(numbers, outcomes, buffers, strict=True):
+        assert outcome is not None or buffer == payload(number)
+    store.close()
+    return outcomes
+
+
+def slab(folder: Path) -> Path:
+    return next(folder.glob("*/slab-00000.kv"))
+
+
+def overwrite(path: Path, at: int, change: bytes | bytearray) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(change)
+
+
+def payload_at(folder: Path, slot: int) -> int:
+    medium = disk(folder)
+    at = medium._payload_at(slot)
+    medium.close()
+    return at
+
+
+def test_a_restart_finds_all_that_was_stored(tmp_path: Path) -> None:
+    fill(tmp_path, *range(40))
+    assert load(tmp_path, *range(40)) == [None] * 40
+
+
+def test_slots_begin_at_multiples_of_4_kib_and_slabs_have_their_size_at_once(tmp_path: Path) -> None:
+    fill(tmp_path, 1)
+    assert payload_at(tmp_path, 0) % ALIGNMENT == payload_at(tmp_path, 1) % ALIGNMENT == 0
+    assert slab(tmp_path).stat().st_blocks * 512 >= slab(tmp_path).stat().st_size
+    assert slots_within(128 << 10, 8192) == 15
+
+
+@pytest.mark.parametrize("at", [0, 2500, 4999])
+def test_a_flipped_bit_in_a_block_is_a_miss_and_the_slot_is_free_again(tmp_path: Path, at: int) -> None:
+    fill(tmp_path, 0, 1)
+    where = payload_at(tmp_path, 0) + at
+    overwrite(slab(tmp_path), where, bytes([payload(0)[at] ^ 4]))
+    store = Store(disk(tmp_path))
+    assert get(store, [label(0), label(1)])[0] == [Reason.CHECKSUM, None]
+    assert get(store, [label(0)])[0] == [Reason.ABSENT]
+    assert put(store, 0) == [None]
+    assert get(store, [label(0)])[1] == [payload(0)]
+    store.close()
+
+
+@pytest.mark.parametrize("at", range(0, HEADER_BYTES, 7))
+def test_a_flipped_bit_in_a_header_is_a_miss(tmp_path: Path, at: int) -> None:
+    fill(tmp_path, 0)
+    with slab(tmp_path).open("rb") as file:
+        file.seek(ALIGNMENT + at)
+        old = file.read(1)[0]
+    overwrite(slab(tmp_path), ALIGNMENT + at, bytes([old ^ 1]))
+    assert load(tmp_path, 0)[0] is not None
+
+
+def test_blocks_that_changed_places_are_misses(tmp_path: Path) -> None:
+    fill(tmp_path, 0, 1)
+    first, second = payload_at(tmp_path, 0), payload_at(tmp_path, 1)
+    overwrite(slab(tmp_path), first, payload(1))
+    overwrite(slab(tmp_path), second, payload(0))
+    assert load(tmp_path, 0, 1) == [Reason.CHECKSUM] * 2
+
+
+def test_a_header_without_its_block_is_a_miss(tmp_path: Path) -> None:
+    """As a crash leaves it where the disk reorders writes."""
+    fill(tmp_path, 0, 1)
+    overwrite(slab(tmp_path), payload_at(tmp_path, 1) + 4096, bytes(904))
+    assert load(tmp_path, 0, 1) == [None, Reason.CHECKSUM]
+
+
+def test_a_slab_that_was_cut_short_is_given_up(tmp_path: Path) -> None:
+    fill(tmp_path, 0, 1)
+    os.truncate(slab(tmp_path), 20_000)
+    assert load(tmp_path, 0, 1) == [Reason.ABSENT] * 2
+
+
+def test_a_slab_cut_while_it_is_used_is_a_miss(tmp_path: Path) -> None:
+    store = Store(disk(tmp_path))
+    put(store, 0)
+    os.truncate(slab(tmp_path), ALIGNMENT)
+    assert get(store, [label(0)])[0] == [Reason.TRUNCATED]
+    store.close()
+
+
+def test_another_fingerprint_or_layout_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, 0)
+    other = Store(disk(tmp_path, b"g" * 16))
+    assert get(other, [label(0)])[0] == [Reason.ABSENT]
+    other.close()
+    (tmp_path / (b"f" * 16).hex()).rename(tmp_path / (b"h" * 16).hex())
+    copied = Store(disk(tmp_path, b"h" * 16))
+    assert get(copied, [label(0)])[0] == [Reason.ABSENT]
+    copied.close()
+    fill(tmp_path, 0)
+    monkeypatch.setattr(disk_module, "LAYOUT_VERSION", 2)
+    assert load(tmp_path, 0) == [Reason.ABSENT]
+
+
+def test_a_full_directory_gives_up_the_least_recently_used(tmp_path: Path) -> None:
+    store = Store(disk(tmp_path, size=128 << 10), num_threads=1)
+    put(store, *range(15))
+    get(store, [label(0)])
+    put(store, 20)
+    assert get(store, [label(n) for n in (0, 1, 2, 20)])[0] == [None, Reason.ABSENT, None, None]
+    assert sum(f.stat().st_size for f in tmp_path.glob("*/slab-*")) <= 128 << 10
+    store.close()
+    assert load(tmp_path, 0, 20) == [None, None]
+
+
+def test_another_models_oldest_blocks_go_for_those_of_this_one(tmp_path: Path) -> None:
+    fill(tmp_path, 0)
+    os.utime(tmp_path / FINGERPRINT.hex(), (0, 0))
+    store = Store(disk(tmp_path, b"g" * 16, size=128 << 10))
+    assert put(store, 5) == [None]
+    store.close()
+    assert [f.name for f in tmp_path.iterdir() if f.is_dir()] == [(b"g" * 16).hex()]
+
+
+def test_only_one_process_writes_to_a_directory_and_the_other_is_told_who(tmp_path: Path) -> None:
+    medium = disk(tmp_path)
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} of .* writes to .* another directory"):
+        disk(tmp_path)
+    medium.close()
+    disk(tmp_path).close()
+
+
+def test_a_disk_that_fills_up_is_a_miss_and_no_other_model_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    fill(tmp_path, 0)
+    store = Store(disk(tmp_path, b"g" * 16))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert put(store, 1, 2) == [Reason.NO_SPACE] * 2
+    store.close()
+    assert load(tmp_path, 0) == [None]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_an_error_of_the_disk_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fails(*args: object) -> int:
+        raise OSError(errno.EIO, "input/output error")
+
+    store = Store(disk(tmp_path))
+    put(store, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, fails)
+        outcome = put(store, 1) if call == "pwrite" else get(store, [label(0)])[0]
+        assert outcome == [Reason.IO_ERROR]
+    assert get(store, [label(0)])[1] == [payload(0)]
+    assert put(store, 1) == [None]
+    assert get(store, [label(1)])[1] == [payload(1)]
+    store.close()
+
+
+def test_a_directory_that_cannot_be_written_or_a_size_below_a_block_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="kv_disk: cannot write to"):
+        disk(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match="kv_disk_size is 5000 bytes, but a block on disk takes 16384"):
+        DiskMedium(tmp_path, 5000, FINGERPRINT, 5000)
+
+
+def test_what_lies_there_can_be_listed_and_proven_without_the_model(tmp_path: Path) -> None:
+    fill(tmp_path, 0, 1, 2)
+    overwrite(slab(tmp_path), payload_at(tmp_path, 1), b"torn")
+    found = list(stored_blocks(tmp_path / FINGERPRINT.hex()))
+    assert [whole for _, whole in found].count(True) == 2
+    assert all(isinstance(header, Header) for header, _ in found)

@@ -1,0 +1,164 @@
+"""What every store promises, whatever it lies on."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from octavo.kvcache.host_cache import Label
+from octavo.tiers.base import LookupResult, Medium, Reason, Store
+from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put
+
+
+@pytest.fixture(params=sorted(MEDIA))
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
+    return MEDIA[request.param](tmp_path)
+
+
+@pytest.fixture
+def store(medium: Medium) -> Iterator[Store]:
+    store = Store(medium)
+    yield store
+    store.close()
+
+
+def test_what_was_stored_is_loaded_to_the_last_byte(store: Store) -> None:
+    assert put(store, 1, 2, 3) == [None] * 3
+    outcomes, buffers = get(store, [label(n) for n in (3, 1, 2)])
+    assert outcomes == [None] * 3
+    assert buffers == [payload(3), payload(1), payload(2)]
+    assert (store.counters.loaded, store.counters.stored) == (3, 3)
+    assert store.counters.read_bytes == 3 * BLOCK_BYTES
+    assert sum(store.counters.read_latency) == 1
+
+
+def test_what_is_not_there_is_a_miss_and_counted(store: Store) -> None:
+    assert store.lookup(label(1).key) in (LookupResult.MISS, LookupResult.HIT_PENDING)
+    assert get(store, [label(1)])[0] == [Reason.ABSENT]
+    assert store.counters.read_misses == {Reason.ABSENT: 1}
+
+
+def test_a_stored_key_is_looked_up(store: Store) -> None:
+    put(store, 1)
+    assert store.lookup(label(1).key) in (LookupResult.HIT, LookupResult.HIT_PENDING)
+
+
+def test_a_block_under_its_key_but_after_another_prefix_is_a_miss(store: Store) -> None:
+    put(store, 1)
+    assert get(store, [label(1, parent=9)])[0] == [Reason.LABEL]
+    assert get(store, [label(1)._replace(tokens=b"other")])[0] == [Reason.LABEL]
+
+
+def test_storing_a_key_twice_changes_nothing(store: Store) -> None:
+    assert put(store, 1, 1) == [None, None]
+    assert get(store, [label(1)])[1] == [payload(1)]
+
+
+def test_a_closed_store_misses_and_may_be_closed_again(store: Store) -> None:
+    put(store, 1)
+    store.close()
+    store.close()
+    assert store.lookup(label(1).key) is LookupResult.MISS
+    assert get(store, [label(1)])[0] == [Reason.CLOSED]
+    assert put(store, 2) == [Reason.CLOSED]
+
+
+class Held:
+    """A medium that does nothing until it is let, then what it is told to."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: BaseException | None = None
+        self.num_reads = 0
+
+    def contains(self, key: bytes) -> bool | None:
+        return True
+
+    def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
+        assert self.go.wait(SECONDS)
+        self.num_reads += len(buffers)
+        if self.error is not None:
+            raise self.error
+        return [None] * len(buffers)
+
+    def write(self, label: Label, payload: memoryview) -> Reason | None:
+        self.read([label], [payload])
+        return None
+
+    def close(self) -> None:
+        self.go.set()
+
+
+def test_what_is_cancelled_or_late_before_it_begins_is_not_read() -> None:
+    medium, now = Held(), [0.0]
+    store = Store(medium, num_threads=1, clock=lambda: now[0])
+    first = store.get([label(0)], [memoryview(bytearray(8))], 10.0)
+    cancelled = store.get([label(1)], [memoryview(bytearray(8))], 10.0)
+    late = store.get([label(2)], [memoryview(bytearray(8))], 10.0)
+    cancelled.cancel()
+    assert not late.done
+    now[0] = 11.0
+    medium.go.set()
+    assert late.wait(SECONDS)
+    assert first.outcomes[0] in (None, Reason.LATE)
+    assert (cancelled.outcomes, late.outcomes) == ([Reason.CANCELLED], [Reason.LATE])
+    assert medium.num_reads <= 1
+    store.close()
+
+
+def test_a_key_that_is_being_written_is_pending() -> None:
+    medium = Held()
+    store = Store(medium)
+    transfer = store.put(label(1), memoryview(b"x"))
+    assert store.lookup(label(1).key) is LookupResult.HIT_PENDING
+    medium.go.set()
+    assert transfer.wait(SECONDS)
+    assert store.lookup(label(1).key) is LookupResult.HIT
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EIO, "bad sector"), Reason.IO_ERROR),
+        (OSError(errno.ENOSPC, "full"), Reason.NO_SPACE),
+        (RuntimeError("whatever"), Reason.IO_ERROR),
+        (SystemExit(3), Reason.IO_ERROR),
+    ],
+)
+def test_whatever_a_medium_raises_is_a_miss_and_after_some_it_is_left_alone(
+    error: BaseException, reason: Reason, caplog: pytest.LogCaptureFixture
+) -> None:
+    medium, now = Held(), [0.0]
+    medium.error = error
+    medium.go.set()
+    store = Store(medium, num_threads=1, most_faults=3, retry_seconds=30.0, clock=lambda: now[0])
+    for _ in range(3):
+        assert store.is_open
+        assert get(store, [label(1)])[0] == [reason]
+    assert not store.is_open
+    assert "failed 3 times in a row" in caplog.text
+    assert store.lookup(label(1).key) is LookupResult.MISS
+    assert get(store, [label(1)])[0] == [Reason.CLOSED]
+    assert store.counters.closings == 1
+    now[0] = 31.0
+    medium.error = None
+    assert get(store, [label(1)])[0] == [None]
+    store.close()
+
+
+def test_more_than_may_wait_is_refused_at_once() -> None:
+    medium = Held()
+    store = Store(medium, num_threads=1, most_waiting=2)
+    transfers = [store.put(label(n), memoryview(b"x")) for n in range(3)]
+    assert transfers[2].done
+    assert transfers[2].outcomes == [Reason.BUSY]
+    medium.go.set()
+    assert transfers[1].wait(SECONDS)
+    store.close()
