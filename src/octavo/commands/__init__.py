@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.commands import bench, calibrate_speed, chat, completion, generate, plan, serve, simulate, top
+from octavo.commands import bench, cache, calibrate_speed, chat, completion, generate, plan, serve, simulate, top
 from octavo.commands.base import Command, add_command
 
 COMMANDS: tuple[Command, ...] = (
@@ -14,6 +14,7 @@ COMMANDS: tuple[Command, ...] = (
     simulate.COMMAND,
     calibrate_speed.COMMAND,
     top.COMMAND,
+    cache.COMMAND,
     completion.COMMAND,
 )
 

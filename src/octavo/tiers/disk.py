@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import struct
 import threading
@@ -211,7 +212,7 @@ class DiskMedium:
         if not self._may_grow:
             return False
         while _slab_bytes_in(self._root) + self._slab_bytes > self._size:
-            others = [f for f in self._root.iterdir() if f.is_dir() and f != self._folder]
+            others = [folder for folder in model_folders(self._root) if folder != self._folder]
             if not others:
                 return False
             oldest = min(others, key=lambda f: f.stat().st_mtime)
@@ -297,10 +298,19 @@ def slots_within(size: int, slot_bytes: int) -> int:
     return count
 
 
-def stored_blocks(folder: Path) -> Iterator[tuple[Header | Reason, bool]]:
+def model_folders(root: Path) -> list[Path]:
+    """The models' folders in a directory of slabs; whatever else lies there is none of ours."""
+    named = (path for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
+
+
+def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header | Reason, bool]]:
     """Every header in one model's folder, and whether header and payload prove each other; for `octavo cache`.
 
     Slots that were never written are skipped.
+
+    Args:
+        prove: read the payloads; else every one is taken to be whole.
     """
     for path in sorted(folder.glob("slab-*.kv")):
         with path.open("rb") as file:
@@ -322,6 +332,9 @@ def stored_blocks(folder: Path) -> Iterator[tuple[Header | Reason, bool]]:
                     continue
                 if isinstance(header, Reason):
                     yield header, False
+                    continue
+                if not prove:
+                    yield header, True
                     continue
                 file.seek(payloads_at + index * slot_bytes)
                 payload = file.read(block_bytes)

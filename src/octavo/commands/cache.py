@@ -1,0 +1,86 @@
+"""`octavo cache`: what lies in a directory of `--kv-disk`, whether it is whole, and away with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from octavo.commands.base import Command
+from octavo.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        choices=["info", "verify", "purge"],
+        help="info: models and their blocks, by the headers; verify: read and prove every block; purge: remove all",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="as given to octavo serve --kv-disk")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.tiers.disk import lock_holder, model_folders
+
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory} is no directory")
+    holder = lock_holder(args.directory)
+    if args.action == "purge":
+        return _purge(args.directory, holder)
+    models = [_look(folder, prove=args.action == "verify") for folder in model_folders(args.directory)]
+    for model in models:
+        named = model["model"] or "a model of unknown name"
+        print(f"{model['fingerprint']}  {named}: {model['blocks']} blocks, {model['bytes'] / 2**20:.1f} MiB of slabs")
+        if model["damaged"]:
+            print("  misses: " + ", ".join(f"{count} {reason}" for reason, count in sorted(model["damaged"].items())))
+    if not models:
+        print(f"{args.directory} holds no blocks")
+    if holder is not None:
+        print(f"in use by {holder}")
+    if args.json:
+        print(json.dumps({"directory": str(args.directory), "in_use_by": holder, "models": models}))
+    return int(any(model["damaged"] for model in models))
+
+
+def _look(folder: Path, *, prove: bool) -> dict[str, Any]:
+    from octavo.tiers.base import Reason
+    from octavo.tiers.disk import stored_blocks
+
+    blocks, damaged = 0, dict[str, int]()
+    for header, whole in stored_blocks(folder, prove=prove):
+        reason = header if isinstance(header, Reason) else None if whole else Reason.CHECKSUM
+        if reason is None:
+            blocks += 1
+        else:
+            damaged[reason.value] = damaged.get(reason.value, 0) + 1
+    try:
+        described = json.loads((folder / "model.json").read_text())
+    except (OSError, ValueError):
+        described = {}
+    name = described.get("model") if isinstance(described, dict) else None
+    size = sum(path.stat().st_size for path in folder.glob("slab-*.kv"))
+    return {"fingerprint": folder.name, "model": name, "blocks": blocks, "bytes": size, "damaged": damaged}
+
+
+def _purge(directory: Path, holder: str | None) -> int:
+    from octavo.tiers.disk import model_folders
+
+    if holder is not None:
+        raise ConfigError(f"{directory} is in use by {holder}: end that first")
+    for folder in model_folders(directory):
+        shutil.rmtree(folder)
+        print(f"removed {folder}")
+    return 0
+
+
+COMMAND = Command(
+    "cache",
+    "look at, verify or remove prefixes on disk",
+    add_arguments,
+    run,
+    description="Look at the directory of --kv-disk: what lies there and for which models, whether it is whole (exit "
+    "code 1 where a block is damaged), or remove it.",
+)
