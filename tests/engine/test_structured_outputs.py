@@ -130,6 +130,23 @@ def test_the_batch_the_chunks_and_preemption_change_no_token(make_llm: MakeLLM, 
     assert_nothing_left(llm)
 
 
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "block_size": 16}])
+def test_64_streams_follow_32_grammars_at_once(make_llm: MakeLLM, tiny_llama: Path, options: dict[str, Any]) -> None:
+    llm = make_llm(tiny_llama, max_num_seqs=64, **options)
+    schemas = [{"type": "array", "items": {"enum": [i, f"n{i}", None]}, "maxItems": 9} for i in range(32)]
+    params = [
+        SamplingParams(max_tokens=120, seed=i, structured_outputs=StructuredOutputsParams(json=schemas[i % 32]))
+        for i in range(64)
+    ]
+    outputs = llm.generate(["x"] * 64, params, use_tqdm=False)
+    for each, output in zip(params, outputs, strict=True):
+        assert_fits(each.structured_outputs, output.outputs[0])
+    assert [o.outputs[0].finish_reason for o in outputs].count(FinishReason.STOP) > 32
+    (again,) = llm.generate("x", params[33], use_tqdm=False)
+    assert again.outputs[0].token_ids == outputs[33].outputs[0].token_ids
+    assert_nothing_left(llm)
+
+
 def test_forced_tokens_take_no_step_of_their_own(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     wanted = StructuredOutputsParams(choice=["the scheduler takes what fits and leaves the rest"])

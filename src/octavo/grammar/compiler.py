@@ -28,7 +28,7 @@ _KEPT, _KEPT_BYTES = 256, 1 << 20
 # Items of a parse, and steps of a lexer, that one mask may take: about a millisecond of the former, 14 of the latter.
 STEP_ITEMS, STEP_FUEL = 20_000, 200_000
 # Items at one place of a parse. Time grows with their cube: with llguidance's 2,000, an ambiguous grammar took 730 ms a
-# token, with 500 it takes 12. Schemas with 900 properties, and 300 tools at once, need less than 250.
+# token, with 500 it takes 17. Schemas with 900 properties, and 300 tools at once, need less than 250.
 ROW_ITEMS = 500
 _SHOWN_REASON = 300
 
