@@ -18,6 +18,24 @@ enum Isa {
 enum Storage { kBf16, kF32, kNumStorages };  // what tensors hold; arithmetic is in float32
 enum Activation { kSilu, kGeluTanh, kNumActivations };
 
+// How keys or values are coded (storage/codec/); plain: floats.
+enum Code { kCodePlain, kCodeE4m3, kCodeE5m2, kCodeInt8, kCodeInt4, kNumCodes };
+
+// The keys or the values of a coded layer. A field is a number beside each vector's codes: [block][kv_head][block_size].
+struct CodedSide {
+    Code code;
+    int64_t code_bytes;      // of one vector
+    const char* field[2];    // the scale, in bf16, and the zero point, a byte; null where the code has none
+    int64_t field_block_stride[2], field_head_stride[2];  // bytes
+    const float* head_scales;                             // [kv_heads] of a calibrated code; else null
+    const char* at(int index, int64_t block, int64_t head, int64_t offset) const {
+        return field[index] ? field[index] + block * field_block_stride[index] + head * field_head_stride[index] +
+                                  offset * (index == 0 ? 2 : 1)
+                            : nullptr;
+    }
+    float scale(int head) const { return head_scales ? head_scales[head] : 1.0f; }
+};
+
 // One layer's keys and values, as in storage/arena.py. A unit is four bytes: a pair of bf16 or one float.
 //   key    [block][kv_head][key_units][block_size] units        key_units = key_dim / pair
 //   value  [block][kv_head][block_size / pair][value_dim] units
@@ -27,6 +45,10 @@ struct LayerKV {
     int64_t num_blocks;
     int kv_heads, key_units, value_dim, block_size;
     Storage storage;
+    // Of a coded layer, laid out as storage/codec/base.py draws it. Then key_units are its dimensions, and `storage` is
+    // what queries, new keys and values, and the output are in.
+    CodedSide key_side, value_side;
+    bool coded() const { return key_side.code != kCodePlain; }
 };
 
 // Attention is cut at these absolute positions, so that the order in which a token's scores are reduced never depends
@@ -65,6 +87,8 @@ struct alignas(64) AttendScratch {
     uint32_t weights[16 * kTile];
     uint32_t values[kTile / 2 * (kMaxHeadDim + 16)];  // of a tile, see tile_attention.h
     float states[kTreeStates * kMaxTaskRows * (kMaxHeadDim + kRowState)];
+    float query_scale[kMaxTaskRows];  // of coded_attention.h's integers, and their sums
+    int32_t query_zero[kMaxTaskRows * 2];
 };
 
 struct RopeTask {
@@ -153,6 +177,7 @@ struct QuantTask {
 struct Kernels {
     const char* name;
     void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
+    void (*attend_coded)(const AttendTask&, AttendScratch&);
     // Merge `count` partial states of one task's rows and write them. They are nodes first_node, first_node + 1, .. of
     // one level of the tree.
     void (*merge[kNumStorages])(const AttendTask&, int first_node, int count, AttendScratch&);

@@ -59,6 +59,90 @@ LayerKV layer_kv(const Tensor& key, const Tensor& value) {
     return kv;
 }
 
+namespace {
+
+Code code_of(const std::string& name) {
+    const char* names[kNumCodes] = {"", "fp8_e4m3", "fp8_e5m2", "int8", "int4"};
+    for (int code = kCodePlain + 1; code < kNumCodes; ++code)
+        if (name == names[code]) return static_cast<Code>(code);
+    require(false, "codec '" + name + "' is not one of fp8_e4m3, fp8_e5m2, int8, int4");
+    return kCodePlain;
+}
+
+// Whether elements along an axis lie so far apart; of one element there is no telling.
+bool strided(const Tensor& tensor, int axis, int64_t stride) {
+    return tensor.shape[axis] <= 1 || tensor.stride[axis] == stride;
+}
+
+// What stands beside the codes of [blocks, heads, block_size] vectors.
+CodedSide coded_side(Code code, const CodedArguments& arguments, const char* name, int64_t blocks, int64_t heads,
+                     int64_t block_size, int64_t code_bytes) {
+    const auto& [_, codes, scale, zero, head_scales] = arguments;
+    CodedSide side{};
+    side.code = code;
+    side.code_bytes = code_bytes;
+    const auto add = [&](int index, const Tensor& field, int64_t bytes) {
+        check_dtype(field, name, DType::u8);
+        check_shape(field, name, {blocks, heads, block_size, bytes});
+        require(strided(field, 3, 1) && strided(field, 2, bytes),
+                std::string(name) + " must have fields that are dense within a head of a block");
+        side.field[index] = field.base;
+        side.field_block_stride[index] = field.stride[0];
+        side.field_head_stride[index] = field.stride[1];
+    };
+    const bool calibrated = code == kCodeE4m3 || code == kCodeE5m2;
+    require(scale.is_null() == calibrated && zero.is_null() == (code != kCodeInt4) && head_scales.is_null() != calibrated,
+            std::string(name) + " must have the fields of their codec");
+    if (!scale.is_null()) add(0, scale, 2);
+    if (!zero.is_null()) add(1, zero, 1);
+    if (calibrated) {
+        check_dense(head_scales, name, DType::f32, {heads});
+        side.head_scales = head_scales.data<float>();
+    }
+    return side;
+}
+
+}  // namespace
+
+LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype) {
+    const Code key_code = code_of(std::get<0>(keys)), value_code = code_of(std::get<0>(values));
+    require(key_code == value_code || (key_code == kCodeInt8 && value_code == kCodeInt4),
+            "keys in '" + std::get<0>(keys) + "' do not go with values in '" + std::get<0>(values) + "'");
+    const Tensor &key = std::get<1>(keys), &value = std::get<1>(values);
+    const bool fp8 = key_code == kCodeE4m3 || key_code == kCodeE5m2;
+    check_dtype(key, "key codes", DType::u8);
+    check_dtype(value, "value codes", DType::u8);
+    check_shape(key, "key codes", {-1, -1, -1, -1, 16, fp8 ? 1 : 4});
+    const int64_t blocks = key.shape[0], heads = key.shape[1], block_size = key.shape[2] * 16;
+    check_shape(value, "value codes", {blocks, heads, block_size, -1});
+    const int64_t key_bytes = key.shape[3] * key.shape[5], value_bytes = value.shape[3];
+    require(strided(key, 5, 1) && strided(key, 4, key.shape[5]) && strided(key, 3, 16 * key.shape[5]) &&
+                strided(key, 2, 16 * key_bytes) && strided(value, 3, 1) && strided(value, 2, value_bytes),
+            "key and value codes must be dense within a head of a block");
+    LayerKV kv{};
+    kv.key = key.base;
+    kv.value = value.base;
+    kv.key_block_stride = key.stride[0];
+    kv.key_head_stride = key.stride[1];
+    kv.value_block_stride = value.stride[0];
+    kv.value_head_stride = value.stride[1];
+    kv.num_blocks = blocks;
+    kv.kv_heads = static_cast<int>(heads);
+    kv.key_units = static_cast<int>(key_bytes * (key_code == kCodeInt4 ? 2 : 1));
+    kv.value_dim = static_cast<int>(value_bytes * (value_code == kCodeInt4 ? 2 : 1));
+    kv.block_size = static_cast<int>(block_size);
+    kv.storage = dtype == DType::bf16 ? kBf16 : kF32;
+    require(heads > 0 && block_size > 0, "a coded layer needs heads and tokens");
+    for (const int dim : {kv.key_units, kv.value_dim})
+        require(dim > 0 && dim % 16 == 0 && dim <= kMaxHeadDim,
+                "heads of coded layers must have a multiple of 16 and at most 256 dimensions, got " + std::to_string(dim));
+    require(value_code != kCodeInt4 || kv.value_dim % 32 == 0,
+            "value_dim of int4 must be a multiple of 32, got " + std::to_string(kv.value_dim));
+    kv.key_side = coded_side(key_code, keys, "keys", blocks, heads, block_size, key_bytes);
+    kv.value_side = coded_side(value_code, values, "values", blocks, heads, block_size, value_bytes);
+    return kv;
+}
+
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name) {
     for (int64_t i = 0; i < count; ++i)
         if (x[i] < 0 || x[i] >= end)

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <string>
+#include <tuple>
 
 #include "bind/tensor.h"
 #include "kernels.h"
@@ -16,6 +17,10 @@ Storage storage_of(const Tensor& tensor, const char* name);
 Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
 void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
 LayerKV layer_kv(const Tensor& key, const Tensor& value);
+// (codec, codes, scales of vectors, zero points, scales of heads): a side of a coded layer; None where there is none.
+using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
+// `dtype`: of what attends and is written.
+LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none

@@ -79,7 +79,7 @@ class BoundDecoder {
 
     void set_exact(bool exact) { decoder_.exact = exact; }
 
-    // For each layer: key cache, value cache, group, window (0: none).
+    // For each layer: keys, values, group, window (0: none). Keys and values are tensors, or a coded layer's arguments.
     void set_caches(const std::vector<std::tuple<nb::object, nb::object, int, int>>& caches) {
         const DecoderShape& s = decoder_.shape;
         require(caches.size() == decoder_.layers.size(), "there are " + std::to_string(decoder_.layers.size()) +
@@ -88,17 +88,14 @@ class BoundDecoder {
         std::vector<LayerCache> bound;
         std::vector<nb::object> kept;
         size_t num_groups = 0;
-        for (const auto& [key_object, value_object, group, window] : caches) {
-            Tensor key, value;
-            require(borrow_tensor(key_object.ptr(), &key) && borrow_tensor(value_object.ptr(), &value),
-                    "key and value cache must be dense CPU tensors");
-            kept.push_back(key_object);
-            kept.push_back(value_object);
-            const LayerKV kv = layer_kv(key, value);
-            check_dtype(key, "key cache", dtype());
-            require(kv.kv_heads == s.kv_heads && kv.key_units * (s.storage == kBf16 ? 2 : 1) == s.key_dim &&
-                        kv.value_dim == s.value_dim,
-                    "the key cache " + key.describe() + " is not for " + std::to_string(s.kv_heads) + " heads of " +
+        for (const auto& [key, value, group, window] : caches) {
+            kept.push_back(key);
+            kept.push_back(value);
+            const LayerKV kv = nb::isinstance<nb::tuple>(key) ? coded_cache(key, value) : float_cache(key, value);
+            const int key_dim = kv.key_units * (s.storage == kBf16 && !kv.coded() ? 2 : 1);
+            require(kv.kv_heads == s.kv_heads && key_dim == s.key_dim && kv.value_dim == s.value_dim,
+                    "a cache of " + std::to_string(kv.kv_heads) + " heads of " + std::to_string(key_dim) + " and " +
+                        std::to_string(kv.value_dim) + " is not for " + std::to_string(s.kv_heads) + " heads of " +
                         std::to_string(s.key_dim) + " and " + std::to_string(s.value_dim));
             require(group >= 0 && window >= 0, "group and window must not be negative");
             bound.push_back({kv, group, window});
@@ -188,6 +185,18 @@ class BoundDecoder {
         require(first >= 0 && first + out.shape[0] <= decoder_.num_kept(),
                 "rows " + std::to_string(first) + " to " + std::to_string(first + out.shape[0]) +
                     " of the last step's " + std::to_string(decoder_.num_kept()) + " are wanted");
+    }
+
+    LayerKV float_cache(const nb::object& key_object, const nb::object& value_object) const {
+        Tensor key, value;
+        require(borrow_tensor(key_object.ptr(), &key) && borrow_tensor(value_object.ptr(), &value),
+                "key and value cache must be dense CPU tensors");
+        const LayerKV kv = layer_kv(key, value);
+        check_dtype(key, "key cache", dtype());
+        return kv;
+    }
+    LayerKV coded_cache(const nb::object& keys, const nb::object& values) const {
+        return coded_layer_kv(nb::cast<CodedArguments>(keys), nb::cast<CodedArguments>(values), dtype());
     }
 
     DType dtype() const { return decoder_.shape.storage == kBf16 ? DType::bf16 : DType::f32; }

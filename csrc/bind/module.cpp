@@ -1,6 +1,7 @@
 // octavo._native: checks what Python passes, releases the GIL, calls the kernels. Documented in src/octavo/kernels/.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -17,17 +18,17 @@ using namespace nb::literals;
 namespace octavo {
 namespace {
 
-void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
-               const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-               const Tensor& context_lens, float scale,
-               int window, float softcap, const Tensor& sinks) {
+void attend_layer(const LayerKV& kv, const Tensor& query, const Tensor& out, const Tensor& block_tables,
+                  const Tensor& table_rows, const Tensor& query_start, const Tensor& context_lens, float scale,
+                  int window, float softcap, const Tensor& sinks) {
     AttentionCall call{};
-    call.kv = layer_kv(key, value);
-    const int pair = call.kv.storage == kBf16 ? 2 : 1;
+    call.kv = kv;
+    const int pair = kv.storage == kBf16 && !kv.coded() ? 2 : 1;
+    const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
     check_rows(query, "query", 3);
     check_rows(out, "out", 3);
-    check_dtype(query, "query", key.dtype);
-    check_dtype(out, "out", key.dtype);
+    check_dtype(query, "query", dtype);
+    check_dtype(out, "out", dtype);
     const int64_t tokens = query.shape[0], heads = query.shape[1];
     check_shape(query, "query", {-1, -1, int64_t{call.kv.key_units} * pair});
     check_shape(out, "out", {tokens, heads, call.kv.value_dim});
@@ -68,12 +69,27 @@ void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, cons
     attend(call);
 }
 
-void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, const Tensor& cos, const Tensor& sin,
-                   const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
-                   float eps) {
-    const LayerKV kv = layer_kv(key, value);
-    const Matrix rows = matrix(qkv, "qkv", key.dtype);
-    const int key_dim = kv.key_units * (kv.storage == kBf16 ? 2 : 1);
+void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
+               const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
+               const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks) {
+    attend_layer(layer_kv(key, value), query, out, block_tables, table_rows, query_start, context_lens, scale, window,
+                 softcap, sinks);
+}
+
+void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
+                     const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
+                     const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks) {
+    storage_of(query, "query");
+    attend_layer(coded_layer_kv(keys, values, query.dtype), query, out, block_tables, table_rows, query_start,
+                 context_lens, scale, window, softcap, sinks);
+}
+
+void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
+                      const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
+                      float eps) {
+    const DType dtype = kv.storage == kBf16 ? DType::bf16 : DType::f32;
+    const Matrix rows = matrix(qkv, "qkv", dtype);
+    const int key_dim = kv.key_units * (kv.storage == kBf16 && !kv.coded() ? 2 : 1);
     const int64_t query_width = rows.width - int64_t{kv.kv_heads} * (key_dim + kv.value_dim);
     require(query_width >= 0 && query_width % key_dim == 0,
             "qkv is " + std::to_string(rows.width) + " wide, which is no number of query heads of " +
@@ -88,8 +104,8 @@ void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, co
     check_dense(slots, "slots", DType::i64, {rows.rows});
     check_range(positions.data<int64_t>(), rows.rows, cos.shape[0], "positions");
     check_range(slots.data<int64_t>(), rows.rows, kv.num_blocks * kv.block_size, "slots");
-    if (!query_norm.is_null()) check_dense(query_norm, "query_norm", key.dtype, {key_dim});
-    if (!key_norm.is_null()) check_dense(key_norm, "key_norm", key.dtype, {key_dim});
+    if (!query_norm.is_null()) check_dense(query_norm, "query_norm", dtype, {key_dim});
+    if (!key_norm.is_null()) check_dense(key_norm, "key_norm", dtype, {key_dim});
     RopeTask task{};
     task.qkv = rows.base;
     task.qkv_stride = rows.stride;
@@ -106,6 +122,20 @@ void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, co
     task.rotary_dim = static_cast<int>(cos.shape[1]) * 2;
     nb::gil_scoped_release release;
     rope_write(kv.storage, task, rows.rows);
+}
+
+void py_rope_write(const Tensor& qkv, const Tensor& key, const Tensor& value, const Tensor& cos, const Tensor& sin,
+                   const Tensor& positions, const Tensor& slots, const Tensor& query_norm, const Tensor& key_norm,
+                   float eps) {
+    rope_write_layer(layer_kv(key, value), qkv, cos, sin, positions, slots, query_norm, key_norm, eps);
+}
+
+void py_rope_write_coded(const Tensor& qkv, const CodedArguments& keys, const CodedArguments& values, const Tensor& cos,
+                         const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& query_norm,
+                         const Tensor& key_norm, float eps) {
+    storage_of(qkv, "qkv");
+    rope_write_layer(coded_layer_kv(keys, values, qkv.dtype), qkv, cos, sin, positions, slots, query_norm, key_norm,
+                     eps);
 }
 
 void py_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& out, float eps) {
@@ -181,6 +211,10 @@ NB_MODULE(_native, m) {
           "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
+    m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
+          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
+    m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
+          "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);

@@ -80,6 +80,7 @@ class StateTree {
 template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
     const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
+        if (task.kv->value_side.code == kCodeInt4) rotate_head_back(total.values(r), task.kv->value_dim);
         const int in_head = r % task.rows_per_head(), token = in_head / task.group_size;
         const int head = r / task.rows_per_head() * task.group_size + in_head % task.group_size;
         float keep = 1.0f, sum = reduce_add(F16::load(total.sum(r)));

@@ -18,8 +18,11 @@ namespace OCTAVO_LEVEL {
 #ifdef OCTAVO_TILES
 #include OCTAVO_TILES
 #endif
+#include "level/hadamard.h"
 #include "level/attention_state.h"
 #include "level/attention_tile.h"
+#include "level/coded_attention.h"
+#include "level/coded_write.h"
 #include "level/rowwise.h"
 #include "level/rope.h"
 #include "level/linear_output.h"
@@ -41,6 +44,7 @@ extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {
     .name = OCTAVO_NAME,
     .attend = {OCTAVO_LEVEL::attend<kBf16>, OCTAVO_LEVEL::attend<kF32>},
+    .attend_coded = OCTAVO_LEVEL::attend_any_code,
     .merge = {OCTAVO_LEVEL::merge<kBf16>, OCTAVO_LEVEL::merge<kF32>},
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
     .rms_norm = {OCTAVO_LEVEL::rms_norm<kBf16>, OCTAVO_LEVEL::rms_norm<kF32>},

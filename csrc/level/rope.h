@@ -24,7 +24,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
     for (int64_t token = token_begin; token < token_end; ++token) {
         T* row = reinterpret_cast<T*>(task.qkv + token * task.qkv_stride);
         const int64_t block = task.slots[token] / kv.block_size, offset = task.slots[token] % kv.block_size;
-        for (int head = 0; head < kv.kv_heads; ++head)
+        for (int head = 0; head < kv.kv_heads && !kv.coded(); ++head)
             for (int unit = 0; unit < kv.key_units; ++unit)
                 ask_to_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
                              (int64_t{unit} * kv.block_size + offset) * 4);
@@ -39,12 +39,20 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
             if (task.key_norm)
                 rms_norm<S>(as_bytes(row), nullptr, task.key_norm, as_bytes(row), task.key_dim, task.norm_eps);
             rotate(row, cos, sin, task.rotary_dim);
+            if (kv.coded()) {
+                write_coded_key(kv, row, task.key_dim, block, head, offset);
+                continue;
+            }
             char* key =
                 const_cast<char*>(kv.key) + block * kv.key_block_stride + head * kv.key_head_stride + offset * 4;
             for (int unit = 0; unit < kv.key_units; ++unit)
                 __builtin_memcpy(key + int64_t{unit} * kv.block_size * 4, as_bytes(row) + unit * 4, 4);
         }
         for (int head = 0; head < kv.kv_heads; ++head, row += kv.value_dim) {
+            if (kv.coded()) {
+                write_coded_value(kv, row, block, head, offset);
+                continue;
+            }
             constexpr int pair = kPair<S>;
             auto* value = reinterpret_cast<T*>(const_cast<char*>(kv.value) + block * kv.value_block_stride +
                                                head * kv.value_head_stride);

@@ -14,6 +14,35 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
 ) -> None: ...
+
+_Coded = tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+def attend_coded(
+    keys: _Coded,
+    values: _Coded,
+    query: Tensor,
+    out: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None: ...
+def rope_write_coded(
+    qkv: Tensor,
+    keys: _Coded,
+    values: _Coded,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> None: ...
 def rope_write(
     qkv: Tensor,
     key: Tensor,
@@ -77,7 +106,7 @@ class Decoder:
         self, embedding_rows: Tensor | None, embedding: list[_Part], final_norm: Tensor, head: list[_Part]
     ) -> None: ...
     def set_exact(self, exact: bool) -> None: ...
-    def set_caches(self, caches: list[tuple[Tensor, Tensor, int, int]]) -> None: ...
+    def set_caches(self, caches: list[tuple[Tensor | _Coded, Tensor | _Coded, int, int]]) -> None: ...
     def logits(self, first: int, out: Tensor) -> None: ...
     def hidden(self, first: int, out: Tensor) -> None: ...
     def forward(

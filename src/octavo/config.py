@@ -92,6 +92,9 @@ class EngineConfig(RequestLimits):
         "how keys and values are kept (docs/kv_codecs.md); auto: the model's dtype; fp8: fp8_e4m3; k8v4: keys in int8, "
         "values in int4",
     )
+    calculate_kv_scales: bool = option(
+        False, "choose the scales of an fp8 or nvfp4 cache by the first tokens that are computed, not the checkpoint's"
+    )
     enable_prefix_caching: bool = option(True, "share computed blocks between requests with a common prefix")
     prefix_cache: Literal["hashed", "radix"] = option(
         "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"

@@ -10,6 +10,7 @@ struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the la
 };
 inline U16 operator&(U16 a, U16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline U16 operator|(U16 a, U16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline U16 operator^(U16 a, U16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline U16 operator+(U16 a, U16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U16 max(U16 a, U16 b) { return {_mm512_max_epi32(a.v, b.v)}; }  // of signed integers
 inline int32_t reduce_max(U16 a) { return _mm512_reduce_max_epi32(a.v); }
@@ -127,6 +128,40 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 // To the nearest integers, in [-128, 127].
 inline void round_to_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+
+// Sixteen bytes as integers, and back.
+inline U16 widen(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline U16 widen_signed(const uint8_t* p) {
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void narrow(U16 x, uint8_t* p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
+}
+
+// 32 numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
+// less there. What is subnormal comes out right.
+inline void load_halves(__m512i halves, F16& low, F16& high) {
+    low = {_mm512_cvtph_ps(_mm512_castsi512_si256(halves))};
+    high = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1))};
+}
+inline F16 load_e5m2(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_cvtph_ps(_mm256_slli_epi16(wide, 8))};
+}
+inline F16 load_e4m3(const uint8_t* p) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))))};
+}
+inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    load_halves(_mm512_slli_epi16(wide, 8), low, high);
+}
+inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    load_halves(_mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<int16_t>(0xbf80))), low, high);
 }
 
 inline void store(U16 x, void* p) { _mm512_storeu_si512(p, x.v); }

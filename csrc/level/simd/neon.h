@@ -24,6 +24,10 @@ inline U16 operator|(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = vorrq_u32(a.v[i], b.v[i]);
     return a;
 }
+inline U16 operator^(U16 a, U16 b) {
+    OCTAVO_QUARTERS a.v[i] = veorq_u32(a.v[i], b.v[i]);
+    return a;
+}
 inline U16 operator+(U16 a, U16 b) {
     OCTAVO_QUARTERS a.v[i] = vaddq_u32(a.v[i], b.v[i]);
     return a;
@@ -221,6 +225,46 @@ inline void round_to_int8(F16 x, int8_t* p) {
     OCTAVO_QUARTERS words[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
     vst1_s8(p, vqmovn_s16(vcombine_s16(words[0], words[1])));
     vst1_s8(p + 8, vqmovn_s16(vcombine_s16(words[2], words[3])));
+}
+
+// Sixteen bytes as integers, and back.
+inline U16 widen(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    return {{vmovl_u16(vget_low_u16(low)), vmovl_u16(vget_high_u16(low)), vmovl_u16(vget_low_u16(high)),
+             vmovl_u16(vget_high_u16(high))}};
+}
+inline U16 widen_signed(const uint8_t* p) {
+    U16 out = widen(p);
+    OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vshlq_n_u32(out.v[i], 24)), 24));
+    return out;
+}
+inline void narrow(U16 x, uint8_t* p) {
+    const uint16x8_t low = vcombine_u16(vmovn_u32(x.v[0]), vmovn_u32(x.v[1]));
+    const uint16x8_t high = vcombine_u16(vmovn_u32(x.v[2]), vmovn_u32(x.v[3]));
+    vst1q_u8(p, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+}
+
+// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8 less
+// there. What is subnormal comes out right.
+inline F16 load_e5m2(const uint8_t* p) {
+    uint16_t halves[16];
+    for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(p[i] << 8);
+    return F16::load_half(halves);
+}
+inline F16 load_e4m3(const uint8_t* p) {
+    uint16_t halves[16];
+    for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+    return F16::load_half(halves);
+}
+
+inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
+    low = load_e5m2(p);
+    high = load_e5m2(p + 16);
+}
+inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
+    low = load_e4m3(p);
+    high = load_e4m3(p + 16);
 }
 
 inline void store(U16 x, void* p) {

@@ -24,6 +24,10 @@ inline U16 operator|(U16 a, U16 b) {
     OCTAVO_LANES a.v[i] |= b.v[i];
     return a;
 }
+inline U16 operator^(U16 a, U16 b) {
+    OCTAVO_LANES a.v[i] ^= b.v[i];
+    return a;
+}
 inline U16 operator+(U16 a, U16 b) {
     OCTAVO_LANES a.v[i] += b.v[i];
     return a;
@@ -212,7 +216,42 @@ inline void round_to_int8(F16 x, int8_t* p) {
     }
 }
 
+// Sixteen bytes as integers, and back.
+inline U16 widen(const uint8_t* p) {
+    U16 out;
+    OCTAVO_LANES out.v[i] = p[i];
+    return out;
+}
+inline U16 widen_signed(const uint8_t* p) {
+    U16 out;
+    OCTAVO_LANES out.v[i] = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(p[i])));
+    return out;
+}
+inline void narrow(U16 x, uint8_t* p) { OCTAVO_LANES p[i] = static_cast<uint8_t>(x.v[i]); }
+
+// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8 less
+// there.
+inline F16 load_e5m2(const uint8_t* p) {
+    F16 out;
+    OCTAVO_LANES out.v[i] = half_to_float(static_cast<uint16_t>(p[i] << 8));
+    return out;
+}
+inline F16 load_e4m3(const uint8_t* p) {
+    F16 out;
+    OCTAVO_LANES out.v[i] = half_to_float(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+    return out;
+}
+
 #undef OCTAVO_LANES
+
+inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
+    low = load_e5m2(p);
+    high = load_e5m2(p + 16);
+}
+inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
+    low = load_e4m3(p);
+    high = load_e4m3(p + 16);
+}
 
 inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
 

@@ -8,10 +8,12 @@ from octavo import kernels
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
 from octavo.storage.arena import FloatKV
+from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 
 _TILE = 16  # tokens and dimensions to a vector
 _MAX_HEAD_DIM = 256
+_CODES = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 class NativeAttention(AttentionBackend):
@@ -27,7 +29,12 @@ class NativeAttention(AttentionBackend):
 
     @staticmethod
     def supports(kv: LayerKV) -> bool:
-        """bfloat16 or float32 on the CPU, blocks and value heads in multiples of 16, heads of at most 256."""
+        """bfloat16 or float32 on the CPU, blocks and value heads in multiples of 16, heads of at most 256.
+
+        Of codecs, fp8_e4m3, fp8_e5m2, int8, k8v4 and int4; heads of multiples of 16, values in int4 of 32.
+        """
+        if isinstance(kv, CodedKV):
+            return _supports_codes(kv)
         if not isinstance(kv, FloatKV):
             return False
         key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
@@ -54,18 +61,41 @@ class NativeAttention(AttentionBackend):
         known = self._supported.get(id(kv))
         if known is None:
             known = self._supported[id(kv)] = kv, self.supports(kv)
+        batched = (batch.groups[kv.group].block_tables, batch.table_rows, batch.query_start, batch.context_lens)
+        if known[1] and isinstance(kv, CodedKV) and query.dtype in kernels.FLOAT_FORMATS:
+            return kernels.attend_coded(
+                kv.keys.for_kernels,
+                kv.values.for_kernels,
+                query,
+                *batched,
+                value_dim=kv.value_dim,
+                scale=scale,
+                window=kv.sliding_window,
+                softcap=softcap,
+                sinks=None if sinks is None else sinks.float(),
+            )
         if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         return kernels.attend(
             kv.key,
             kv.value,
             query,
-            batch.groups[kv.group].block_tables,
-            batch.table_rows,
-            batch.query_start,
-            batch.context_lens,
+            *batched,
             scale=scale,
             window=kv.sliding_window,
             softcap=softcap,
             sinks=None if sinks is None else sinks.float(),
         )
+
+
+def _supports_codes(kv: CodedKV) -> bool:
+    multiple = 2 * _TILE if kv.values.codec.format.name == "int4" else _TILE
+    return (
+        kernels.available()
+        and kv.values.codes.device.type == "cpu"
+        and all(side.codec.format.name in _CODES for side in (kv.keys, kv.values))
+        and kv.block_size % _TILE == 0
+        and kv.keys.dim % _TILE == 0
+        and kv.values.dim % multiple == 0
+        and max(kv.keys.dim, kv.values.dim) <= _MAX_HEAD_DIM
+    )

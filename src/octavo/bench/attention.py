@@ -30,6 +30,9 @@ from octavo.storage.layer_kv import LayerKV
 Kind = Literal["decode", "prefill"]
 BlockSize = int | Literal["max"]
 
+_SOME_CODE = 0x2A  # of every codec a small number, subnormal in none
+_SOME_SCALE = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # 2^-7 in bfloat16
+
 CONTIGUOUS: Literal["max"] = "max"
 
 
@@ -86,9 +89,16 @@ class AttentionCase:
             # Every page is written before it is timed; subnormal numbers would be slow.
             layer.key.fill_(0.5)
             layer.value.fill_(0.5)
+        for coded in arena.coded_layers:
+            for side in (coded.keys, coded.values):
+                side.codes.fill_(_SOME_CODE)
+                for field in side.fields:
+                    field.copy_(_SOME_SCALE if field.shape[-1] == 2 else field.new_tensor(8))
         shuffled = torch.randperm(self.seqs * per_seq, generator=torch.Generator().manual_seed(0)) + 1
         batch = self._batch(shuffled.view(self.seqs, per_seq).int())
-        query = torch.randn(batch.num_tokens, self.heads.query, self.heads.dim).to(arena.dtype)
+        query = torch.randn(batch.num_tokens, self.heads.query, self.heads.dim).to(
+            arena.dtype if spec.format.plain else torch.bfloat16
+        )
         backend = make_backend(self.backend, "cpu")
         return [partial(_attend, backend, layer, query, batch) for layer in arena.layers]
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from octavo.commands import bench, cache, calibrate_speed, chat, completion, generate, plan, serve, simulate, top
+from octavo.commands import (
+    bench,
+    cache,
+    calibrate_speed,
+    chat,
+    completion,
+    generate,
+    plan,
+    quality,
+    serve,
+    simulate,
+    top,
+)
 from octavo.commands.base import Command, add_command
 
 COMMANDS: tuple[Command, ...] = (
@@ -11,6 +23,7 @@ COMMANDS: tuple[Command, ...] = (
     chat.COMMAND,
     bench.COMMAND,
     plan.COMMAND,
+    quality.COMMAND,
     simulate.COMMAND,
     calibrate_speed.COMMAND,
     top.COMMAND,

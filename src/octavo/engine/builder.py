@@ -31,6 +31,7 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
+from octavo.models.kv_scales import choose_scales
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from octavo.models.ops import LayerOps
@@ -60,6 +61,7 @@ class RunnerFacts:
 
     Attributes:
         layout: of a block's bytes, which other engines must share to read them.
+        kv_scales: what tells blocks of other scales apart; empty where the codec has none of its own.
         restore_speed: measured where the choice between swapping and computing again depends on it.
     """
 
@@ -74,6 +76,7 @@ class RunnerFacts:
     weight_bytes: int
     attention: str
     layout: str
+    kv_scales: str
     restore_speed: RestoreSpeed | None
 
 
@@ -104,6 +107,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             facts.spec.dtype,
             config.quantization,
             facts.layout,
+            *([facts.kv_scales] if facts.kv_scales else []),
             *tier_identity(config, Path(source.path), facts.attention),
         )
         kv = assemble_cache(
@@ -216,6 +220,9 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
+    kv_scales = ""
+    if spec.format.calibrated:
+        kv_scales = choose_scales(arena.coded_layers, source, spec.dtype, calculate=config.calculate_kv_scales)
     runner = ModelRunner(
         model,
         arena,
@@ -231,6 +238,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         num_host_blocks=num_host_blocks,
         num_prefix_blocks=num_prefix_blocks,
         max_model_len=max_model_len,
+        kv_scales=kv_scales,
         vocab_size=model.vocab_size,
         hidden_size=model_config.hidden_size,
         eos_token_ids=model.eos_token_ids,
@@ -239,6 +247,9 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         layout=arena.layout.value,
         restore_speed=_restore_speed(config, runner, host, num_host_blocks),
     )
+    for layer in arena.coded_layers:
+        # Only now: what was computed to measure speeds was no text.
+        layer.finds_scales = spec.format.calibrated and config.calculate_kv_scales
     return runner, facts
 
 

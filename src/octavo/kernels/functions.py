@@ -10,6 +10,7 @@ from octavo.kernels.library import native
 
 if TYPE_CHECKING:
     from octavo import _native
+    from octavo.storage.coded_kv import CodedArguments
 
 
 def make_decoder(
@@ -82,6 +83,53 @@ def attend(
         sinks,
     )
     return out
+
+
+def attend_coded(
+    keys: CodedArguments,
+    values: CodedArguments,
+    query: torch.Tensor,
+    block_tables: torch.Tensor,
+    table_rows: torch.Tensor,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    value_dim: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` over keys and values in a codec, which are decoded in registers.
+
+    Args:
+        keys, values: `CodedSide.for_kernels`.
+        query: [num_tokens, num_heads, key_dim] in bfloat16 or float32, which the result is in too.
+
+    Raises:
+        ValueError: a codec without a kernel, and as `attend` does.
+    """
+    out = query.new_empty(query.shape[0], query.shape[1], value_dim)
+    tables = (block_tables, table_rows, query_start, context_lens)
+    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks)
+    return out
+
+
+def rope_write_coded(
+    qkv: torch.Tensor,
+    keys: CodedArguments,
+    values: CodedArguments,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """`rope_write` into keys and values in a codec (`CodedSide.for_kernels`), encoded in the same pass."""
+    native.rope_write_coded(qkv, keys, values, cos, sin, positions, slots, query_norm, key_norm, eps)
 
 
 def rope_write(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from octavo.models.linear import Linear, LinearFactory, make_linear
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
 from octavo.storage.arena import FloatKV
+from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 
 if TYPE_CHECKING:
@@ -165,13 +166,23 @@ class NativeDecoder(LlamaDecoder):
         """Let the library read and write `kv`; False where it cannot."""
         if kv is not self._kv:
             self._kv = kv
-            floats = [layer for layer in kv if isinstance(layer, FloatKV) and layer.key.dtype is self.dtype]
-            self._kv_supported = len(floats) == len(kv) and all(map(NativeAttention.supports, floats))
+            self._kv_supported = all(map(NativeAttention.supports, kv))
+            caches = [
+                (*sides, layer.group, layer.sliding_window or 0)
+                for layer in kv
+                if (sides := self._sides(layer)) is not None
+            ]
+            self._kv_supported = self._kv_supported and len(caches) == len(kv)
             if self._kv_supported:
-                self._native.set_caches(
-                    [(layer.key, layer.value, layer.group, layer.sliding_window or 0) for layer in floats]
-                )
+                self._native.set_caches(caches)
         return self._kv_supported
+
+    def _sides(self, layer: LayerKV) -> tuple[Any, Any] | None:
+        """A layer's keys and values as the library takes them; None where they are of another type than the model."""
+        if isinstance(layer, CodedKV):
+            return layer.keys.for_kernels, layer.values.for_kernels
+        same = isinstance(layer, FloatKV) and layer.key.dtype is self.dtype
+        return (layer.key, layer.value) if same and isinstance(layer, FloatKV) else None
 
     def _reader(self, weights: Weights, linear: LinearFactory = make_linear) -> WeightReader:
         return _PackingReader(self.config, weights, self.dtype, self._quantised)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -13,6 +14,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.native import NativeAttention
 from octavo.models.rotary import Rotation
 from octavo.storage.arena import FloatKV
+from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -127,12 +129,14 @@ class NativeLayerOps(LayerOps):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         native = isinstance(attention, NativeAttention) and attention.supports(kv)
-        if not native or not isinstance(kv, FloatKV) or kv.key.dtype is not qkv.dtype:
+        store: Callable[..., None]
+        if native and isinstance(kv, CodedKV) and not kv.finds_scales:
+            store = partial(kernels.rope_write_coded, qkv, kv.keys.for_kernels, kv.values.for_kernels)
+        elif native and isinstance(kv, FloatKV) and kv.key.dtype is qkv.dtype:
+            store = partial(kernels.rope_write, qkv, kv.key, kv.value)
+        else:
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
-        kernels.rope_write(
-            qkv,
-            kv.key,
-            kv.value,
+        store(
             rotation.cos,
             rotation.sin,
             rotation.positions,

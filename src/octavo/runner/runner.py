@@ -10,6 +10,7 @@ import torch
 
 from octavo import kernels
 from octavo.attention.base import AttentionBackend
+from octavo.attention.reference import ReferenceAttention
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import LlamaDecoder
@@ -54,6 +55,7 @@ class ModelRunner(Executor):
     ) -> None:
         self.model = model
         self.arena = arena
+        self._calibrated = arena.coded_layers if arena.spec.format.calibrated else []
         self.attention = attention
         self.host = host
         self.max_model_len = max_model_len
@@ -110,7 +112,10 @@ class ModelRunner(Executor):
 
     def _compute(self, plan: StepPlan) -> StepResult:
         batch = self._batches.build(plan)
-        step = (batch.token_ids, batch.attention, self.arena.layers, self.attention, batch.logits_indices)
+        attention = self.attention
+        if any(layer.finds_scales for layer in self._calibrated):
+            attention = ReferenceAttention()  # kernels encode by scales that are chosen already
+        step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
         if not batch.scores and not batch.pools:
             with self._computing():
                 if self.graphs is not None and batch.inputs is not None:

@@ -14,6 +14,8 @@ from octavo.storage.codec import Coded, VectorCodec
 from octavo.storage.codec.base import LANES, split_last
 from octavo.storage.layer_kv import LayerKV
 
+CodedArguments = tuple[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
 
 @dataclass(frozen=True, slots=True)
 class CodedSide:
@@ -31,6 +33,13 @@ class CodedSide:
     codes: torch.Tensor
     fields: tuple[torch.Tensor, ...]
     scale: torch.Tensor
+
+    @property
+    def for_kernels(self) -> CodedArguments:
+        """What the C++ library takes: codec, codes, scales of vectors, zero points, scales of heads."""
+        scale, zero = (*self.fields, None, None)[:2]
+        heads = self.scale if self.codec.format.calibrated else None
+        return self.codec.format.name, self.codes, scale, zero, heads
 
     def encode(self, x: torch.Tensor) -> Coded:
         """Encode [tokens, kv_heads, dim]."""
@@ -134,10 +143,10 @@ class CodedKV(LayerKV):
         self.values.scale.copy_(values)
 
     def _find_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Scales that cut off nothing of these tokens."""
+        """Scales that cut off nothing of these tokens, nor of others twice as large: floats lose nothing by room."""
         for side, x in ((self.keys, key), (self.values, value)):
             most = x.float().abs().nan_to_num(0.0, posinf=0.0).amax((0, 2))
-            side.scale.copy_(torch.where(most > 0, most / side.codec.largest, 1.0))
+            side.scale.copy_(torch.where(most > 0, 2 * most / side.codec.largest, 1.0))
         self.finds_scales = False
 
 

@@ -10,6 +10,7 @@ from octavo.bench import report
 from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import block_sizes, positive, positives
 from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.machine import default_num_threads
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=positives, default=default, metavar="N,…", help=f"(default: {default})")
     parser.add_argument("--block-sizes", type=block_sizes, default="16,32,max", metavar="N|max,…", help="(16,32,max)")
     parser.add_argument("--heads", default="9,3,64", metavar="Q,KV,DIM", help="of a layer (default: SmolLM2's 9,3,64)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=tuple(KV_FORMATS),
+        help="of keys and values; queries are bfloat16 beside codecs (default: bfloat16)",
+    )
     parser.add_argument(
         "--decode-tokens", type=positive, default=16384, metavar="N", help="context of all sequences in decode (16384)"
     )

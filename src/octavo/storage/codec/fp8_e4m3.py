@@ -3,7 +3,7 @@
     code    | s eeee mmm |      2^(e-7) (1 + m/8); e = 0: 2^-6 m/8
     fields  none: one float32 scale a head, outside the blocks
 
-Read by the reference alone.
+Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
 """
 
 import torch

@@ -3,7 +3,7 @@
     code    | s eeeee mm |      2^(e-15) (1 + m/4); e = 0: 2^-14 m/4
     fields  none: one float32 scale a head, outside the blocks
 
-Read by the reference alone.
+Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
 """
 
 import torch

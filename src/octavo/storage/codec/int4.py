@@ -10,7 +10,9 @@
     bytes of values                         | 0, n/2 | 1, n/2 + 1 | …
 
 A kernel need not rotate back what it reads: with q' = R q and Q = Σ q', a score is s (q'·c - z Q), and of values
-A = Σ p s c and b = Σ p s z make Rᵀ (A - b 1). Read by the reference alone.
+A = Σ p s c and b = Σ p s z make Rᵀ (A - b 1).
+
+Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
 """
 
 from __future__ import annotations

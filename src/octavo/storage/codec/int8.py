@@ -3,7 +3,9 @@
     code    c = round(x / s), -127 .. 127, ties to even        x ≈ s c
     fields  | s: bfloat16 |      s = max |x| / 127, rounded up
 
-Four dimensions of a token lie together among keys, the operand of VNNI's products. Read by the reference alone.
+Four dimensions of a token lie together among keys, the operand of VNNI's products.
+
+Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
 """
 
 from __future__ import annotations

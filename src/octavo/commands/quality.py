@@ -1,0 +1,92 @@
+"""`octavo quality`: what a codec of the KV cache costs in quality, against the unquantised cache."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench import report
+from octavo.commands.base import Command
+from octavo.commands.bench.workload_options import positive, positives
+from octavo.commands.options import add_engine_options, engine_options
+from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+EXIT_WORSE = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codecs", metavar="NAME,…", help="several codecs in one table; 'all': every one there is")
+    parser.add_argument("--windows", type=positive, default=6, metavar="N", help="pieces of text (default: 6)")
+    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of each (default: 512)")
+    parser.add_argument(
+        "--needle-lengths", type=positives, default="512,1024", metavar="N,…", help="tokens around it (512,1024)"
+    )
+    parser.add_argument(
+        "--max-ppl-increase", type=float, metavar="X", help="exit with 1 where perplexity grows by more, as 0.01"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="a PNG of the table; needs matplotlib (pip install octavo[plot])"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_engine_options(parser, positional_model=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    engine = engine_options(args)
+    asked = engine.pop("kv_cache_dtype", None)
+    codecs = _codecs(args.codecs, asked)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install octavo[plot]")
+
+    from octavo import LLM, __version__
+    from octavo.bench.quality import measure, plot
+
+    longest = max(args.window, *args.needle_lengths) + 160
+    defaults: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": longest, "kv_cache_memory": "512MiB"}
+
+    def make(codec: str) -> LLM:
+        return LLM(**{**defaults, **engine, "kv_cache_dtype": codec})
+
+    results = measure(make, codecs, windows=args.windows, window=args.window, needle_lengths=args.needle_lengths)
+    if args.plot:
+        plot(results, args.plot)
+    rows = [asdict(result) for result in results]
+    if args.json:
+        print(report.as_json_line({"bench": "quality", "version": __version__, "codecs": rows}))
+    else:
+        heading = ("KV cache", "bytes a token", "perplexity", "increase", "KL", "top-1", "needle", "diverges at")
+        lines = [
+            (
+                *(row["kv_cache_dtype"], row["bytes_per_token"], f"{row['perplexity']:.3f}"),
+                *(f"{100 * row['ppl_increase']:+.2f} %", f"{row['kl']:.5f}", f"{100 * row['top1']:.1f} %"),
+                *(f"{100 * row['needle']:.0f} %", f"{row['diverges_at']:.1f}"),
+            )
+            for row in rows
+        ]
+        print("\n".join(report.columns(heading, lines)))
+    limit = args.max_ppl_increase
+    return EXIT_WORSE if limit is not None and any(result.ppl_increase > limit for result in results) else 0
+
+
+def _codecs(given: str | None, asked: str | None) -> list[str]:
+    names = given.split(",") if given else [asked] if asked else []
+    if names == ["all"]:
+        names = [name for name, format in KV_FORMATS.items() if not format.plain]
+    if not names:
+        raise ConfigError("say which codec is compared: --kv-cache-dtype NAME, or --codecs NAME,…, or --codecs all")
+    return names
+
+
+COMMAND = Command(
+    "quality",
+    "what a codec of the KV cache costs in quality",
+    add_arguments,
+    run,
+    "Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval.",
+)

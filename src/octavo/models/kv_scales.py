@@ -1,0 +1,91 @@
+"""Scales of calibrated KV codecs: from a checkpoint, or from the first tokens that are stored.
+
+llm-compressor writes `model.layers.N.self_attn.k_scale` and `v_scale` (`kv_cache_scheme` in the configuration's
+`quantization_config`): one number for a layer, or one for each head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable
+
+import torch
+
+from octavo.checkpoint.model_source import ModelFormat, ModelSource
+from octavo.errors import CorruptModelError, ModelError
+from octavo.storage.coded_kv import CodedKV
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|attention|attn)\.([kv])_scale$")
+
+Scales = dict[int, dict[str, torch.Tensor]]
+"""By layer: "k" and "v", each one number or float32 [kv_heads]."""
+
+
+def checkpoint_scales(names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Scales:
+    """The scales that a checkpoint brings; empty where it brings none."""
+    found: Scales = {}
+    for name in names:
+        if match := _NAME.search(name):
+            found.setdefault(int(match[1]), {})[match[2]] = read(name).float().flatten()
+    return found
+
+
+def apply_scales(layers: list[CodedKV], scales: Scales, source: str) -> str:
+    """Give each layer its scales; returns what tells blocks with these scales from others'.
+
+    Raises:
+        CorruptModelError: a layer without a scale, of another number of heads, or one that is not positive.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for index, layer in enumerate(layers):
+        sides = []
+        for kind in ("k", "v"):
+            scale, heads = scales.get(index, {}).get(kind), len(layer.keys.scale)
+            if scale is None:
+                raise CorruptModelError(f"{source} has KV scales, but no {kind}_scale of layer {index}")
+            if scale.numel() not in (1, heads):
+                raise CorruptModelError(
+                    f"{source}: {kind}_scale of layer {index} has {scale.numel()} numbers for {heads} heads"
+                )
+            if not bool(((scale > 0) & scale.isfinite()).all()):
+                raise CorruptModelError(f"{source}: {kind}_scale of layer {index} is not positive: {scale.tolist()}")
+            sides.append(scale)
+        layer.set_scales(*sides)
+        digest.update(layer.keys.scale.cpu().numpy().tobytes() + layer.values.scale.cpu().numpy().tobytes())
+    logger.info("KV cache scales: from %s", source)
+    return digest.hexdigest()
+
+
+def choose_scales(layers: list[CodedKV], source: ModelSource, dtype: str, *, calculate: bool) -> str:
+    """Choose the scales of calibrated layers; returns their part of every block's key."""
+    if calculate:
+        logger.info("KV cache scales: from the first tokens that are computed")
+        return f"calculated {secrets.token_hex(8)}"  # nobody else's, so nobody else's blocks are found
+    scales = _from(source)
+    if scales:
+        return apply_scales(layers, scales, str(source.path))
+    logger.warning(
+        "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE: %s brings no k_scale and v_scale for kv_cache_dtype %s. Numbers "
+        "beyond what the codec reaches are cut off, small ones are coarse: give --calculate-kv-scales, or use int8, "
+        "which needs no scales",
+        source.path,
+        dtype,
+    )
+    return "1.0"
+
+
+def _from(source: ModelSource) -> Scales:
+    if source.format is not ModelFormat.HUGGINGFACE:
+        return {}
+    from octavo.models.loader import SafetensorsWeights
+
+    try:
+        weights = SafetensorsWeights(source.path)
+    except ModelError:
+        return {}  # what is wrong with the weights, their loader has said
+    return checkpoint_scales(weights.names(), lambda name: weights.get(name, torch.float32))

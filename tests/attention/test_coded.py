@@ -1,0 +1,106 @@
+"""The fused kernels over coded keys and values agree with the reference, at every instruction-set level."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from octavo import kernels
+from octavo.attention.native import NativeAttention
+from octavo.attention.reference import ReferenceAttention
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.storage.arena import KVArena
+from tests.attention.batches import PagedSequences
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+
+CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
+LEVELS = kernels.supported_isas() if kernels.available() else []
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = kernels.isa()
+    kernels.force_isa(request.param)
+    yield request.param
+    kernels.force_isa(before)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_attention_over_codes_is_that_over_what_they_decode_to(level: str, codec: str) -> None:
+    chance = random.Random(level + codec)
+    for dims, group, window, softcap in ((64, 3, None, None), (80 if codec == "int4" else 128, 1, 70, 20.0)):
+        value_dim = 64 if dims == 80 else dims
+        paged = PagedSequences([LayerKVSpec(2, dims, value_dim, window)], 16, 3, 700, dtype=codec)
+        (kv,) = paged.kv
+        kv.set_scales(torch.tensor([0.02, 0.5]), torch.tensor(0.03))
+        sinks = torch.randn(2 * group) if window else None
+        for step in ({0: 600, 1: 40, 2: 5}, {0: 1, 1: 1, 2: 1}, {1: 19, 2: 1}):
+            batch = paged.step(step)
+            x = torch.randn(batch.num_tokens, 2, dims) * chance.choice([1.0, 3.0])
+            x[..., 0] *= 8
+            kv.write(x, torch.randn(batch.num_tokens, 2, value_dim), batch.groups[0].slot_mapping)
+            for dtype, error in ((torch.float32, 2e-3), (torch.bfloat16, 2e-2)):
+                query = torch.randn(batch.num_tokens, 2 * group, dims).to(dtype)
+                how = {"scale": dims**-0.5, "softcap": softcap, "sinks": sinks}
+                assert NativeAttention.supports(kv)
+                found = NativeAttention().attend(kv, query, batch, **how)
+                expected = ReferenceAttention().attend(kv, query, batch, **how)
+                assert torch.allclose(found.float(), expected.float(), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_are_encoded_on_the_way_to_the_bit(level: str, codec: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    spec = KVCacheSpec.build([LayerKVSpec(2, 80, 96)], 16, codec)
+    found, expected = (KVArena(spec, 4) for _ in range(2))
+    tokens = 37
+    qkv = torch.randn(tokens, 6 * 80 + 2 * (80 + 96)) * torch.tensor([0.01, 1.0, 300.0])[torch.arange(tokens) % 3, None]
+    qkv[5] = 0.0
+    qkv = qkv.to(dtype)
+    slots = torch.randperm(48)[:tokens] + 16
+    keys, values = qkv[:, 480:640].view(-1, 2, 80), qkv[:, 640:].view(-1, 2, 96)
+    for arena in (found, expected):
+        arena.coded_layers[0].set_scales(torch.tensor([0.5, 0.02]), torch.tensor(0.1))
+    layer = found.coded_layers[0]
+    # An angle of zero rotates nothing: what is stored is what was projected.
+    still, flat = torch.ones(1, 40), torch.zeros(1, 40)
+    kernels.rope_write_coded(
+        qkv.clone(), layer.keys.for_kernels, layer.values.for_kernels, still, flat, torch.zeros(tokens).long(), slots
+    )
+    expected.layers[0].write(keys, values, slots)
+    assert torch.equal(found._bytes, expected._bytes)
+
+
+def test_what_no_kernel_reads_goes_to_the_reference() -> None:
+    for codec, layer, size in (
+        ("nvfp4", LayerKVSpec(2, 64, 64), 16),
+        ("int8", LayerKVSpec(2, 24, 64), 16),
+        ("int8", LayerKVSpec(2, 64, 64), 8),
+        ("int4", LayerKVSpec(2, 64, 48), 16),
+    ):
+        assert not NativeAttention.supports(KVArena(KVCacheSpec.build([layer], size, codec), 2).layers[0])
+
+
+def test_the_kernels_refuse_what_does_not_fit() -> None:
+    layer = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], 16, "int8"), 2).coded_layers[0]
+    other = KVArena(KVCacheSpec.build([LayerKVSpec(2, 64, 64)], 16, "fp8_e4m3"), 2).coded_layers[0]
+    query, one = torch.zeros(1, 4, 64), torch.zeros(1, dtype=torch.int32)
+    tables = (one.view(1, 1), one.long(), torch.tensor([0, 1]).int(), one + 1)
+    for keys, values in ((layer, other), (other, layer)):
+        with pytest.raises(ValueError, match="do not go with values"):
+            kernels.attend_coded(
+                keys.keys.for_kernels, values.values.for_kernels, query, *tables, value_dim=64, scale=1.0
+            )
+    _, codes, scale, *_ = layer.keys.for_kernels
+    unknown = ("nvfp4", codes, scale, None, None)
+    with pytest.raises(ValueError, match="'nvfp4' is not one of"):
+        kernels.attend_coded(unknown, layer.values.for_kernels, query, *tables, value_dim=64, scale=1.0)
+    with pytest.raises(ValueError, match="must have the fields of their codec"):
+        kernels.attend_coded(
+            ("int8", codes, None, None, None), layer.values.for_kernels, query, *tables, value_dim=64, scale=1.0
+        )

@@ -1,0 +1,52 @@
+"""`octavo quality`: the unquantised cache loses nothing against itself, codecs lose what they lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import cli
+from octavo.bench import quality
+
+ARGUMENTS = ["--windows", "2", "--window", "80", "--needle-lengths", "20", "--dtype", "float32", "--num-threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "english", lambda: "The quick brown fox jumps over the lazy dog. " * 12)
+    monkeypatch.setattr(quality, "GREEDY_TOKENS", 6)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    code = cli.main(["quality", *ARGUMENTS, *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_each_codec_is_compared_with_the_unquantised_cache(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, answer = ask(capsys, str(tiny_llama), "--codecs", "float32,int8,int4", "--max-model-len", "256")
+    plain, same, int8, int4 = answer["codecs"]
+    assert code == 0
+    assert (plain["kv_cache_dtype"], plain["ppl_increase"], plain["kl"], plain["top1"]) == ("float32", 0.0, 0.0, 1.0)
+    assert {**plain} == {**same}
+    assert plain["diverges_at"] == 6
+    assert 0 <= int8["kl"] <= int4["kl"] < 1
+    assert plain["bytes_per_token"] > int8["bytes_per_token"] > int4["bytes_per_token"]
+    assert plain["perplexity"] > 1
+
+
+def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = (str(tiny_llama), "--kv-cache-dtype", "int8", "--max-model-len", "256")
+    assert ask(capsys, *small, "--max-ppl-increase", "-1")[0] == 1
+    assert ask(capsys, *small, "--max-ppl-increase", "0.5")[0] == 0
+
+
+def test_no_codec_to_compare_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quality", "smollm2"]) == 1
+    assert "say which codec is compared" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""Scales of calibrated codecs come from the checkpoint or the first tokens, and a scale of 1.0 is announced."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import CorruptModelError
+from octavo.sampling_params import SamplingParams
+from tests.conftest import MakeLLM
+
+
+def with_scales(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """The model with more tensors, as llm-compressor writes them beside the weights."""
+    shutil.copytree(source, folder)
+    save_file({**load_file(folder / "model.safetensors"), **scales}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def both_layers(key: float, value: float) -> dict[str, torch.Tensor]:
+    names = {"k_scale": key, "v_scale": value}
+    return {f"model.layers.{i}.self_attn.{n}": torch.tensor([x]) for i in range(2) for n, x in names.items()}
+
+
+def test_the_checkpoints_scales_reach_the_cache_and_tell_its_blocks_apart(
+    make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    roots = set()
+    for i, scales in enumerate((both_layers(0.25, 0.5), both_layers(0.25, 0.75))):
+        core = make_llm(with_scales(tiny_llama, tmp_path / str(i), scales), kv_cache_dtype="fp8").core
+        (layer, _) = core.runner.arena.coded_layers
+        assert (layer.keys.scale[0].item(), layer.values.scale[0].item()) == (0.25, 0.5 + 0.25 * i)
+        roots.add(bytes(core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys))
+    assert len(roots) == 2
+    assert "NOBODY CHOSE" not in caplog.text
+
+
+def test_a_scale_of_one_that_nobody_chose_is_announced(
+    make_llm: MakeLLM, tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_llm(tiny_llama, kv_cache_dtype="fp8_e5m2")
+        assert "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE" in caplog.text
+        caplog.clear()
+        make_llm(tiny_llama, kv_cache_dtype="int8")
+        make_llm(tiny_llama, kv_cache_dtype="fp8_e5m2", calculate_kv_scales=True)
+        assert "NOBODY" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.self_attn.v_scale": torch.tensor([0.0])}, "not positive"),
+        ({"model.layers.1.self_attn.v_scale": torch.ones(7)}, "7 numbers"),
+        ({"model.layers.1.self_attn.v_scale": None}, "no v_scale of layer 1"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(
+    make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path, change: dict, message: str
+) -> None:
+    scales = {name: x for name, x in {**both_layers(1.0, 1.0), **change}.items() if x is not None}
+    with pytest.raises(CorruptModelError, match=message):
+        make_llm(with_scales(tiny_llama, tmp_path / "bad", scales), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "nvfp4"])
+def test_the_first_tokens_choose_scales_that_hold_from_then_on(make_llm: MakeLLM, tiny_llama: Path, codec: str) -> None:
+    llm = make_llm(tiny_llama, kv_cache_dtype=codec, calculate_kv_scales=True)
+    layers = llm.core.runner.arena.coded_layers
+    assert all(layer.finds_scales for layer in layers)
+    prompt, params = {"prompt_token_ids": list(range(5, 40))}, SamplingParams(max_tokens=6, temperature=0)
+    (first,) = llm.generate(prompt, params, use_tqdm=False)
+    chosen = [layer.keys.scale.clone() for layer in layers]
+    assert all(bool((scale != 1).all()) for scale in chosen)
+    (again,) = llm.generate(prompt, params, use_tqdm=False)
+    assert again.num_cached_tokens
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert all(torch.equal(a, layer.keys.scale) for a, layer in zip(chosen, layers, strict=True))
