@@ -172,3 +172,16 @@ def test_swapping_is_simulated_where_there_is_a_host_to_swap_to() -> None:
     assert results.preemptions > 0
     assert results.moved_blocks > 0
     assert results.completed == 40
+
+
+def test_host_memory_for_prefixes_gives_back_what_a_small_pool_evicts() -> None:
+    trace = tuple(TraceRequest(float(i), 512, 2, hash_ids=(i % 4,)) for i in range(24))
+    without, beside = (simulate(plan(num_blocks=65, kv_host_memory=size), Demand(trace=trace)) for size in (0, "4GiB"))
+    assert without.cached_tokens == 0
+    assert beside.cached_tokens > 5000
+    assert beside.moved_blocks > without.moved_blocks
+
+
+def test_a_store_on_disk_is_said_not_to_be_simulated() -> None:
+    with pytest.raises(ConfigError, match="not simulated yet"):
+        plan(kv_disk="/tmp/x", kv_host_memory="1GiB")

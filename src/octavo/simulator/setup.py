@@ -11,6 +11,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.formats import kv_format
+from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
@@ -54,6 +55,8 @@ class Plan:
     def __post_init__(self) -> None:
         if (self.speed is None) == (self.machine is None):
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
+        if self.config.has_stores:
+            raise ConfigError("stores on disk and elsewhere are not simulated yet: leave out --kv-disk and --kv-remote")
         if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
             raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
         if self.max_model_len > (limit := self.shape.max_position_embeddings):
@@ -154,6 +157,13 @@ class Plan:
         return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
 
     @property
+    def num_prefix_blocks(self) -> int:
+        """Blocks of host memory for prefixes, as --kv-host-memory says."""
+        assert isinstance(self.config.kv_host_memory, int), "the configuration has parsed it"
+        spec = self.spec
+        return self.config.kv_host_memory // (spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size))
+
+    @property
     def effective_speed(self) -> Speed:
         """The speed with the keys and values of this plan."""
         if self.speed is None:
@@ -182,6 +192,7 @@ class Plan:
             spec,
             self.num_blocks,
             num_host_blocks=self.num_host_blocks,
+            num_prefix_blocks=self.num_prefix_blocks,
             cost=RecomputeCost(spec.block_size, self.shape.hidden_size),
             clock=clock,
         )
