@@ -17,7 +17,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.tiers.base import Reason
 from tests.conftest import MakeLLM, runner_of
 from tests.engine.test_same_tokens import alone, assert_same, workload
-from tests.engine.test_swapping import tight
+from tests.engine.test_swapping import block_bytes, tight
 
 
 def host_of(llm: Any) -> HostCache:
@@ -152,6 +152,9 @@ def test_a_restart_finds_its_prefixes_on_disk_and_gives_the_same_tokens(
     assert warm.cached_by_tier == {"device": 0, "disk": 96}
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     assert host_of(second).counters.filled == 6
+    tiers = second.core.kv_report()["tiers"]
+    assert tiers["disk"]["read_bytes"] == 6 * block_bytes(second.core)
+    assert sum(tiers["host"]["tenants"].values()) + tiers["host"]["free_bytes"] == tiers["host"]["space_bytes"]
     second.core.close()
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
-from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins
+from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
     STEP_FAILED,
@@ -318,6 +318,9 @@ class EngineCore:
         The statistics say the same from then on: looking lets go of expired pins.
         """
         report = kv_report(self.scheduler)
+        if (host := self.scheduler.kv.host_cache) is not None:
+            stores = () if self.tiers is None else self.tiers.stores
+            report["tiers"] = tiers_report(host, stores, self.scheduler.kv.spec.block_bytes)
         self._recorder.on_changed()
         return report
 

@@ -5,16 +5,18 @@ To be called where the scheduler stands still: between two steps, in the thread 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.kvcache.block import BlockState
+from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
+from octavo.tiers.base import LATENCY_BOUNDS, Store
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
 # No state of a block of the pool: in host memory, beside them.
@@ -128,6 +130,40 @@ def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]
     """A tenant's floor and cap for JSON; a cap of null is none."""
     cap = None if limits.cap is None else limits.cap * block_bytes
     return {"floor_bytes": limits.floor * block_bytes, "cap_bytes": cap}
+
+
+def tiers_report(host: HostCache, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
+    """What lies below the device, and what went wrong there: bytes, blocks since the start, misses by reason."""
+    counters = host.counters
+    by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}
+    report: dict[str, Any] = {
+        "host": {
+            "space_bytes": host.num_slots * block_bytes,
+            "free_bytes": host.num_free * block_bytes,
+            "tenants": by_tenant,
+            "stored": counters.stored,
+            "loaded": counters.loaded,
+            "filled": counters.filled,
+            "evicted": counters.evicted,
+            "refused": counters.refused,
+            "lost": counters.lost,
+        }
+    }
+    for store in stores:
+        report[store.name] = {
+            "open": store.is_open,
+            "loaded": store.counters.loaded,
+            "stored": store.counters.stored,
+            "read_bytes": store.counters.read_bytes,
+            "written_bytes": store.counters.written_bytes,
+            "read_misses": {reason.value: count for reason, count in store.counters.read_misses.items()},
+            "write_misses": {reason.value: count for reason, count in store.counters.write_misses.items()},
+            "closings": store.counters.closings,
+            "latency_bounds": list(LATENCY_BOUNDS),
+            "read_latency": list(store.counters.read_latency),
+            "write_latency": list(store.counters.write_latency),
+        }
+    return report
 
 
 def report_fields(report: CacheReport) -> dict[str, Any]:

@@ -247,11 +247,13 @@ class DiskMedium:
             sizes = os.pread(file, _SIZES.size, 0)
             wanted = _SIZES.pack(_SLAB_MAGIC, LAYOUT_VERSION, 0, self._block_bytes, self._slots_per_slab)
             too_many = (len(self._files) + 1) * self._slab_bytes > self._size
-            if sizes != wanted or os.fstat(file).st_size != self._slab_bytes or path != expected or too_many:
+            if sizes != wanted or os.fstat(file).st_size != self._slab_bytes or too_many:
                 logger.warning("disk: %s is of another layout or size, or cut short: it is removed", path)
                 os.close(file)
                 path.unlink()
                 continue
+            if path != expected:
+                path.rename(expected)  # one before it was given up
             first = len(self._files) * self._slots_per_slab
             self._add(file)
             table = os.pread(file, self._slots_per_slab * HEADER_BYTES, ALIGNMENT)

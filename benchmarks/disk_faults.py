@@ -1,0 +1,169 @@
+"""Kill, damage, restart, load: a disk store must never give a wrong byte, whatever happened to it.
+
+    python benchmarks/disk_faults.py [--cycles 10000] [--seed 0] [--out benchmarks/results]
+
+Each cycle forks a process that stores blocks until it is killed with SIGKILL, at a moment drawn at random. Then perhaps
+a bit is flipped, a slab cut, two slots or two headers swapped, a block half overwritten, or the fingerprint or layout
+changed. A restart loads every block that was ever stored: each is right to the last byte, or a miss with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import struct
+import tempfile
+import time
+from collections import Counter
+from hashlib import blake2b
+from pathlib import Path
+
+from octavo.kvcache.host_cache import Label
+from octavo.tiers.base import Reason, Store
+from octavo.tiers.disk import ALIGNMENT, DiskMedium
+from octavo.tiers.header import HEADER_BYTES
+
+BLOCK_BYTES = 20_000
+SLAB_BYTES = 512 << 10
+SIZE = 2 << 20
+NUM_BLOCKS = 120
+FINGERPRINTS = [b"model-one-------", b"model-two-------"]
+FAULTS = ["none", "none", "bit", "cut", "swap slots", "swap headers", "half a block", "layout", "fingerprint"]
+
+
+def label(number: int) -> Label:
+    return Label(digest(number), digest(number - 1), number.to_bytes(4, "little") * 16)
+
+
+def digest(number: int) -> bytes:
+    return blake2b(struct.pack("<q", number), digest_size=16).digest()
+
+
+def payload(fingerprint: bytes, number: int) -> bytes:
+    """Of its own for each model: one model's block would be wrong for the other."""
+    return random.Random(fingerprint + struct.pack("<q", number)).randbytes(BLOCK_BYTES)
+
+
+def open_disk(folder: Path, fingerprint: bytes) -> DiskMedium:
+    return DiskMedium(folder, SIZE, fingerprint, BLOCK_BYTES, slab_bytes=SLAB_BYTES)
+
+
+def write_until_killed(folder: Path, fingerprint: bytes, contents: list[bytes], seed: int) -> None:
+    """In a process of its own; never returns."""
+    rng, store = random.Random(seed), Store(open_disk(folder, fingerprint))
+    while True:
+        number = rng.randrange(NUM_BLOCKS)
+        store.put(label(number), memoryview(contents[number])).wait()
+
+
+def damage(folder: Path, fault: str, rng: random.Random) -> None:
+    slabs = sorted(folder.glob("*/slab-*.kv"))
+    if not slabs or fault == "none":
+        return
+    slab = rng.choice(slabs)
+    slot_bytes = -(-BLOCK_BYTES // ALIGNMENT) * ALIGNMENT
+    size = slab.stat().st_size
+    num_slots = (size - 2 * ALIGNMENT) // slot_bytes
+    first = size - num_slots * slot_bytes
+    a, b = rng.randrange(num_slots), rng.randrange(num_slots)
+    with slab.open("r+b") as file:
+        if fault == "bit":
+            at = rng.randrange(size) if rng.random() < 0.7 else ALIGNMENT + rng.randrange(num_slots * HEADER_BYTES)
+            byte = _read(file.fileno(), at, 1)[0]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << rng.randrange(8)]), at)
+        elif fault == "cut":
+            os.truncate(slab, rng.randrange(size))
+        elif fault in ("swap slots", "swap headers"):
+            start, width = (first, slot_bytes) if fault == "swap slots" else (ALIGNMENT, HEADER_BYTES)
+            ours, theirs = (_read(file.fileno(), start + i * width, width) for i in (a, b))
+            os.pwrite(file.fileno(), theirs, start + a * width)
+            os.pwrite(file.fileno(), ours, start + b * width)
+        elif fault == "half a block":
+            os.pwrite(file.fileno(), rng.randbytes(BLOCK_BYTES // 2), first + a * slot_bytes)
+        elif fault == "layout":
+            os.pwrite(
+                file.fileno(), struct.pack("<I", 2), 8 if rng.random() < 0.5 else ALIGNMENT + a * HEADER_BYTES + 8
+            )
+    if fault == "fingerprint":
+        folders = [folder / fingerprint.hex() for fingerprint in FINGERPRINTS]
+        if all(f.is_dir() for f in folders):
+            aside = folder / "aside"
+            folders[0].rename(aside)
+            folders[1].rename(folders[0])
+            aside.rename(folders[1])
+
+
+def _read(file: int, at: int, count: int) -> bytes:
+    return os.pread(file, count, at)
+
+
+def cycle(folder: Path, contents: dict[bytes, list[bytes]], rng: random.Random, totals: Counter[str]) -> None:
+    fingerprint = rng.choice(FINGERPRINTS)
+    child = os.fork()
+    if not child:
+        try:
+            write_until_killed(folder, fingerprint, contents[fingerprint], rng.randrange(2**32))
+        finally:
+            os._exit(1)
+    time.sleep(rng.uniform(0.002, 0.02))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    totals["killed" if os.WIFSIGNALED(status) else "ended by itself"] += 1
+    fault = rng.choice(FAULTS)
+    totals[f"fault: {fault}"] += 1
+    damage(folder, fault, rng)
+    fingerprint = rng.choice(FINGERPRINTS)
+    medium = open_disk(folder, fingerprint)
+    try:
+        for number in range(NUM_BLOCKS):
+            buffer = bytearray(BLOCK_BYTES)
+            (reason,) = medium.read([label(number)], [memoryview(buffer)])
+            if reason is None:
+                totals["right" if buffer == contents[fingerprint][number] else "WRONG"] += 1
+            else:
+                totals[f"miss: {Reason(reason).value}"] += 1
+    finally:
+        medium.close()
+
+
+def run(cycles: int, seed: int) -> Counter[str]:
+    """Counts of what happened over so many cycles."""
+    contents = {f: [payload(f, number) for number in range(NUM_BLOCKS)] for f in FINGERPRINTS}
+    rng, totals = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder:
+        for _ in range(cycles):
+            cycle(Path(folder), contents, rng, totals)
+    return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for disk_faults.md")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # slabs that are given up are counted as misses
+    began = time.perf_counter()
+    totals = run(options.cycles, options.seed)
+    lines = [
+        "# Kills and damage to the disk store",
+        "",
+        f"`python benchmarks/disk_faults.py --cycles {options.cycles} --seed {options.seed}`, "
+        f"{time.perf_counter() - began:.0f} s. Every block was read again after each cycle.",
+        "",
+        "| what | times |",
+        "|---|---:|",
+        *(f"| {what} | {count:,} |" for what, count in sorted(totals.items())),
+        f"| wrong bytes given | {totals['WRONG']:,} |",
+    ]
+    print("\n".join(lines))
+    if options.out:
+        (options.out / "disk_faults.md").write_text("\n".join(lines) + "\n")
+    raise SystemExit(int(totals["WRONG"] > 0))
+
+
+if __name__ == "__main__":
+    main()
