@@ -113,7 +113,7 @@ def test_end_of_sequence_ends_it_unless_ignored(make_llm: MakeLLM, tiny_llama: P
     tokens = free_run(llm)
     end = next(t for t in tokens[4:] if t not in tokens[:4])
     at = tokens.index(end)
-    llm.core._eos_token_ids = frozenset({end})
+    llm.core.inputs.eos_token_ids = frozenset({end})
     ended = generate(llm, max_tokens=40).outputs[0]
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (tokens[: at + 1], "stop", None)
     # Its text is not part of the text.
@@ -143,7 +143,7 @@ def test_a_stop_string_ends_it_and_is_cut_off(llm: LLM) -> None:
 
 def test_min_tokens_puts_off_every_end(llm: LLM) -> None:
     tokens = free_run(llm)
-    llm.core._eos_token_ids = frozenset({tokens[2]})
+    llm.core.inputs.eos_token_ids = frozenset({tokens[2]})
     ended = generate(llm, min_tokens=10, stop_token_ids=[tokens[4]], max_tokens=40).outputs[0]
     assert len(ended.token_ids) > 10
     assert not {tokens[2], tokens[4]} & set(ended.token_ids[:10]), "an end may not even be drawn"

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.engine.builder import build_engine
-from octavo.engine.core import Prompt
+from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputKind, RequestOutput
 from octavo.errors import RequestError, RequestFailedError

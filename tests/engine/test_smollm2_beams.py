@@ -67,7 +67,7 @@ def model() -> Any:
 
 
 def assert_searches_agree(llm: LLM, model: Any, prompts: list[str], width: int, rules: Rules) -> None:
-    end_of_sequence = sorted(llm.core._eos_token_ids)
+    end_of_sequence = sorted(llm.core.inputs.eos_token_ids)
     ends = [token for end in ENDS for token in llm.tokenizer.encode(end)] if rules.ends else []
     how: dict[str, Any] = {"length_penalty": rules.length_penalty, "early_stopping": rules.early_stopping}
     params = SamplingParams(use_beam_search=True, n=width, max_tokens=MAX_TOKENS, stop_token_ids=ends, **how)

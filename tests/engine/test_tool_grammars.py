@@ -136,7 +136,7 @@ def test_the_grammar_of_an_answer_begins_after_its_reasoning(
     thinks = reasoning_format(kind, None)
     assert thinks is not None
     part = Dialect(None, thinks, in_reasoning=is_open).reasoning_part
-    grammar = core._grammars.begin(replace(wanted, reasoning=part))
+    grammar = core.inputs.grammars.begin(replace(wanted, reasoning=part))
 
     def fits(text: str) -> bool:
         token_ids = core.tokenizer.encode(text, add_special_tokens=False)

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from octavo.config import EngineConfig
-from octavo.engine.core import EngineCore, Prompt
+from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
+from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
 from octavo.engine.watchdog import Watchdog

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-import random
 import time
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
+from octavo.engine.input_processor import InputProcessor, Prompt
 from octavo.engine.inspection import PinInfo, kv_report, limits_in_bytes, list_pins, tiers_report
 from octavo.engine.outputs import (
     GRAMMAR_TOO_COMPLEX,
@@ -27,10 +24,10 @@ from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
 from octavo.engine.recovery import Recovery
 from octavo.engine.stopping import StopStrings
-from octavo.errors import ContextLengthError, GrammarError, LogitsError, RequestError
+from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.observe.stats import EngineStats
-from octavo.pooling import PooledStates, Pooling
+from octavo.pooling import Pooling
 from octavo.request import (
     DEFAULT_CONTEXT,
     FinishReason,
@@ -44,18 +41,10 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
 from octavo.scheduler.scheduler import Scheduler
-from octavo.structured_outputs import StructuredOutputsParams
-from octavo.text.bad_words import bad_word_token_ids
-from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.lower import LowerTiers
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Seq[int]
-
-# The scheduler computes a prompt only to sample after it; what it samples is of no interest.
-_EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 class EngineCore:
@@ -98,15 +87,19 @@ class EngineCore:
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self._recorder = StatsRecorder(self.stats, scheduler)
-        self._eos_token_ids = eos_token_ids
-        self._grammars = grammars
+        self.inputs = InputProcessor(
+            config=config,
+            scheduler=scheduler,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            grammars=grammars,
+        )
         self.default_sampling = dict(default_sampling or {})
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
         scheduler.on_admitted = self._book_admission
-        self._ids = itertools.count()
-        self._seeds = random.Random(config.seed)
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
     @property
@@ -131,83 +124,8 @@ class EngineCore:
         *,
         add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and validate a request; thread-safe, because it touches no engine state but the seed.
-
-        Where `context` asks for an embedding, `params` is of no consequence.
-
-        Raises:
-            RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
-            ContextLengthError, CapacityError: it could never be served; the message has the numbers.
-        """
-        if context.pooling is not None:
-            params = _EMBEDDING
-        self.config.check_sampling(params)
-        self.config.check_structured_outputs(params.structured_outputs)
-        self.config.check_context(context.priority, context.cache_salt)
-        token_ids = self._tokenize(prompt, add_special_tokens)
-        check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
-        check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
-        check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
-        bad_word_ids = self._bad_word_ids(params.bad_words)
-        if params.min_tokens and len(self._eos_token_ids.union(params.stop_token_ids)) >= self.vocab_size:
-            raise RequestError(
-                f"stop_token_ids and the model's end-of-sequence are all {self.vocab_size} tokens of the vocabulary: "
-                f"nothing is left for the first {params.min_tokens} tokens (min_tokens)",
-                param="stop_token_ids",
-            )
-        if params.allowed_token_ids is not None:
-            ends = self._eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
-            never = ends.union(ids[0] for ids in bad_word_ids if len(ids) == 1)
-            if never.issuperset(params.allowed_token_ids):
-                raise RequestError(
-                    f"none of the {len(params.allowed_token_ids)} allowed_token_ids could be drawn: bad_words, or "
-                    "min_tokens where they end the output, rule them all out",
-                    param="allowed_token_ids",
-                )
-        if params.use_beam_search and params.num_sequences > self.vocab_size:
-            raise RequestError(
-                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
-                param=params.width_param,
-            )
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = self._longest_output(len(token_ids), context.tenant)
-            params = params.with_max_tokens(max_tokens)
-        pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
-        self.scheduler.capacity.check(
-            len(token_ids), 0 if pooled else max_tokens, params.num_sequences, params.width_param, context.tenant
-        )
-        request = Request(
-            request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=self._eos_token_ids,
-            arrival_time=time.monotonic(),
-            priority=context.priority,
-            tenant=context.tenant,
-            cache_salt=_hash_salt(context.cache_salt),
-            cache_group=context.cache_group,
-            weight=context.weight,
-            pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            traceparent=context.traceparent,
-            bad_word_ids=bad_word_ids,
-            pooled=pooled,
-        )
-        # Here, because the thread that steps shall not do it.
-        if params.structured_outputs is not None:
-            request.grammar = self._compile(params.structured_outputs)
-        self.scheduler.kv.hash_prompt(request)
-        return request
-
-    def _bad_word_ids(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
-        if not words:
-            return ()
-        if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, and this model came without one", param="bad_words")
-        found = bad_word_token_ids(self.tokenizer, words)
-        self.config.check_bad_word_tokens(max(map(len, found), default=0))
-        return found
+        """Tokenise and validate a request, as `InputProcessor.make_request`; thread-safe."""
+        return self.inputs.make_request(prompt, params, context, add_special_tokens=add_special_tokens)
 
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
         """Queue a request that `make_request` made, whose outputs `step` and `abort` return."""
@@ -380,11 +298,6 @@ class EngineCore:
         else:
             self.scheduler.flushed(done=True)
 
-    def _compile(self, wanted: StructuredOutputsParams) -> object:
-        if self._grammars is None:
-            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
-        return self._grammars.compile(wanted)
-
     def _fail(self, requests: list[Request]) -> list[Ended]:
         """The news of requests that have ended with an error."""
         for request in requests:
@@ -410,40 +323,6 @@ class EngineCore:
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
-
-    def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:
-        """Output tokens that fit beside a prompt: as many as the model's length, the cache and a tenant's cap allow."""
-        if num_prompt_tokens >= self.max_model_len:
-            raise ContextLengthError(
-                f"this model's maximum context length is {self.max_model_len} tokens, "
-                f"but the prompt alone has {num_prompt_tokens}",
-                param="prompt",
-            )
-        # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
-        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
-
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self._encode(prompt, add_special_tokens)
-        else:
-            token_ids = copy_token_ids(prompt, self.vocab_size, "prompt")
-        if not token_ids:
-            raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
-        return token_ids
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
-        check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        check_token_ids(token_ids, self.vocab_size, "prompt")
-        return token_ids
-
-
-def _hash_salt(cache_salt: str) -> str:
-    """A salt of a fixed length in place of a client's own, to which every cached block of its requests refers."""
-    encoded = cache_salt.encode(errors="surrogatepass")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest() if encoded else ""
 
 
 def _without(updates: list[SequenceUpdate], failures: list[tuple[Request, Exception]]) -> list[SequenceUpdate]:

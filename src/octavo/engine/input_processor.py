@@ -1,0 +1,180 @@
+"""Turns prompts into requests: tokenised, checked, hashed, and with their grammar compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Sequence as Seq
+
+from octavo.config import EngineConfig
+from octavo.errors import ContextLengthError, RequestError
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.pooling import PooledStates
+from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler.scheduler import Scheduler
+from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.bad_words import bad_word_token_ids
+from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
+from octavo.text.tokenizer import Tokenizer
+
+Prompt = str | Seq[int]
+
+# The scheduler computes a prompt only to sample after it; what it samples is of no interest.
+_EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+class InputProcessor:
+    """Makes the requests of one engine, on any thread: it changes nothing of the engine but the state of its seeds.
+
+    Args:
+        eos_token_ids: ids that end every request which does not ignore them.
+        grammars: compiles structured outputs; None: none is served.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        grammars: GrammarCompiler | None,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = scheduler.config.max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.grammars = grammars
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        context: RequestContext = DEFAULT_CONTEXT,
+        *,
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Tokenise and validate a request.
+
+        Where `context` asks for an embedding, `params` is of no consequence.
+
+        Raises:
+            RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
+            ContextLengthError, CapacityError: it could never be served; the message has the numbers.
+        """
+        if context.pooling is not None:
+            params = _EMBEDDING
+        self.config.check_sampling(params)
+        self.config.check_structured_outputs(params.structured_outputs)
+        self.config.check_context(context.priority, context.cache_salt)
+        token_ids = self._tokenize(prompt, add_special_tokens)
+        check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
+        check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
+        bad_word_ids = self._bad_word_ids(params.bad_words)
+        if params.min_tokens and len(self.eos_token_ids.union(params.stop_token_ids)) >= self.vocab_size:
+            raise RequestError(
+                f"stop_token_ids and the model's end-of-sequence are all {self.vocab_size} tokens of the vocabulary: "
+                f"nothing is left for the first {params.min_tokens} tokens (min_tokens)",
+                param="stop_token_ids",
+            )
+        if params.allowed_token_ids is not None:
+            ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
+            never = ends.union(ids[0] for ids in bad_word_ids if len(ids) == 1)
+            if never.issuperset(params.allowed_token_ids):
+                raise RequestError(
+                    f"none of the {len(params.allowed_token_ids)} allowed_token_ids could be drawn: bad_words, or "
+                    "min_tokens where they end the output, rule them all out",
+                    param="allowed_token_ids",
+                )
+        if params.use_beam_search and params.num_sequences > self.vocab_size:
+            raise RequestError(
+                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
+                param=params.width_param,
+            )
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self._longest_output(len(token_ids), context.tenant)
+            params = params.with_max_tokens(max_tokens)
+        pooled = None if context.pooling is None else PooledStates(context.pooling, len(token_ids))
+        self.scheduler.capacity.check(
+            len(token_ids), 0 if pooled else max_tokens, params.num_sequences, params.width_param, context.tenant
+        )
+        request = Request(
+            request_id=RequestId(context.request_id or f"req-{next(self._ids)}"),
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            arrival_time=time.monotonic(),
+            priority=context.priority,
+            tenant=context.tenant,
+            cache_salt=_hash_salt(context.cache_salt),
+            cache_group=context.cache_group,
+            weight=context.weight,
+            pins=tuple(sorted(context.pins, key=lambda pin: pin.num_tokens)),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            traceparent=context.traceparent,
+            bad_word_ids=bad_word_ids,
+            pooled=pooled,
+        )
+        # Here, because the thread that steps shall not do it.
+        if params.structured_outputs is not None:
+            request.grammar = self._compile(params.structured_outputs)
+        self.scheduler.kv.hash_prompt(request)
+        return request
+
+    def _bad_word_ids(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this model came without one", param="bad_words")
+        found = bad_word_token_ids(self.tokenizer, words)
+        self.config.check_bad_word_tokens(max(map(len, found), default=0))
+        return found
+
+    def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:
+        """Output tokens that fit beside a prompt: as many as the model's length, the cache and a tenant's cap allow."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_model_len} tokens, "
+                f"but the prompt alone has {num_prompt_tokens}",
+                param="prompt",
+            )
+        # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
+        return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
+
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self._encode(prompt, add_special_tokens)
+        else:
+            token_ids = copy_token_ids(prompt, self.vocab_size, "prompt")
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
+        return token_ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
+        check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_token_ids(token_ids, self.vocab_size, "prompt")
+        return token_ids
+
+    def _compile(self, wanted: StructuredOutputsParams) -> object:
+        if self.grammars is None:
+            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
+        return self.grammars.compile(wanted)
+
+
+def _hash_salt(cache_salt: str) -> str:
+    """A salt of a fixed length in place of a client's own, to which every cached block of its requests refers."""
+    encoded = cache_salt.encode(errors="surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest() if encoded else ""
