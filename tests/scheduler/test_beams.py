@@ -174,7 +174,7 @@ def test_an_abort_at_any_step_leaves_nothing() -> None:
             assert (
                 engine.kv.pool.num_active == engine.scheduler.num_promised_places == engine.scheduler.num_waiting == 0
             )
-            assert not engine.scheduler._searches
+            assert not engine.scheduler._advancing._searches
 
 
 def test_more_beams_than_run_at_once_are_refused_with_the_numbers() -> None:

@@ -18,10 +18,10 @@ from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
+from octavo.scheduler.advancing import Advancing
 from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
-from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
@@ -102,8 +102,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._pinning = Pinning(kv, self._fail)
         self._held_back = HeldBack()
-        self._sampling = Sampling(config.max_model_len)
-        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+        self._advancing = Advancing(kv, self, turns, config.max_model_len, self._fail)
         self._noted: set[RequestId] = set()  # whose admission has been told
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None
@@ -238,8 +237,7 @@ class Scheduler:
         if self.config.priority_seconds is not None:
             request.due_time = request.arrival_time + self.config.priority_seconds * request.priority
         self._requests[request.request_id] = request
-        if params.use_beam_search:
-            self._searches[request.request_id] = BeamDecoding(request)
+        self._advancing.begin(request)
         seq = request.sequences[0]
         if self.fetching is None or needs_all_tokens(seq) or not self.fetching.begin(seq):
             self._waiting.push(seq)
@@ -334,7 +332,7 @@ class Scheduler:
         if seq.request.finished:
             self._requests.pop(seq.request.request_id, None)
             self._noted.discard(seq.request.request_id)
-            self._searches.pop(seq.request.request_id, None)
+            self._advancing.forget(seq.request)
             if self.turns is not None:
                 self.turns.ended(seq.request)
 
@@ -375,61 +373,9 @@ class Scheduler:
             self.turns.drawn(drew)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.complete_transfers()
-        for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
-            sequences[scores.row].request.prompt_logprobs.extend(logprobs)
-        for pool, total in zip(plan.pools, result.pooled, strict=True):
-            if (states := sequences[pool.row].request.pooled) is not None:
-                states.add(pool.num_tokens, total)
-        updates: list[SequenceUpdate] = []
-        places, forced = self._running.places, result.forced
-        # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
-        streams = sequences[:num_streams]
-        for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
-            computed, place = seq.num_computed + 1, places.get(seq.seq_id)
-            if place is None or computed >= place.attend_at or token_id in place.ending_ids or draw in forced:
-                self._advance(seq, computed, (seq,), draw, result, updates)
-            else:
-                seq.num_computed = computed
-                seq.output_token_ids.append(token_id)
-                updates.append(SequenceUpdate(seq, (token_id,)))
-        draw = num_streams
-        for row, drawing in enumerate(draws, start=num_streams):
-            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, updates)
-            draw += len(drawing)
+        updates = self._advancing.advance(plan, result, sequences, draws, self._running)
         self._pinning.settle()
         return updates
-
-    def _advance(
-        self,
-        seq: Sequence,
-        num_computed: int,
-        drawing: tuple[Sequence, ...],
-        draw: int,
-        result: StepResult,
-        updates: list[SequenceUpdate],
-    ) -> None:
-        """One row of a step's result, in general: `drawing` are given the samples from `draw` on."""
-        if seq.status is SequenceStatus.FINISHED:
-            return  # with a sibling whose own update failed
-        try:
-            seq.num_computed = num_computed
-            place, size = self._running.places[seq.seq_id], self.kv.spec.block_size
-            if self.turns is not None:
-                self.turns.computed(seq)
-            if num_computed >= place.publish_at:
-                self.kv.commit(seq)
-                place.publish_at = 0 if self.kv.slides else num_computed - num_computed % size + size
-            if drawing:
-                samples = [result.sample(draw + i) for i in range(len(drawing))]
-                self._decoding(seq).take(drawing, samples, self, updates)
-            request = seq.request
-            if request.request_id not in self._searches and not request.params.needs_logprobs:
-                longest = min(seq.num_prompt_tokens + (request.params.max_tokens or 1), self.config.max_model_len)
-                # The last token's key and value are never computed.
-                place.attend_at = min(place.publish_at, longest - 1)
-                place.ending_ids = request.ending_ids
-        except Exception as error:
-            self._fail(seq.request, error)
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
         """Requests that have ended with `FinishReason.ERROR` because an update raised, each once."""
@@ -521,7 +467,7 @@ class Scheduler:
 
     def _plan_sequence(self, seq: Sequence, num_new: int, *, copied: bool) -> None:
         start, end = seq.num_computed, seq.num_computed + num_new
-        draws = self._decoding(seq).drawing(seq) if end == seq.num_tokens else ()
+        draws = self._advancing.decoding(seq).drawing(seq) if end == seq.num_tokens else ()
         self._builder.add(seq, num_new, draws, copied=copied)
         if seq.request.params.prompt_logprobs is not None:
             first = max(start, len(seq.request.prompt_logprobs))
@@ -532,6 +478,3 @@ class Scheduler:
             first, last = max(start, pooled.next_position), min(end, seq.num_prompt_tokens)
             if first < last:
                 self._builder.pool_prompt(first, last)
-
-    def _decoding(self, seq: Sequence) -> Decoding:
-        return self._searches.get(seq.request.request_id, self._sampling)

@@ -1,0 +1,117 @@
+"""Advances sequences by a step's result: publishes their full blocks and appends the tokens that were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling, SequenceMoves
+from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.scheduler.running import RunningSet
+
+
+class Advancing:
+    """Gives each request's `Decoding` the tokens that a step drew for it.
+
+    Args:
+        moves: the scheduler's operations on sequences.
+        turns: told what was computed, where tenants take turns.
+        fail: ends a request, because its own update raised.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        moves: SequenceMoves,
+        turns: VirtualTokenCounter | None,
+        max_model_len: int,
+        fail: Callable[[Request, Exception], None],
+    ) -> None:
+        self._kv = kv
+        self._moves = moves
+        self._turns = turns
+        self._max_model_len = max_model_len
+        self._fail = fail
+        self._sampling = Sampling(max_model_len)
+        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+
+    def begin(self, request: Request) -> None:
+        """A request was queued."""
+        if request.params.use_beam_search:
+            self._searches[request.request_id] = BeamDecoding(request)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
+        self._searches.pop(request.request_id, None)
+
+    def decoding(self, seq: Sequence) -> Decoding:
+        """How the request of a sequence continues."""
+        return self._searches.get(seq.request.request_id, self._sampling)
+
+    def advance(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        sequences: Seq[Sequence],
+        draws: Seq[tuple[Sequence, ...]],
+        running: RunningSet,
+    ) -> list[SequenceUpdate]:
+        """Advance the sequence of each row; `draws` are those that draw in the rows behind the streams."""
+        for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
+            sequences[scores.row].request.prompt_logprobs.extend(logprobs)
+        for pool, total in zip(plan.pools, result.pooled, strict=True):
+            if (states := sequences[pool.row].request.pooled) is not None:
+                states.add(pool.num_tokens, total)
+        updates: list[SequenceUpdate] = []
+        places, forced = running.places, result.forced
+        # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
+        streams = sequences[: plan.num_streams]
+        for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
+            computed, place = seq.num_computed + 1, places.get(seq.seq_id)
+            if place is None or computed >= place.attend_at or token_id in place.ending_ids or draw in forced:
+                self._advance(seq, computed, (seq,), draw, result, running, updates)
+            else:
+                seq.num_computed = computed
+                seq.output_token_ids.append(token_id)
+                updates.append(SequenceUpdate(seq, (token_id,)))
+        draw = plan.num_streams
+        for row, drawing in enumerate(draws, start=plan.num_streams):
+            self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, running, updates)
+            draw += len(drawing)
+        return updates
+
+    def _advance(
+        self,
+        seq: Sequence,
+        num_computed: int,
+        drawing: tuple[Sequence, ...],
+        draw: int,
+        result: StepResult,
+        running: RunningSet,
+        updates: list[SequenceUpdate],
+    ) -> None:
+        """One row of a step's result, in general: `drawing` are given the samples from `draw` on."""
+        if seq.status is SequenceStatus.FINISHED:
+            return  # with a sibling whose own update failed
+        try:
+            seq.num_computed = num_computed
+            place, size = running.places[seq.seq_id], self._kv.spec.block_size
+            if self._turns is not None:
+                self._turns.computed(seq)
+            if num_computed >= place.publish_at:
+                self._kv.commit(seq)
+                place.publish_at = 0 if self._kv.slides else num_computed - num_computed % size + size
+            if drawing:
+                samples = [result.sample(draw + i) for i in range(len(drawing))]
+                self.decoding(seq).take(drawing, samples, self._moves, updates)
+            request = seq.request
+            if request.request_id not in self._searches and not request.params.needs_logprobs:
+                longest = min(seq.num_prompt_tokens + (request.params.max_tokens or 1), self._max_model_len)
+                # The last token's key and value are never computed.
+                place.attend_at = min(place.publish_at, longest - 1)
+                place.ending_ids = request.ending_ids
+        except Exception as error:
+            self._fail(seq.request, error)
