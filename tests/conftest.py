@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from octavo.kvcache.block import BlockState
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
     from octavo.engine.core import EngineCore
@@ -46,6 +47,24 @@ def restore_kernels() -> Iterator[None]:
     yield
     kernels.force_isa(level)
     kernels.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """A Redis server for all tests of a session; those that want it empty take `redis_server`."""
+    server = RedisServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """A running, empty Redis server."""
+    import redis
+
+    with redis.Redis.from_url(shared_redis.url) as client:
+        client.flushall()
+    return shared_redis
 
 
 @pytest.fixture

@@ -23,6 +23,9 @@ ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffini
 STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, where none is asked for."""
 
+_SHORTEST_SECRET = 16
+_LONGEST_TTL = 10 * 365 * 86400
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(RequestLimits):
@@ -146,6 +149,22 @@ class EngineConfig(RequestLimits):
         None, "directory for prefixes that outlive the process (docs/tiers.md); one server at a time may use it"
     )
     kv_disk_size: int | str = option("20GiB", "most bytes that --kv-disk may take there")
+    kv_remote: str | None = option(
+        None,
+        "Redis or Valkey for prefixes that several servers of one model share, as redis://HOST:PORT/DB, rediss:// for "
+        "TLS or unix://PATH (docs/tiers.md); needs octavo[redis]; an address with a password shows in `ps`: prefer "
+        "$OCTAVO_KV_REMOTE",
+        secret=True,
+    )
+    kv_remote_secret: str | None = option(
+        None,
+        "signs what is stored there, so that who can write to that Redis cannot plant blocks; the same for all servers "
+        "that share, 16 characters at least; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        secret=True,
+    )
+    kv_remote_ttl: int | None = option(
+        None, "seconds after its last use that a block is kept there; default: until Redis evicts it"
+    )
     attention_backend: Literal["auto", "native", "triton", "reference"] = option(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
@@ -200,6 +219,16 @@ class EngineConfig(RequestLimits):
             object.__setattr__(self, "kv_disk_size", parse_bytes(self.kv_disk_size))
         if isinstance(self.kv_disk_size, bool) or not isinstance(self.kv_disk_size, int) or self.kv_disk_size < 1:
             raise ConfigError(f"kv_disk_size must be a positive number of bytes, got {self.kv_disk_size!r}")
+        if self.kv_remote is None and (self.kv_remote_secret is not None or self.kv_remote_ttl is not None):
+            raise ConfigError("kv_remote_secret and kv_remote_ttl are for kv_remote, which is not given")
+        if self.kv_remote_secret is not None and len(self.kv_remote_secret) < _SHORTEST_SECRET:
+            raise ConfigError(
+                f"kv_remote_secret has {len(self.kv_remote_secret)} characters, but needs {_SHORTEST_SECRET}: who can "
+                "read the store could guess it"
+            )
+        ttl = self.kv_remote_ttl
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= _LONGEST_TTL):
+            raise ConfigError(f"kv_remote_ttl must be 1 to {_LONGEST_TTL} seconds, got {ttl!r}")
         if self.has_stores and self.executor == "process":
             raise ConfigError("kv_disk and kv_remote need executor 'in_process': they read and write its host memory")
         if self.has_stores and not self.enable_prefix_caching:
@@ -226,7 +255,7 @@ class EngineConfig(RequestLimits):
     @property
     def has_stores(self) -> bool:
         """Whether prefixes go below host memory."""
-        return self.kv_disk is not None
+        return self.kv_disk is not None or self.kv_remote is not None
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 def option(default: Any, help: str, *, secret: bool = False) -> Any:
     """A dataclass field that carries its own `--help` text. The value of a `secret` one is never shown."""
-    return field(default=default, metadata={"help": help, "secret": secret})
+    return field(default=default, repr=not secret, metadata={"help": help, "secret": secret})
 
 
 def flag(name: str) -> str:

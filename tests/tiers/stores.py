@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from octavo.kvcache.host_cache import Label
 from octavo.tiers.base import Medium, Reason, Store
@@ -25,6 +26,12 @@ def disk(
     folder: Path, fingerprint: bytes = FINGERPRINT, size: int = 1 << 20, block_bytes: int = BLOCK_BYTES
 ) -> DiskMedium:
     return DiskMedium(folder, size, fingerprint, block_bytes, slab_bytes=128 << 10)
+
+
+def remote(url: str, fingerprint: bytes = FINGERPRINT, **options: Any) -> Medium:
+    from octavo.tiers.remote import RemoteMedium
+
+    return RemoteMedium(url, fingerprint, BLOCK_BYTES, **options)
 
 
 def label(number: int, parent: int = 0) -> Label:

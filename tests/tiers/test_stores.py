@@ -11,11 +11,14 @@ import pytest
 
 from octavo.kvcache.host_cache import Label
 from octavo.tiers.base import LookupResult, Medium, Reason, Store
-from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put
+from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put, remote
 
 
-@pytest.fixture(params=sorted(MEDIA))
+@pytest.fixture(params=[*sorted(MEDIA), "remote", "remote_signed"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
+    if request.param not in MEDIA:
+        secret = "a secret of the tests" if request.param == "remote_signed" else None
+        return remote(request.getfixturevalue("redis_server").url, secret=secret)
     return MEDIA[request.param](tmp_path)
 
 

@@ -10,6 +10,7 @@ import xxhash
 
 from octavo import kernels
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
@@ -65,7 +66,24 @@ def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, .
         describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
         medium = DiskMedium(Path(config.kv_disk), config.kv_disk_size, fingerprint, spec.block_bytes, describe=describe)
         stores.append(Store(medium))
+    if config.kv_remote is not None:
+        try:
+            stores.append(_open_remote(config, config.kv_remote, fingerprint, spec.block_bytes))
+        except BaseException:
+            for store in stores:
+                store.close()
+            raise
     return stores
+
+
+def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes: int) -> Store:
+    try:
+        from octavo.tiers.remote import RemoteMedium
+    except ImportError as error:
+        raise ConfigError(f"kv_remote needs the redis package ({error}): pip install 'octavo[redis]'") from error
+    medium = RemoteMedium(url, fingerprint, block_bytes, secret=config.kv_remote_secret, ttl=config.kv_remote_ttl)
+    # More than the disk's: an answer is mostly waited for.
+    return Store(medium, num_threads=4)
 
 
 def _digest_of_weights(path: Path) -> str:

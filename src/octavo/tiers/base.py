@@ -7,6 +7,7 @@ asynchronous: threads of its own, deadlines, cancelling, and a breaker that clos
       lookup(key) ───> MISS | HIT | HIT_PENDING
       get(labels, buffers, seconds) ──────>  medium.read, in pieces; each block's bytes are proven
       put(label, buffer) ─────────────────>  medium.write
+      ask(labels, seconds) ───────────────>  medium.ask, where lookup cannot tell
       Transfer.done, .outcomes <───────────  None, or the reason of a miss
 
 A buffer belongs to the store until its transfer is done, however late that is.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from octavo.kvcache.host_cache import Label
 
@@ -88,6 +89,14 @@ class Medium(Protocol):
 
     def close(self) -> None:
         """Give up files and connections."""
+
+
+@runtime_checkable
+class DistantMedium(Protocol):
+    """What a medium has besides where only asking tells what is there."""
+
+    def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
+        """Which blocks are there (None), and why others are not."""
 
 
 @dataclass(slots=True)
@@ -203,6 +212,25 @@ class Store:
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if there else LookupResult.MISS
 
+    @property
+    def must_ask(self) -> bool:
+        """Whether only `ask` tells what is there."""
+        return isinstance(self.medium, DistantMedium)
+
+    def wants(self, key: bytes) -> bool:
+        """Whether a block should be stored: it is not known to be there or on its way; waits for nothing."""
+        found = self.lookup(key)
+        if found is LookupResult.HIT_PENDING and self.must_ask:
+            with self._lock:
+                return key not in self._writing
+        return self.is_open and found is LookupResult.MISS
+
+    def ask(self, labels: Sequence[Label], seconds: float) -> Transfer:
+        """Find out which blocks are there: their outcomes are None."""
+        transfer = Transfer(labels, [memoryview(b"")] * len(labels), self._clock() + seconds)
+        self._submit(self._ask, transfer)
+        return transfer
+
     def expected_seconds(self, num_bytes: int) -> float | None:
         """How long a load takes, by what was measured; None where nothing was."""
         if self._seconds_per_byte is None or self._seconds_per_read is None:
@@ -250,7 +278,7 @@ class Store:
                 self._num_waiting += 1
                 self._queue.put((work, transfer))
         if refused is not None:
-            self._settle(work == self._write, transfer, [refused] * len(transfer.labels))
+            self._settle(work, transfer, [refused] * len(transfer.labels))
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -260,7 +288,7 @@ class Store:
             except BaseException as error:  # a store's thread must outlive whatever happens in it
                 self._fault(error)
                 missing = len(transfer.labels) - len(transfer.outcomes)
-                self._settle(work == self._write, transfer, [_reason_of(error)] * missing)
+                self._settle(work, transfer, [_reason_of(error)] * missing)
             with self._lock:
                 self._num_waiting -= 1
 
@@ -286,7 +314,22 @@ class Store:
         if num_bytes:
             self._measure(self._clock() - began, num_bytes)
         self._note(self.counters.read_latency, self._clock() - began)
-        self._settle(False, transfer, outcomes)
+        self._settle(self._read, transfer, outcomes)
+
+    def _ask(self, transfer: Transfer) -> None:
+        medium = self.medium
+        assert isinstance(medium, DistantMedium)
+        if (stopped := self._stopped(transfer)) is not None:
+            outcomes: list[Reason | None] = [stopped] * len(transfer.labels)
+        else:
+            try:
+                outcomes = medium.ask(transfer.labels)
+            except Exception as error:
+                self._fault(error)
+                outcomes = [_reason_of(error)] * len(transfer.labels)
+            else:
+                self._judge(outcomes)
+        self._settle(self._ask, transfer, outcomes)
 
     def _write(self, transfer: Transfer) -> None:
         began = self._clock()
@@ -300,7 +343,7 @@ class Store:
             else:
                 self._judge([reason])
             self._note(self.counters.write_latency, self._clock() - began)
-        self._settle(True, transfer, [reason])
+        self._settle(self._write, transfer, [reason])
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
         if transfer.cancelled:
@@ -309,8 +352,8 @@ class Store:
             return Reason.LATE
         return None if self._clock() >= self._closed_until else Reason.CLOSED
 
-    def _settle(self, wrote: bool, transfer: Transfer, outcomes: list[Reason | None]) -> None:
-        counters = self.counters
+    def _settle(self, work: Callable[[Transfer], None], transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
+        counters, wrote = self.counters, work == self._write
         with self._lock:
             transfer.outcomes += outcomes
             for label, buffer, reason in zip(transfer.labels, transfer.buffers, transfer.outcomes, strict=True):
@@ -321,7 +364,7 @@ class Store:
                 elif wrote:
                     counters.stored += 1
                     counters.written_bytes += buffer.nbytes
-                else:
+                elif work == self._read:
                     counters.loaded += 1
                     counters.read_bytes += buffer.nbytes
         transfer.finish()

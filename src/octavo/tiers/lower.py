@@ -3,6 +3,8 @@
     host memory ── ready ──> every store that lacks it           the slot is held until it is written
                 <── fetched ── the first store that has it       for a request that waits; the slot is reserved
 
+Where only asking tells what a store has, it is asked first: slots are reserved for what is there, and for nothing else.
+
 Everything here happens in the engine's thread; the stores' own threads touch nothing but the slots they were given.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from octavo.kvcache.host_cache import HostCache, Label
 from octavo.kvcache.host_pool import HostBlockId
@@ -17,6 +20,8 @@ from octavo.tiers.base import LookupResult, Reason, Store, Transfer
 
 # A request waits so long at most: then what is missing is computed.
 LOAD_SECONDS = 5.0
+# And so long for a store's answer whether it has them.
+ASK_SECONDS = 0.25
 # Of the slots, so many may be held for requests that wait: the others go on serving.
 _MOST_HELD = 0.5
 # A load that seemed dearer than computing is tried all the same now and then, to measure anew.
@@ -27,19 +32,23 @@ class Fetch:
     """Blocks on their way for one request, and those that have come and are kept for it.
 
     Attributes:
+        asking: what stores were asked for, and have not answered yet.
         held: slots that are kept from being evicted until `LowerTiers.release`.
     """
 
-    def __init__(self, transfers: list[tuple[Store, Transfer, list[HostBlockId]]], deadline: float) -> None:
-        self.transfers = transfers
+    def __init__(self, tenant: str, seconds_to_compute: float | None, deadline: float) -> None:
+        self.tenant = tenant
+        self.seconds_to_compute = seconds_to_compute
         self.deadline = deadline
+        self.asking: list[tuple[Store, Transfer]] = []
+        self.transfers: list[tuple[Store, Transfer, list[HostBlockId]]] = []
         self.held: list[HostBlockId] = []
         self.released = False
 
     @property
     def pending(self) -> bool:
         """Whether anything is still on its way."""
-        return bool(self.transfers)
+        return bool(self.transfers or self.asking)
 
 
 class LowerTiers:
@@ -91,33 +100,24 @@ class LowerTiers:
             None where there is nothing to wait for: nothing is there, or computing is quicker.
         """
         host = self._host
-        room = min(int(_MOST_HELD * host.num_slots) - self._num_held, len(labels))
         wanted: dict[Store, list[Label]] = {}
-        for label in labels[: max(0, room)]:
+        for label in labels[: self._room]:
             if host.find(label) is not None or host.is_coming(label.key):
                 continue
             store = next((s for s in self.stores if s.lookup(label.key) is not LookupResult.MISS), None)
             if store is None:
                 break
             wanted.setdefault(store, []).append(label)
-        deadline = self._clock() + self._load_seconds
-        transfers = []
+        fetch = Fetch(tenant, seconds_to_compute, self._clock() + ASK_SECONDS)
         for store, chosen in wanted.items():
             if not self._is_worth(store, len(chosen), seconds_to_compute):
                 continue
-            slots: list[HostBlockId] = []
-            for label in chosen:
-                slot = host.reserve(label, tenant)
-                if slot is None:
-                    break
-                slots.append(slot)
-            if slots:
-                transfer = store.get(chosen[: len(slots)], [self._row(slot) for slot in slots], self._load_seconds)
-                transfers.append((store, transfer, slots))
-                self._num_held += len(slots)
-        if not transfers:
+            if store.must_ask:
+                fetch.asking.append((store, store.ask(chosen, ASK_SECONDS)))
+            else:
+                self._begin(fetch, store, chosen)
+        if not fetch.pending:
             return None
-        fetch = Fetch(transfers, deadline)
         self._fetches.append(fetch)
         return fetch
 
@@ -132,6 +132,10 @@ class LowerTiers:
             else:
                 self._writing.append((transfer, slot))
         for fetch in self._fetches:
+            answered = [each for each in fetch.asking if each[1].done]
+            fetch.asking = [each for each in fetch.asking if not each[1].done]
+            for store, transfer in answered:
+                self._answered(fetch, store, transfer)
             on_their_way = []
             for store, transfer, slots in fetch.transfers:
                 if not transfer.done:
@@ -153,6 +157,8 @@ class LowerTiers:
     def release(self, fetch: Fetch) -> None:
         """Its request has its blocks, or has ended."""
         fetch.released = True
+        for _, question in fetch.asking:
+            question.cancel()
         for _, transfer, _ in fetch.transfers:
             transfer.cancel()
         for slot in fetch.held:
@@ -166,6 +172,39 @@ class LowerTiers:
             store.close(seconds)
         self.poll()
 
+    @property
+    def _room(self) -> int:
+        """Slots that may still be held for requests."""
+        return max(0, int(_MOST_HELD * self._host.num_slots) - self._num_held)
+
+    def _answered(self, fetch: Fetch, store: Store, question: Transfer) -> None:
+        """Begin to load what a store has of the blocks, up to the first that it lacks."""
+        if fetch.released:
+            return
+        found = [
+            label
+            for label, _ in takewhile(
+                lambda each: each[1] is None, zip(question.labels, question.outcomes, strict=True)
+            )
+        ]
+        host = self._host
+        missing = [label for label in found if host.find(label) is None and not host.is_coming(label.key)][: self._room]
+        if missing and self._is_worth(store, len(missing), fetch.seconds_to_compute):
+            self._begin(fetch, store, missing)
+
+    def _begin(self, fetch: Fetch, store: Store, labels: Sequence[Label]) -> None:
+        slots: list[HostBlockId] = []
+        for label in labels:
+            slot = self._host.reserve(label, fetch.tenant)
+            if slot is None:
+                break
+            slots.append(slot)
+        if slots:
+            transfer = store.get(labels[: len(slots)], [self._row(slot) for slot in slots], self._load_seconds)
+            fetch.transfers.append((store, transfer, slots))
+            fetch.deadline = self._clock() + self._load_seconds
+            self._num_held += len(slots)
+
     def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, reason: Reason | None) -> None:
         hold = not fetch.released
         if reason is not None:
@@ -177,7 +216,7 @@ class LowerTiers:
 
     def _write_down(self, slot: HostBlockId, label: Label) -> None:
         for store in self.stores:
-            if store.is_open and store.lookup(label.key) is LookupResult.MISS:
+            if store.wants(label.key):
                 self._host.hold(slot)
                 self._writing.append((store.put(label, self._row(slot)), slot))
 

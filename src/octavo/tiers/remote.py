@@ -1,0 +1,187 @@
+"""Blocks in Redis or Valkey, which several servers of one model share.
+
+    octavo:NAMESPACE:KEY  ->  | header, 112 B | payload | with a secret: BLAKE2b under it, 32 B |
+
+The namespace is the fingerprint; with a secret, the fingerprint hashed under it. So servers of other models, or with
+another secret, neither find nor overwrite each other's blocks. Who can write to Redis can plant values all the same:
+these are proven like those of the disk and, with a secret, must be signed by somebody who knows it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from octavo.errors import ConfigError
+from octavo.kvcache.host_cache import Label
+from octavo.tiers.base import Reason
+from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 1.0
+"""For connecting, and for each answer; `?socket_timeout=…&socket_connect_timeout=…` in the address says otherwise."""
+
+_SIGNATURE_BYTES = 32
+
+
+class RemoteMedium:
+    """One model's blocks in Redis.
+
+    Args:
+        url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, or `unix://path`.
+        fingerprint: 16 bytes: of the weights, dtype, codec and block size.
+        block_bytes: of a block.
+        secret: signs every value; without it whoever can write to Redis can plant blocks.
+        ttl: seconds after its last use that a block is kept; None: until Redis evicts it.
+
+    Raises:
+        ConfigError: the address cannot be read, or Redis refuses the user. One that does not answer is logged only.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self, url: str, fingerprint: bytes, block_bytes: int, *, secret: str | None = None, ttl: int | None = None
+    ) -> None:
+        self._fingerprint = fingerprint
+        self._ttl = ttl
+        self._key = None if secret is None else blake2b(secret.encode(), person=b"octavo-kv-sign").digest()
+        namespace = fingerprint
+        if self._key is not None:
+            namespace = blake2b(fingerprint, key=self._key, digest_size=16, person=b"octavo-kv-name").digest()
+        self._prefix = b"octavo:" + namespace.hex().encode() + b":"
+        self._value_bytes = HEADER_BYTES + block_bytes + (_SIGNATURE_BYTES if self._key else 0)
+        try:
+            # Not tried again here: a second attempt would make a slow server cost twice the time.
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=TIMEOUT_SECONDS,
+                socket_connect_timeout=TIMEOUT_SECONDS,
+                retry=Retry(NoBackoff(), 0),
+            )
+            self._redis.ping()
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if isinstance(error, redis.AuthenticationError):
+                raise ConfigError(f"kv_remote: {without_password(url)} refuses the password: {error}") from error
+            logger.warning("remote: %s does not answer (%s): trying again later", without_password(url), error)
+        except (redis.RedisError, ValueError, TypeError) as error:
+            raise ConfigError(f"kv_remote: cannot use {without_password(url)}: {error}") from error
+
+    def contains(self, key: bytes) -> None:
+        """Nothing is known without asking."""
+
+    def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
+        """Which blocks are there, in one round trip."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for label in labels:
+            pipeline.strlen(self._name(label.key))
+        found: list[Reason | None] = []
+        for length in pipeline.execute(raise_on_error=False):
+            if isinstance(length, Exception):
+                # Something that is no block is there all the same: `read` says what is wrong with it, and removes it.
+                reason = _reason_of(length)
+                found.append(None if reason is Reason.LAYOUT else reason)
+            else:
+                found.append(None if length else Reason.ABSENT)
+        return found
+
+    def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for label in labels:
+            # One byte more than it should be shows that it is too long, however long somebody has made it.
+            pipeline.getrange(self._name(label.key), 0, self._value_bytes)
+        values = pipeline.execute(raise_on_error=False)
+        outcomes = [self._take(*each) for each in zip(labels, buffers, values, strict=True)]
+        self._clean_up(labels, values, outcomes)
+        return outcomes
+
+    def write(self, label: Label, payload: memoryview) -> Reason | None:
+        name = self._name(label.key)
+        there = self._redis.exists(name) if self._ttl is None else self._redis.expire(name, self._ttl)
+        if there:
+            return None
+        header = make_header(self._fingerprint, label, payload)
+        signature = b"" if self._key is None else _sign(self._key, header, payload)
+        try:
+            self._redis.set(name, b"".join((header, payload, signature)), ex=self._ttl)
+        except redis.OutOfMemoryError:
+            return Reason.NO_SPACE
+        return None
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + key.hex().encode()
+
+    def _take(self, label: Label, buffer: memoryview, value: bytes | Exception) -> Reason | None:
+        if isinstance(value, Exception):
+            return _reason_of(value)
+        if not value:
+            return Reason.ABSENT
+        view = memoryview(value)
+        header, payload = view[:HEADER_BYTES], view[HEADER_BYTES : HEADER_BYTES + buffer.nbytes]
+        unsigned = HEADER_BYTES + buffer.nbytes
+        if self._key is not None and len(value) == unsigned:
+            return Reason.FORGED
+        if len(value) != unsigned + (_SIGNATURE_BYTES if self._key else 0):
+            return Reason.TRUNCATED
+        if (reason := prove(bytes(header), self._fingerprint, label, payload)) is not None:
+            return reason
+        if self._key is not None and not hmac.compare_digest(_sign(self._key, header, payload), view[unsigned:]):
+            return Reason.FORGED
+        buffer[:] = payload
+        return None
+
+    def _clean_up(
+        self, labels: Sequence[Label], values: Sequence[bytes | Exception], outcomes: Sequence[Reason | None]
+    ) -> None:
+        """Keep what was used for longer, and remove what proves nothing: it would keep its place from a good one."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for label, value, reason in zip(labels, values, outcomes, strict=True):
+            if reason is None:
+                if self._ttl is not None:
+                    pipeline.expire(self._name(label.key), self._ttl)
+            elif reason not in (Reason.ABSENT, Reason.IO_ERROR) and not _is_filed_right(label, value, reason):
+                pipeline.unlink(self._name(label.key))
+        if not len(pipeline):
+            return
+        try:
+            pipeline.execute(raise_on_error=False)
+        except redis.RedisError as error:  # what was read is proven, with or without this
+            logger.warning("remote: blocks could not be renewed or removed: %s", error)
+
+
+def without_password(url: str) -> str:
+    """An address as it may be shown."""
+    shown = re.sub(r"(?<=//)[^/@]*@", "***@", url)
+    return re.sub(r"(?<=[?&])[^=&]*password=[^&]*", "password=***", shown)
+
+
+def _is_filed_right(label: Label, value: bytes | Exception, reason: Reason) -> bool:
+    """Whether a block with another label lies where it belongs: then it is ours that is wrong."""
+    if reason is not Reason.LABEL or isinstance(value, Exception):
+        return False
+    header = read_header(value[:HEADER_BYTES])
+    return not isinstance(header, Reason) and header.key == label.key
+
+
+def _sign(key: bytes, header: bytes | memoryview, payload: memoryview) -> bytes:
+    # BLAKE2b and not the header's xxh3 alone, whose collisions can be computed.
+    digest = blake2b(header, key=key, digest_size=_SIGNATURE_BYTES)
+    digest.update(payload)
+    return digest.digest()
+
+
+def _reason_of(error: Exception) -> Reason:
+    """Of an answer to one command: no string lies there, or Redis does not serve at present."""
+    return Reason.LAYOUT if "WRONGTYPE" in str(error) else Reason.IO_ERROR

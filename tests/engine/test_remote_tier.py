@@ -1,0 +1,104 @@
+"""Engines that share prefixes through Redis give the tokens that they give cold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.request import RequestContext
+from octavo.sampling_params import SamplingParams
+from octavo.tiers.base import Reason
+from tests.conftest import MakeLLM
+from tests.engine.test_tiers import PROMPT, ask, host_of
+from tests.redis_server import RedisServer
+
+SECRET = "only our servers know"
+
+
+def options(server: RedisServer, **more: Any) -> dict[str, Any]:
+    return {"kv_remote": server.url, "kv_remote_secret": SECRET, "kv_demotion": "all", "block_size": 16, **more}
+
+
+@pytest.mark.parametrize("cache", ["hashed", "radix"])
+def test_two_engines_share_a_prefix_through_redis_and_give_the_same_tokens(
+    make_llm: MakeLLM, tiny_llama: Path, redis_server: RedisServer, cache: str
+) -> None:
+    first, second = (
+        make_llm(tiny_llama, **options(redis_server, dtype="bfloat16", deterministic=True, prefix_cache=cache))
+        for _ in range(2)
+    )
+    cold = ask(first, PROMPT)
+    assert cold.num_cached_tokens == 0
+    first.core.close()  # what is on its way is stored
+    warm = ask(second, PROMPT)
+    assert warm.cached_by_tier == {"device": 0, "remote": 96}
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert host_of(second).counters.filled == 6
+    report = second.core.kv_report()["tiers"]["remote"]
+    assert (report["loaded"], report["open"]) == (6, True)
+    second.core.close()
+
+
+def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
+    make_llm: MakeLLM, tiny_llama: Path, redis_server: RedisServer
+) -> None:
+    first = make_llm(tiny_llama, **options(redis_server))
+    ask(first, PROMPT)
+    first.core.close()
+    second = make_llm(tiny_llama, **options(redis_server, kv_demotion="on_second_use"))
+    core, (store,) = second.core, second.core.tiers.stores
+    for tenant, salt in (("eve", ""), ("eve", "forged")):
+        context = RequestContext(tenant=tenant, cache_salt=salt)
+        request = core.make_request(PROMPT, SamplingParams(max_tokens=1), context)
+        core.add(request)
+        while core.has_work:
+            core.step()
+        assert request.num_cached_tokens == 0
+    assert store.counters.read_misses == {Reason.ABSENT: 12}
+    assert host_of(second).num_free == host_of(second).num_slots
+    core.close()
+
+
+def test_the_disk_is_asked_before_redis(
+    make_llm: MakeLLM, tiny_llama: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    both = options(redis_server, kv_disk=str(tmp_path), kv_disk_size="4MiB")
+    first = make_llm(tiny_llama, **both)
+    cold = ask(first, PROMPT[:64])
+    first.core.close()
+    elsewhere = make_llm(tiny_llama, **options(redis_server))
+    ask(elsewhere, PROMPT)
+    elsewhere.core.close()
+    second = make_llm(tiny_llama, **both)
+    warm = ask(second, PROMPT)
+    assert cold.num_cached_tokens == 0
+    assert warm.cached_by_tier == {"device": 0, "disk": 64, "remote": 32}
+    second.core.close()
+
+
+def test_a_redis_that_stands_still_or_dies_changes_no_token(
+    make_llm: MakeLLM, tiny_llama: Path, redis_server: RedisServer
+) -> None:
+    quick = {"kv_remote": redis_server.url.replace("socket_timeout=5", "socket_timeout=0.1")}
+    first = make_llm(tiny_llama, **options(redis_server))
+    prompts = [PROMPT, PROMPT[::-1]]
+    cold = [ask(first, prompt) for prompt in prompts]
+    first.core.close()
+    second = make_llm(tiny_llama, **options(redis_server, **quick, kv_demotion="on_second_use"))
+    redis_server.stand_still()
+    try:
+        slow = ask(second, prompts[0])
+    finally:
+        redis_server.go_on()
+    redis_server.kill()
+    try:
+        dead = ask(second, prompts[1])
+    finally:
+        redis_server.start()
+    for output, expected in zip((slow, dead), cold, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.num_cached_tokens == 0
+    second.core.close()
+    assert second.core.tiers.stores[0].counters.read_misses == {Reason.IO_ERROR: 12}
