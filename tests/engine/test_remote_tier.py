@@ -38,6 +38,8 @@ def test_two_engines_share_a_prefix_through_redis_and_give_the_same_tokens(
     assert host_of(second).counters.filled == 6
     report = second.core.kv_report()["tiers"]["remote"]
     assert (report["loaded"], report["open"]) == (6, True)
+    assert second.core.stats.stores[0].counters.loaded == 6
+    assert second.core.stats.host.loaded == 6
     second.core.close()
 
 

@@ -86,6 +86,9 @@ class EngineCore:
         self.tiers = tiers
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
+        self.stats.block_bytes = scheduler.kv.spec.block_bytes
+        self.stats.host = None if scheduler.kv.host_cache is None else scheduler.kv.host_cache.counters
+        self.stats.stores = () if tiers is None else tuple(tiers.stores)
         self._recorder = StatsRecorder(self.stats, scheduler)
         self.inputs = InputProcessor(
             config=config,

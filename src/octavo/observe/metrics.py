@@ -13,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats, Histogram
+from octavo.observe.tier_metrics import TierCollector
 
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests that hold blocks and are computed."),
@@ -122,6 +123,7 @@ class MetricsPage:
         # A registry of its own: the global one would be shared by every engine of the process.
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(stats, model_name))
+        self._registry.register(TierCollector(stats, model_name))
         for collector in others:
             self._registry.register(collector)
         ProcessCollector(registry=self._registry)

@@ -10,9 +10,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from octavo.kvcache.block import BlockState
+from octavo.kvcache.host_cache import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason
+from octavo.tiers.base import Store
 
 # Upper bounds in seconds, vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
@@ -77,12 +79,17 @@ class EngineStats:
         tracer: makes the requests' traces; None: nobody asked for any.
         hung_step_seconds: how long the present step has hung, as far as the watchdog has seen; None: it does not.
         waiting: whose requests wait for their first step.
+        host: what moved to host memory for prefixes and back, in blocks of `block_bytes`; None: there is none.
+        stores: below host memory, which count themselves.
         audit_problem: what the latest audit found wrong with the block accounting; None where it found nothing.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
         self.waiting = TenantQueues()
         self.tracer: RequestTracer | None = None
+        self.host: HostCounters | None = None
+        self.block_bytes = 0
+        self.stores: tuple[Store, ...] = ()
         self.num_hung_steps = 0
         self.hung_step_seconds: float | None = None
         self.num_running = 0

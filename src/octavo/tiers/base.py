@@ -111,6 +111,8 @@ class StoreCounters:
     write_misses: Counter[Reason] = field(default_factory=Counter)
     read_latency: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))  # transfers
     write_latency: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
+    read_seconds: float = 0.0  # of all transfers
+    write_seconds: float = 0.0
     closings: int = 0  # by the breaker
 
 
@@ -313,7 +315,7 @@ class Store:
             outcomes += found
         if num_bytes:
             self._measure(self._clock() - began, num_bytes)
-        self._note(self.counters.read_latency, self._clock() - began)
+        self._note(False, self._clock() - began)
         self._settle(self._read, transfer, outcomes)
 
     def _ask(self, transfer: Transfer) -> None:
@@ -342,7 +344,7 @@ class Store:
                 reason = _reason_of(error)
             else:
                 self._judge([reason])
-            self._note(self.counters.write_latency, self._clock() - began)
+            self._note(True, self._clock() - began)
         self._settle(self._write, transfer, [reason])
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
@@ -401,10 +403,15 @@ class Store:
         old = self._seconds_per_byte
         self._seconds_per_byte = per_byte if old is None else old + _SMOOTHING * (per_byte - old)
 
-    def _note(self, buckets: list[int], seconds: float) -> None:
+    def _note(self, wrote: bool, seconds: float) -> None:
+        counters = self.counters
         place = sum(seconds > bound for bound in LATENCY_BOUNDS)
         with self._lock:
-            buckets[place] += 1
+            (counters.write_latency if wrote else counters.read_latency)[place] += 1
+            if wrote:
+                counters.write_seconds += seconds
+            else:
+                counters.read_seconds += seconds
 
 
 def _reason_of(error: BaseException) -> Reason:
