@@ -76,7 +76,7 @@ def machine() -> dict[str, str]:
 
 
 def run_tests(paths: list[str]) -> dict[str, Any]:
-    """pytest in a process of its own, without this project's options, which need plugins."""
+    """Run pytest in a separate process, without plugins and without this project's options, which need some."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-o", "filterwarnings=default", "-p"]
@@ -86,7 +86,7 @@ def run_tests(paths: list[str]) -> dict[str, Any]:
             ran = subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
                 capture_output=True,
                 text=True,
                 timeout=TESTS_S,

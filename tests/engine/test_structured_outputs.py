@@ -246,14 +246,7 @@ def test_a_failed_step_leaves_nothing_and_the_request_goes_on(make_llm: MakeLLM,
 AMBIGUOUS = 'start: "[" s "]"\ns: "a" | s s s s | s s s | s s'
 
 
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [({"temperature": 0.0}, {}), ({"top_k": 3, "n": 2}, {}), ({"temperature": 0.0}, {"executor": "process"})],
-)
-def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
-    make_llm: MakeLLM, tiny_llama: Path, how: dict[str, Any], options: dict[str, Any]
-) -> None:
-    llm = make_llm(tiny_llama, **options)
+def assert_too_complex_ends_its_own_request_only(llm: Any, how: dict[str, Any]) -> None:
     (letter,) = llm.core.tokenizer.encode("a", add_special_tokens=False)
     wanted = StructuredOutputsParams(grammar=AMBIGUOUS)
     params = SamplingParams(max_tokens=150, structured_outputs=wanted, logit_bias={letter: 100.0}, **how)
@@ -265,14 +258,22 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
     assert re.fullmatch(r"after \d\d output tokens: more than 500 rules .*", failed.error_reason), failed.error_reason
     assert failed.outputs[0].text.startswith("[aaaa")
     assert told(fine) == told(alone)
-    if not options:
-        assert_nothing_left(llm)
 
 
-def test_a_process_of_its_own_gives_the_same_tokens(make_llm: MakeLLM, tiny_llama: Path) -> None:
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 3, "n": 2}])
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
+    make_llm: MakeLLM, tiny_llama: Path, how: dict[str, Any]
+) -> None:
+    llm = make_llm(tiny_llama)
+    assert_too_complex_ends_its_own_request_only(llm, how)
+    assert_nothing_left(llm)
+
+
+def test_a_separate_process_gives_the_same_tokens_and_errors(make_llm: MakeLLM, tiny_llama: Path) -> None:
     expected = alone(make_llm, tiny_llama)
     llm = make_llm(tiny_llama, executor="process")
     assert told(llm.generate(*workload(), use_tqdm=False)) == expected
+    assert_too_complex_ends_its_own_request_only(llm, {"temperature": 0.0})
 
 
 def test_deterministic_engines_agree_in_every_batch(make_llm: MakeLLM) -> None:

@@ -51,7 +51,7 @@ def test_blocks_that_come_back_from_host_memory_change_no_token(
     llm = make_llm(
         folder, kv_host_memory="2MiB", kv_demotion=demotion, **tight(prefix_cache=cache, preemption_mode="recompute")
     )
-    expected = alone(make_llm, folder)[:NUM_REQUESTS]
+    expected = alone(make_llm, folder, NUM_REQUESTS)
     for _ in range(3):
         assert_same(serve(llm), expected)
     counters = host_of(llm).counters
@@ -63,7 +63,7 @@ def test_blocks_that_come_back_from_host_memory_change_no_token(
 def test_a_host_memory_of_a_few_blocks_evicts_and_changes_no_token(make_llm: MakeLLM, tiny_llama: Any) -> None:
     llm = make_llm(tiny_llama, kv_host_memory=20_000, kv_demotion="on_evict", **tight(preemption_mode="swap"))
     for _ in range(2):
-        assert_same(serve(llm), alone(make_llm, tiny_llama)[:NUM_REQUESTS])
+        assert_same(serve(llm), alone(make_llm, tiny_llama, NUM_REQUESTS))
     host = host_of(llm)
     assert 2 <= host.num_slots < 20
     assert host.counters.evicted > 0
@@ -81,7 +81,7 @@ def test_a_step_that_fails_leaves_nothing_unproven_in_host_memory(make_llm: Make
 
     runner._compute = fails_at_times
     for _ in range(2):
-        assert_same(serve(llm), alone(make_llm, tiny_llama)[:NUM_REQUESTS])
+        assert_same(serve(llm), alone(make_llm, tiny_llama, NUM_REQUESTS))
     assert host_of(llm).counters.lost > 0
 
 

@@ -40,7 +40,7 @@ def test_interpreted_it_runs_tests_and_benchmark_and_writes_what_it_found(
     assert report["left_out"] == []
     assert [row["name"] for row in report["attention"]] == ["decode 2 x 300", "prefill 20"]
     assert [row["num_seqs"] for row in report["decode"]] == [1, 2]
-    assert report["transformers"][0]["seconds"] > 0
+    assert [row["num_seqs"] for row in report["transformers"]] == [1]
     assert "the numbers say nothing of a GPU" in capsys.readouterr().out
     assert report["seconds"] < 480
 
