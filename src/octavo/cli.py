@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="octavo", description="Serve and run language models from a paged KV cache.", allow_abbrev=False
     )
-    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
     parser.set_defaults(parser=parser)  # for `octavo completion`
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""What makes an embedding of a model's hidden states: its 1_Pooling/config.json, as sentence-transformers writes it."""
+"""How a model pools hidden states into an embedding: its 1_Pooling/config.json, from sentence-transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`octavo cache`: what lies in a directory of `--kv-disk`, whether it is whole, and away with it."""
+"""`octavo cache`: inspect, verify or delete the directory of `--kv-disk`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _purge(directory: Path, holder: str | None) -> int:
 
 COMMAND = Command(
     "cache",
-    "look at, verify or remove prefixes on disk",
+    "inspect, verify or delete prefixes on disk",
     add_arguments,
     run,
     description="Look at the directory of --kv-disk: what lies there and for which models, whether it is whole (exit "

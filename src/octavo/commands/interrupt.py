@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported and a model loads, which Python may lose."""
+"""Handles Ctrl-C while modules are imported and a model loads, when Python may lose it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`octavo quality`: what a codec of the KV cache costs in quality, against the unquantised cache."""
+"""`octavo quality`: measure what a codec of the KV cache costs in quality."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ EXIT_WORSE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codecs", metavar="NAME,…", help="several codecs in one table; 'all': every one there is")
+    parser.add_argument("--codecs", metavar="NAME,…", help="several codecs in one table; 'all' for all of them")
     parser.add_argument("--windows", type=positive, default=6, metavar="N", help="pieces of text (default: 6)")
-    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of each (default: 512)")
+    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of each piece (default: 512)")
     parser.add_argument(
-        "--needle-lengths", type=positives, default="512,1024", metavar="N,…", help="tokens around it (512,1024)"
+        "--needle-lengths",
+        type=positives,
+        default="512,1024",
+        metavar="N,…",
+        help="lengths of the texts that a pass key is hidden in (512,1024)",
     )
     parser.add_argument(
         "--max-ppl-increase", type=float, metavar="X", help="exit with 1 where perplexity grows by more, as 0.01"
@@ -85,7 +89,7 @@ def _codecs(given: str | None, asked: str | None) -> list[str]:
 
 COMMAND = Command(
     "quality",
-    "what a codec of the KV cache costs in quality",
+    "measure what a codec of the KV cache costs in quality",
     add_arguments,
     run,
     "Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval.",

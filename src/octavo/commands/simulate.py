@@ -1,4 +1,4 @@
-"""`octavo simulate`: the latency and throughput that a service will have, before there is one."""
+"""`octavo simulate`: estimate the latency and throughput of a service before it exists."""
 
 from __future__ import annotations
 
@@ -136,4 +136,4 @@ def run(args: argparse.Namespace) -> int:
     return run(args)
 
 
-COMMAND = Command("simulate", "say what latency and throughput a service will have", add_arguments, run, DESCRIPTION)
+COMMAND = Command("simulate", "estimate a service's latency and throughput", add_arguments, run, DESCRIPTION)

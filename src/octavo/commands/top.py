@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admin-key", metavar="KEY", help="where the server has keys (default: the variable OCTAVO_ADMIN_KEY)"
     )
-    parser.add_argument("--once", action="store_true", help="print the present state and leave")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,5 +28,5 @@ COMMAND = Command(
     "watch a server's cache and requests in the terminal",
     add_arguments,
     run,
-    "Show the KV cache, the requests and the latencies of a running server, as its page at / does. Ctrl-C leaves.",
+    "Show the KV cache, the requests and the latencies of a running server, like its page at /. Press Ctrl-C to quit.",
 )

@@ -1,4 +1,4 @@
-"""Join the stores below host memory to an engine, as its options say."""
+"""Attach the stores below host memory to an engine, according to its options."""
 
 from __future__ import annotations
 

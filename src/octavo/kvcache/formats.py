@@ -1,4 +1,4 @@
-"""How many bytes a codec gives a token: the numbers that allocator, calculator and codecs share, without torch.
+"""Bytes per token of each codec, as the allocator, the calculator and the codecs use them; without torch.
 
 A codec turns one token's vector of one head into codes, and numbers beside them (fields: a scale, a zero point):
 

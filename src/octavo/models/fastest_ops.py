@@ -1,4 +1,4 @@
-"""Which row-wise steps a decoder takes."""
+"""Chooses the row-wise operations that a decoder uses."""
 
 from __future__ import annotations
 

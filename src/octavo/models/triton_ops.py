@@ -1,4 +1,4 @@
-"""The row-wise steps between the matrix products, by Triton kernels."""
+"""The row-wise operations between the matrix products, as Triton kernels."""
 
 from __future__ import annotations
 

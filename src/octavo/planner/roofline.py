@@ -1,4 +1,4 @@
-"""Step times of machines that one does not have: from bandwidth and matrix rate on their data sheets.
+"""Estimated step times of a machine, from the bandwidth and matrix rate on its data sheet.
 
     T = launches + max(weights / bandwidth, 2 · parameters · rows / rate)      products
       + bytes of keys and values / bandwidth                                  attention of streams

@@ -1,4 +1,4 @@
-"""How blocks get from the device's memory to the host's and back."""
+"""Moves blocks between the device's memory and the host's."""
 
 from __future__ import annotations
 

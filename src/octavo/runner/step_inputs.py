@@ -1,4 +1,4 @@
-"""The inputs of decode steps in buffers that stay where they are, so that a CUDA graph finds them there."""
+"""The inputs of decode steps in buffers with fixed addresses, as a CUDA graph requires."""
 
 from __future__ import annotations
 

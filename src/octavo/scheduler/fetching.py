@@ -1,4 +1,4 @@
-"""Requests whose prefix is on its way from a store: they wait beside the queue, and in nobody's way.
+"""Requests whose prefix is on its way from a store: they wait outside the queue and delay nobody.
 
 add ──> fetching ──arrived, or too late──> waiting ──admit──> running
 """

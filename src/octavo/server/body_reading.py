@@ -1,4 +1,4 @@
-"""Where bodies are read, so that reading one keeps nobody waiting.
+"""Reads request bodies where reading one does not make other requests wait.
 
 A body of a kilobyte is read on the event loop; a larger one in a thread, where only its parsing holds the interpreter's
 lock, for a millisecond; a large one in a process of its own (`body_worker`). So is every chat: its template comes with

@@ -1,4 +1,4 @@
-"""The endpoints for whoever runs the server: health, load, metrics, and what only an admin may see or reset."""
+"""The operator's endpoints: health, load, metrics, and what only an admin may see or reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an endpoint is: a method, a path, and its handler."""
+"""An endpoint: a method, a path, and its handler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers in the OpenAPI description, and an example of each body.
+"""Responses in the OpenAPI description, and an example of each request body.
 
 Only what is always there is required: objects may hold more.
 """

@@ -1,4 +1,4 @@
-"""Ranges of the bodies' fields for the OpenAPI description: the limits of this server, and what can never be right.
+"""Ranges of request fields for the OpenAPI description: this server's limits, and what is never valid.
 
 pydantic says the types; values are checked where they are declared once (`SamplingParams`, `RequestLimits`), after
 parsing. Here is what that comes to, field by field.

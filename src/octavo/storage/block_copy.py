@@ -1,4 +1,4 @@
-"""Copies of whole blocks on a GPU, by one Triton kernel: no third copy of them, and nothing gathered."""
+"""Copies whole blocks on a GPU with one Triton kernel, without a temporary copy."""
 
 from __future__ import annotations
 

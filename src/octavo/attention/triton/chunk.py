@@ -1,4 +1,4 @@
-"""Chunk attention: causal attention of many new tokens a sequence over its block table, ragged.
+"""Chunk attention: causal attention for many new tokens per sequence, over block tables and ragged.
 
     rows of a program     BLOCK_Q tokens x SHARE query heads of one KV head
     programs              (blocks of queries, KV head)

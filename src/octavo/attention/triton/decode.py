@@ -1,4 +1,4 @@
-"""Decode attention: one query a sequence, its context split among programs, and a pass that joins the parts.
+"""Decode attention: one query per sequence, its context split among programs, then a pass that joins the parts.
 
     context   | split 0    | split 1    | split 2 |         SPLIT tokens each, counted from position 0
     programs  (sequence, KV head, split): all query heads of the KV head as rows of one product

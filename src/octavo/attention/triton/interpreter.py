@@ -1,4 +1,4 @@
-"""A mend of Triton 3.6's interpreter, where a CPU runs the kernels."""
+"""A workaround for Triton 3.6's interpreter, which runs the kernels on a CPU."""
 
 from __future__ import annotations
 

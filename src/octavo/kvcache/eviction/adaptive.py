@@ -1,4 +1,4 @@
-"""Evict what is least likely to come back soon, by what was seen to come back."""
+"""Evict the block least likely to be used again soon, learning from which evicted blocks were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of evicted blocks, the latest of them, and when each was last used."""
+"""Keys of the most recently evicted blocks, and when each was last used."""
 
 from __future__ import annotations
 
