@@ -39,7 +39,7 @@ SPEED = RestoreSpeed(1.0, 2.0)
 
 
 def cache(num_host_blocks: int = 0, **options: Any) -> KVCacheManager:
-    return assemble_cache(EngineConfig(**options), SPEC, 101, num_host_blocks=num_host_blocks)
+    return assemble_cache(EngineConfig(**options), SPEC, 101, num_host_blocks=num_host_blocks, num_prefix_blocks=8)
 
 
 def scheduler(num_host_blocks: int = 0, speed: RestoreSpeed | None = SPEED, **options: Any) -> Scheduler:
@@ -67,6 +67,7 @@ REACHED: dict[tuple[str, Any], Any] = {
         isinstance(s.claims, ByPriority) and s.config.priority_seconds == 60.0 and not s.queue.short_may_pass
     ),
     ("scheduling_policy", "dlpm"): lambda s: isinstance(s.turns, DeficitRound) and s.queue.turns is s.turns,
+    ("kv_demotion", "all"): lambda s: s.kv.host_cache._demotion == "all",
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_victim", "latest"): lambda s: isinstance(s.victims, LatestArrival),
     ("preemption_victim", "lowest_priority"): lambda s: isinstance(s.victims, LowestPriority),
@@ -84,6 +85,8 @@ ELSEWHERE = {
     "model", "dtype", "quantization", "device", "max_model_len", "block_size", "kv_cache_memory", "num_blocks",
     "gpu_memory_utilization", "kv_cache_dtype", "swap_space", "attention_backend", "deterministic", "num_threads",
     "seed", "executor", "record_plans", "queue_tenant_share", "chat_template", "generation_config",
+    "pooling", "enforce_eager", "calculate_kv_scales", "kv_host_memory", "kv_disk", "kv_disk_size", "kv_remote",
+    "kv_remote_secret", "kv_remote_ttl",
     *(field.name for field in fields(RequestLimits)),
 }  # fmt: skip
 

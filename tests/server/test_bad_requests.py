@@ -131,7 +131,7 @@ def test_an_unknown_model_is_a_404(server: Running, path: str) -> None:
     assert "`gpt-4` does not exist" in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/models/"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/nothing", "/v1/models/"])
 def test_an_unknown_path_is_a_404(server: Running, path: str) -> None:
     response = server.client.post(path, json={})
     if path == "/v1/models/":
