@@ -74,19 +74,24 @@ def sinks_of(heads: int) -> torch.Tensor:
     return torch.randn(heads, generator=torch.Generator().manual_seed(heads)).to(DEVICE)
 
 
+SHAPES: dict[str, st.SearchStrategy[Any]] = {
+    "dtype": st.sampled_from(list(TOLERANCE)),
+    "layout": BOTH,
+    "dims": st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
+    "kv_heads": st.integers(1, 8 if ON_GPU else 2),
+    "share": st.sampled_from([1, 3, 4, 8, 17]),
+    "block_size": st.sampled_from([16, 32, 48, 128]),
+    "softcap": st.sampled_from([None, 5.0]),
+    "with_sinks": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+
+
 @EXAMPLES
 @given(
-    dtype=st.sampled_from(list(TOLERANCE)),
-    layout=BOTH,
-    dims=st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
-    kv_heads=st.integers(1, 8 if ON_GPU else 2),
-    share=st.sampled_from([1, 3, 4, 8, 17]),
-    block_size=st.sampled_from([16, 32, 48, 128]),
+    **SHAPES,
     contexts=st.lists(st.integers(1, 5000 if ON_GPU else 300), min_size=1, max_size=64 if ON_GPU else 2),
     window=st.sampled_from([None, 1, 100, 270]),
-    softcap=st.sampled_from([None, 5.0]),
-    with_sinks=st.booleans(),
-    seed=st.integers(0, 99),
 )
 @example("float32", BlockLayout.TOKENS, (64, 64), 2, 3, 16, [300, 5], None, None, True, 0)
 @example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 48, [300], 270, 5.0, True, 0)
@@ -107,18 +112,10 @@ def test_a_decode_agrees_with_float64(
 
 @EXAMPLES
 @given(
-    dtype=st.sampled_from(list(TOLERANCE)),
-    layout=BOTH,
-    dims=st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
-    kv_heads=st.integers(1, 8 if ON_GPU else 2),
-    share=st.sampled_from([1, 3, 4, 8, 17]),
-    block_size=st.sampled_from([16, 32, 48, 128]),
+    **SHAPES,
     first=st.lists(st.integers(1, 2000 if ON_GPU else 40), min_size=1, max_size=16 if ON_GPU else 2),
     more=st.lists(st.integers(1, 2000 if ON_GPU else 30), min_size=1, max_size=16 if ON_GPU else 2),
     window=st.sampled_from([None, 1, 7, 100, 270]),
-    softcap=st.sampled_from([None, 5.0]),
-    with_sinks=st.booleans(),
-    seed=st.integers(0, 99),
 )
 @example("float16", BlockLayout.TOKENS, (16, 48), 2, 3, 16, [20, 40], [30, 1], 7, None, False, 0)
 @example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 32, [20, 1], [10, 1], 1, 5.0, True, 0)

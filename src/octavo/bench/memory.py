@@ -25,12 +25,11 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
-    DEFAULT_SWAP_SPACE,
     DTYPE_BYTES,
     PoolSize,
     block_tokens,
+    default_swap_blocks,
     pool_for_memory,
-    swap_bytes,
 )
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.roofline import without_overlap
@@ -177,20 +176,11 @@ def simulated_engine(
     """An engine on a device that reads so many 1e9 bytes and does so many 1e9 operations a second."""
     spec = budget.spec(block_size)
     pool = budget.pool(block_size, config)
-    num_host_blocks = _num_host_blocks(config, spec)
+    num_host_blocks = default_swap_blocks(config, spec)
     kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
     times = without_overlap(budget.shape, spec, cost_dtype(config), gb_s, gflop_s)
     speed = RestoreSpeed(times.product_seconds(1), times.per_moved_block)
     return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, restore_speed=speed), times)
-
-
-def _num_host_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
-    """Blocks of swap space, as an engine with enough host memory would take."""
-    if config.preemption_mode == "recompute":
-        return 0
-    space = config.swap_space
-    assert not isinstance(space, str), "the configuration has parsed it"
-    return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
 
 
 @contextmanager

@@ -148,6 +148,19 @@ def value_keywords(hint: object) -> dict[str, Any]:
     return {"type": float, "metavar": "X"} if float in members else {"type": integer, "metavar": "N"}
 
 
+def add_rate_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options that say when requests arrive."""
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="X",
+        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
+    )
+
+
 def integer(text: str) -> int:
     """An integer on a command line, which may be written as 4k."""
     try:

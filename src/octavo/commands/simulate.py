@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import Command
-from octavo.commands.options import add_engine_options, integer
+from octavo.commands.options import add_engine_options, add_rate_options, integer
 
 DESCRIPTION = """\
 Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
@@ -50,17 +50,9 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-requests", type=integer, metavar="N", help="(default: as many as the trace has, else 1000)"
     )
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="X",
-        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
-    )
+    add_rate_options(group)
     group.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="factor on a trace's own rate (default: 1)"
-    )
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
     )
     group.add_argument(
         "--concurrency", type=integer, metavar="N", help="closed loop: N users who wait for each answer before the next"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.config import format_bytes
+from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.model_shape import ModelShape
@@ -92,6 +92,15 @@ def swap_bytes(spec: KVCacheSpec, swap_space: int | None, left: int) -> int:
     """
     space = min(DEFAULT_SWAP_SPACE, max(0, left)) if swap_space is None else swap_space
     return space // spec.block_bytes * spec.block_bytes
+
+
+def default_swap_blocks(config: EngineConfig, spec: KVCacheSpec) -> int:
+    """Blocks of swap space that an engine with enough host memory would take."""
+    if config.preemption_mode == "recompute":
+        return 0
+    space = config.swap_space
+    assert not isinstance(space, str), "the configuration has parsed it"
+    return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
 
 
 def pool_for_memory(

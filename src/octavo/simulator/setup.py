@@ -14,13 +14,12 @@ from octavo.kvcache.formats import kv_format
 from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
-    DEFAULT_SWAP_SPACE,
     DTYPE_BYTES,
     MemoryBudget,
     activation_bytes,
     block_tokens,
+    default_swap_blocks,
     pool_for_memory,
-    swap_bytes,
     weight_bytes,
 )
 from octavo.planner.machine import CPU_MEMORY_SHARE
@@ -149,12 +148,7 @@ class Plan:
 
     @property
     def num_host_blocks(self) -> int:
-        config, spec = self.config, self.spec
-        if config.preemption_mode == "recompute":
-            return 0
-        space = config.swap_space
-        assert not isinstance(space, str), "the configuration has parsed it"
-        return swap_bytes(spec, space, left=DEFAULT_SWAP_SPACE) // spec.block_bytes
+        return default_swap_blocks(self.config, self.spec)
 
     @property
     def num_prefix_blocks(self) -> int:

@@ -6,7 +6,7 @@ import argparse
 
 from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import add_workload_options
-from octavo.commands.options import add_engine_options
+from octavo.commands.options import add_engine_options, add_rate_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,15 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the server; --model is then the name it knows (default: start a server with the engine options)",
     )
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="X",
-        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
-    )
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
-    )
+    add_rate_options(group)
     group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests in flight at once")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="per request (default: 600)")
     group.add_argument(
