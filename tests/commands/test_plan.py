@@ -227,5 +227,20 @@ def test_beside_a_gpu_the_swap_space_is_the_hosts(plan: Callable[..., Any], caps
     assert "(1.00 GiB), in the host's memory" in capsys.readouterr().out
 
 
+def test_prefixes_in_host_memory_are_part_of_the_plan(
+    plan: Callable[..., Any], capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    options = ("llama-3.1-8b", "--context", 4096, "--concurrency", 4)
+    for device, needed in (("cpu", 8 * 2**30), ("cuda", 0)):
+        none, some = (plan(*options, "--device", device, "--kv-host-memory", size) for size in ("0", "8GiB"))
+        assert (none["host_prefix_slots"], some["host_prefix_bytes"]) == (0, 8 * 2**30)
+        assert 0.99 < some["host_prefix_slots"] * some["block_bytes_per_device"] / 2**33 < 1
+        assert some["memory_needed_per_device"] - none["memory_needed_per_device"] == needed
+    main(["plan", "llama-3.1-8b", "--kv-host-memory", "8GiB"])
+    slots = some["host_prefix_slots"]
+    assert f"(8.00 GiB), {slots:,} blocks, {16 * slots:,} tokens, in the host's memory" in (capsys.readouterr().out)
+    assert "a block and its bookkeeping take" in refusal("llama-3.1-8b", "--kv-host-memory", "10")
+
+
 def test_a_swap_space_that_is_no_size_is_refused(refusal: Callable[..., str]) -> None:
     assert "cannot read '-1' as a number of bytes" in refusal("llama-3.1-8b", "--swap-space=-1")

@@ -82,6 +82,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "activations": f"{_size(report['activation_bytes_per_device'])}, estimated",
             "KV cache": _size(report["kv_bytes_total_per_device"]),
             "swap space": _swap(report),
+            **_host_prefixes(report),
             "needed": _size(report["memory_needed_per_device"]),
         },
     )
@@ -153,6 +154,16 @@ def _swap(report: Mapping[str, Any]) -> str:
     if report["device"] != "cpu":
         return f"{_size(size)}, in the host's memory"
     return _size(size) if report["swap_is_needed"] else f"{_size(size)}, or what is left"
+
+
+def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
+    """The row of prefixes in host memory, where any is asked for."""
+    if not (size := report["host_prefix_bytes"]):
+        return {}
+    where = "" if report["device"] == "cpu" else ", in the host's memory"
+    slots = report["host_prefix_slots"]
+    tokens = slots // len(report["kv_groups"]) * report["block_size"]
+    return {"prefixes in host memory": f"{_size(size)}, {slots:,} blocks, {tokens:,} tokens{where}"}
 
 
 def _size(count: int) -> str:

@@ -70,6 +70,25 @@ class MemoryBudget:
         return max(0, min(int((self.available - self.weights) * self.cache_share), self.left))
 
 
+def prefix_slots(spec: KVCacheSpec, host_memory: int) -> int:
+    """Blocks of prefixes that `--kv-host-memory` holds, their bookkeeping within it.
+
+    Raises:
+        ConfigError: not one.
+    """
+    if not host_memory:
+        return 0
+    # Imported here: it needs numpy, which most plans do without.
+    from octavo.kvcache.host_cache import HostCache
+
+    each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size)
+    if host_memory < each:
+        raise ConfigError(
+            f"kv_host_memory is {format_bytes(host_memory)}, but a block and its bookkeeping take {format_bytes(each)}"
+        )
+    return host_memory // each
+
+
 def block_tokens(block_size: int | str, max_model_len: int) -> int:
     """Tokens per block; "max" is one block of `max_model_len` tokens per sequence: a contiguous allocator."""
     if isinstance(block_size, int):

@@ -20,6 +20,7 @@ from octavo.planner.calculator import (
     activation_bytes,
     block_tokens,
     pool_for_memory,
+    prefix_slots,
     swap_bytes,
     weight_bytes,
     without_windows,
@@ -65,6 +66,7 @@ class PlanOptions:
     swap_space: int | str | None = option(
         None, "host memory for the blocks of preempted sequences, as '1GiB'; 0: none; default: 1GiB, or what is left"
     )
+    kv_host_memory: int | str = option(0, "host memory for prefixes that the KV cache evicts, as '8GiB'; 0: none")
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
@@ -89,6 +91,10 @@ class PlanOptions:
             object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
         if isinstance(self.swap_space, int) and self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space}")
+        if isinstance(self.kv_host_memory, str):
+            object.__setattr__(self, "kv_host_memory", parse_bytes(self.kv_host_memory))
+        if not isinstance(self.kv_host_memory, int) or self.kv_host_memory < 0:
+            raise ConfigError(f"kv_host_memory must be a number of bytes, 0 or more, got {self.kv_host_memory}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,8 @@ class Deployment:
         if not isinstance(memory, int):
             return None
         if self.options.device == "cpu":
-            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE, self._swap_set_aside)
+            set_aside = self._swap_set_aside + self._prefixes_set_aside
+            return MemoryBudget(memory, self.weights, self.activations, CPU_MEMORY_SHARE, set_aside)
         return MemoryBudget(int(memory * self.options.gpu_memory_utilization), self.weights, self.activations)
 
     @property
@@ -172,6 +179,16 @@ class Deployment:
         """The part of the device's memory reserved for swapping: what is explicitly requested, on a CPU."""
         space = self.options.swap_space
         return swap_bytes(self.spec, space, 0) if self.options.device == "cpu" and isinstance(space, int) else 0
+
+    @property
+    def _prefixes_set_aside(self) -> int:
+        """The part of the device's memory reserved for prefixes in host memory: on a CPU they are the same."""
+        return self._host_memory if self.options.device == "cpu" else 0
+
+    @property
+    def _host_memory(self) -> int:
+        assert isinstance(self.options.kv_host_memory, int)
+        return self.options.kv_host_memory
 
     @property
     def swap_bytes(self) -> int:
@@ -223,7 +240,8 @@ class Deployment:
         devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
         concurrency = self.concurrency
         cache = cost.blocks_for(concurrency) * spec.block_bytes
-        on_device = self.weights + self.activations + cache + spec.block_bytes + self._swap_set_aside
+        on_device = self.weights + self.activations + cache + spec.block_bytes
+        on_device += self._swap_set_aside + self._prefixes_set_aside
         return {
             "model": self.model.name,
             "architecture": self.model.architecture,
@@ -253,6 +271,8 @@ class Deployment:
             "bookkeeping_bytes": cost.blocks_for(concurrency) * spec.bookkeeping_bytes,
             "swap_bytes": self.swap_bytes,
             "swap_is_needed": self._swap_set_aside > 0,
+            "host_prefix_bytes": self._host_memory,
+            "host_prefix_slots": prefix_slots(spec, self._host_memory),
             "memory_needed_per_device": on_device,
             "kv_groups": [
                 {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups
@@ -349,7 +369,7 @@ class Deployment:
         if (budget := self.budget) is not None and budget.left < 0:
             notes.append(
                 f"weights ({format_bytes(budget.weights)}), activations ({format_bytes(budget.activations)}) "
-                f"and swap space ({format_bytes(budget.swap)}) alone are over the {format_bytes(budget.available)} "
-                "that may be used of each device"
+                f"and swap space with prefixes in host memory ({format_bytes(budget.swap)}) alone are over the "
+                f"{format_bytes(budget.available)} that may be used of each device"
             )
         return tuple(notes)

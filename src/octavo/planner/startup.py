@@ -11,7 +11,6 @@ from typing import Any
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import eviction_bytes
-from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
@@ -20,6 +19,7 @@ from octavo.planner.calculator import (
     activation_bytes,
     block_tokens,
     pool_for_memory,
+    prefix_slots,
     smallest_pool,
     swap_bytes,
     weight_bytes,
@@ -173,12 +173,7 @@ class StartSizing:
         """
         wanted = self.config.kv_host_memory
         assert isinstance(wanted, int)
-        count = wanted // (self.spec.block_bytes + HostCache.bookkeeping_bytes(self.spec.block_size))
-        if wanted and not count:
-            raise ConfigError(
-                f"kv_host_memory is {format_bytes(wanted)}, but a block and its bookkeeping take "
-                f"{format_bytes(self.spec.block_bytes + HostCache.bookkeeping_bytes(self.spec.block_size))}"
-            )
+        count = prefix_slots(self.spec, wanted)
         if self.host_available is not None and wanted > self.host_available:
             raise ConfigError(
                 f"kv_host_memory is {format_bytes(wanted)}, but {format_bytes(self.host_available)} of host memory are "
