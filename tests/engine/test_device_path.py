@@ -33,6 +33,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, write_hf_model(folder, "Qwen3", tokenizer=True, **options)
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mistral of one layer, with a sliding window of nine tokens."""
+    from tests.models.tiny import write_hf_model
+
+    folder = tmp_path_factory.mktemp("windowed")
+    options: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 16}
+    write_hf_model(folder, "Mistral", tokenizer=True, sliding_window=9, **options)
+    return folder
+
+
 def prompts(*lengths: int) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": [(i * 31 + j * 7) % 300 for j in range(n)]} for i, n in enumerate(lengths)]
 
@@ -58,10 +69,10 @@ def test_the_kernels_generate_what_transformers_does(make_llm: MakeLLM, small: t
     assert tokens(llm, given) == [[by_transformers(model, prompt, 4)] for prompt in given]
 
 
-def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, tiny_mistral: Path) -> None:
+def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, windowed: Path) -> None:
     (prompt,) = prompts(21)
-    llm = make_llm(tiny_mistral, device=DEVICE, attention_backend="triton")
-    reference = make_llm(tiny_mistral, attention_backend="reference")
+    llm = make_llm(windowed, device=DEVICE, attention_backend="triton")
+    reference = make_llm(windowed, attention_backend="reference")
     assert tokens(llm, prompt) == tokens(reference, prompt)
 
 
