@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.engine.tiers import _open_remote
 from octavo.errors import ConfigError
@@ -233,10 +235,19 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
     assert without_password("redis://ada:letmein@host:1/2") == "redis://***@host:1/2"
 
 
-def test_the_secret_and_the_address_are_in_no_printed_options(redis_server: RedisServer) -> None:
-    config = EngineConfig(kv_remote="redis://:letmein@host", kv_remote_secret=SECRET)
-    assert SECRET not in repr(config)
-    assert "letmein" not in repr(config)
+def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_printed_options(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variables = {"OCTAVO_KV_REMOTE": "redis://:letmein@host", "OCTAVO_KV_REMOTE_SECRET": SECRET}
+    settings = Settings([EngineConfig], {}, variables)
+    config = EngineConfig(**settings.given(EngineConfig))
+    assert (config.kv_remote, config.kv_remote_secret) == ("redis://:letmein@host", SECRET)
+    with caplog.at_level(logging.DEBUG):
+        settings.log()
+    assert "kv_remote_secret=(hidden)" in caplog.text
+    for text in (caplog.text, repr(config), str(settings.by_source())):
+        assert SECRET not in text
+        assert "letmein" not in text
 
 
 @pytest.mark.parametrize(
