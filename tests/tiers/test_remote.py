@@ -232,7 +232,8 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
     with pytest.raises(ConfigError, match="refuses the password") as refused:
         RemoteMedium(redis_server.url + "&username=eve&password=letmein", FINGERPRINT, BLOCK_BYTES)
     assert "letmein" not in str(refused.value)
-    assert without_password("redis://ada:letmein@host:1/2") == "redis://***@host:1/2"
+    for password in ("letmein", "let/me@in"):
+        assert without_password(f"redis://ada:{password}@host:1/2") == "redis://***@host:1/2"
 
 
 def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_printed_options(

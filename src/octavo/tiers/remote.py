@@ -163,7 +163,7 @@ class RemoteMedium:
 
 def without_password(url: str) -> str:
     """An address as it may be shown."""
-    shown = re.sub(r"(?<=//)[^/@]*@", "***@", url)
+    shown = re.sub(r"(?<=//).*@", "***@", url)
     return re.sub(r"(?<=[?&])[^=&]*password=[^&]*", "password=***", shown)
 
 
