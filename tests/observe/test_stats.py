@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.observe.metrics import MetricsPage
 from octavo.observe.stats import EngineStats, Histogram, one_two_five_buckets
-from octavo.request import FinishReason
+from octavo.request import FinishReason, Request, RequestId
+from octavo.sampling_params import SamplingParams
 
 
 def exposed(stats: EngineStats) -> dict[str, Metric]:
@@ -120,3 +121,24 @@ def test_two_engines_in_one_process_do_not_mix_their_metrics() -> None:
 
 def test_the_process_itself_is_measured() -> None:
     assert "process_resident_memory_bytes" in exposed(EngineStats(max_model_len=8))
+
+
+def test_evictions_and_steps_are_counted() -> None:
+    stats = EngineStats(max_model_len=1024)
+    stats.on_step(num_running=1, num_waiting=0, kv_usage=0.5)
+    stats.on_blocks({}, 7)
+    families = exposed(stats)
+    assert value(families, "octavo:steps", "octavo:steps_total") == 1
+    assert value(families, "octavo:evicted_blocks", "octavo:evicted_blocks_total") == 7
+
+
+def test_the_age_of_the_queue_is_that_of_its_oldest_request() -> None:
+    stats = EngineStats(max_model_len=1024)
+    assert value(exposed(stats), "octavo:oldest_waiting_seconds") == 0
+    for name, arrival in (("a", 10.0), ("b", 12.0)):
+        stats.waiting.enter(Request(RequestId(name), [1], SamplingParams(), arrival_time=arrival))
+    assert stats.waiting.oldest_age(15.0) == 5
+    stats.waiting.leave(RequestId("a"))
+    assert stats.waiting.oldest_age(15.0) == 3
+    stats.waiting.leave(RequestId("b"))
+    assert stats.waiting.oldest_age(15.0) == 0

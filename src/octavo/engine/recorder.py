@@ -104,7 +104,7 @@ class StatsRecorder:
     def _on_cache(self) -> None:
         kv = self._scheduler.kv
         size, swap = kv.spec.block_bytes, kv.swap
-        self._stats.on_blocks(kv.bytes_by_state())
+        self._stats.on_blocks(kv.bytes_by_state(), kv.num_evicted)
         self._stats.on_swapped(
             bytes_out=swap.counters.blocks_out * size,
             bytes_in=swap.counters.blocks_in * size,

@@ -5,6 +5,7 @@ Everything is made at scrape time by a collector, so the step loop never touches
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -32,6 +33,8 @@ _COUNTERS = (
 )
 # What a tenant may not know of another is counted as cold, as in its own responses.
 _OWN_COUNTERS = (
+    ("steps", "num_steps", "Steps that the engine has computed."),
+    ("evicted_blocks", "evicted_blocks", "Cached blocks that gave way to others."),
     ("failed_steps", "num_failed_steps", "Steps in which something raised, each try counted."),
     ("hung_steps", "num_hung_steps", "Steps that took longer than the watchdog allows."),
     ("audits", "num_audits", "Times that the block accounting was proven while the engine was idle."),
@@ -74,6 +77,13 @@ class EngineCollector(Collector):
         )
         hung.add_metric(values, self._stats.hung_step_seconds or 0.0)
         yield hung
+        oldest = GaugeMetricFamily(
+            "octavo:oldest_waiting_seconds",
+            "How long the oldest of the requests that wait for their first step has waited; 0 if none waits.",
+            labels=names,
+        )
+        oldest.add_metric(values, self._stats.waiting.oldest_age(time.monotonic()))
+        yield oldest
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*names, "finished_reason"]
         )

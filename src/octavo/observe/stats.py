@@ -105,6 +105,7 @@ class EngineStats:
         self.swapped_out_bytes = 0
         self.swapped_in_bytes = 0
         self.swapped_bytes = 0
+        self.evicted_blocks = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
@@ -183,9 +184,13 @@ class EngineStats:
         self.cache_outcomes[report.outcome] += 1
         self.uncached_tokens[report.outcome] += report.num_uncached_tokens
 
-    def on_blocks(self, kv_bytes: dict[BlockState, int]) -> None:
-        """With `on_queues`: the pool's bytes by state. The dictionary must not change afterwards."""
+    def on_blocks(self, kv_bytes: dict[BlockState, int], num_evicted: int) -> None:
+        """With `on_queues`: the pool's bytes by state, and the blocks evicted since the start.
+
+        The dictionary must not change afterwards.
+        """
         self.kv_bytes = kv_bytes
+        self.evicted_blocks = num_evicted
 
     def on_first_token(self, ttft: float) -> None:
         """Once per request, `ttft` seconds after it arrived."""

@@ -22,20 +22,20 @@ class TenantQueues:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, Waiting] = {}
-        self._entered: dict[RequestId, tuple[str, int]] = {}
+        self._entered: dict[RequestId, tuple[str, int, float]] = {}  # tenant, tokens, arrival
 
     def enter(self, request: Request) -> None:
         """A request waits from now on."""
         tenant, tokens = request.tenant, len(request.prompt_token_ids)
         with self._lock:
-            self._entered[request.request_id] = (tenant, tokens)
+            self._entered[request.request_id] = (tenant, tokens, request.arrival_time)
             self._add(tenant, 1, tokens)
 
     def leave(self, request_id: RequestId) -> None:
         """A request was admitted, or has ended; nothing if it does not wait."""
         with self._lock:
             if (entered := self._entered.pop(request_id, None)) is not None:
-                tenant, tokens = entered
+                tenant, tokens, _ = entered
                 self._add(tenant, -1, -tokens)
 
     def of(self, tenant: str) -> Waiting:
@@ -45,6 +45,14 @@ class TenantQueues:
         """What waits of each tenant that waits."""
         with self._lock:
             return dict(self._waiting)
+
+    def oldest_age(self, now: float) -> float:
+        """Seconds that the first of those that wait has waited at `now`, on the monotonic clock; 0 if none waits."""
+        with self._lock:
+            # In the order of arrival, as dictionaries keep it.
+            for _, _, arrival in self._entered.values():
+                return max(0.0, now - arrival)
+        return 0.0
 
     def check_room(self, tenant: str, num_tokens: int, *, most_requests: int, most_tokens: int) -> None:
         """Refuse a prompt of `num_tokens` for which the tenant has no room.
