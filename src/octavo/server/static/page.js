@@ -186,7 +186,7 @@ function list() {
     const [running, computed, output, preempted] = one.progress;
     const cached = one.cache ? one.cache.cached_tokens : null;
     const texts = [null, null, (running ? "running" : "waiting") + (preempted ? `, preempted ${preempted} ×` : ""),
-      show(one.prompt), show(cached), show(computed), null, (one.cache && one.cache.reason) || (one.cache ? "all that could" : "")];
+      show(one.prompt), show(cached), show(computed), null, (one.cache && one.cache.reason) || (one.cache ? "everything cached" : "")];
     texts.forEach((text, i) => { if (text !== null && row.cells[i].textContent !== text) row.cells[i].textContent = text; });
     const meter = row.cells[6].firstChild;
     meter.max = one.max;
