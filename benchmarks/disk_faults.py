@@ -67,6 +67,8 @@ def damage(folder: Path, fault: str, rng: random.Random) -> None:
     slot_bytes = -(-BLOCK_BYTES // ALIGNMENT) * ALIGNMENT
     size = slab.stat().st_size
     num_slots = (size - 2 * ALIGNMENT) // slot_bytes
+    if num_slots < 1:  # a cut has left nothing to damage
+        return
     first = size - num_slots * slot_bytes
     a, b = rng.randrange(num_slots), rng.randrange(num_slots)
     with slab.open("r+b") as file:
