@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import subprocess
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.cli import build_parser
 from octavo.observe.metrics import MetricsPage
 from octavo.observe.stats import EngineStats
+from octavo.tiers.base import Store
+from octavo.tiers.files import BlockFiles
 from tests.deploy.files import (
     DASHBOARD,
     DEPLOY,
@@ -27,10 +30,15 @@ from tests.deploy.files import (
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=HOW_TO_GET_IT)
 
 
-def exported_names() -> set[str]:
-    """The names of all series of /metrics, and `up`, which Prometheus adds."""
+@pytest.fixture
+def exported(tmp_path: Path) -> set[str]:
+    """The names of all series of /metrics, those of a store among them, and `up`, which Prometheus adds."""
     names = {"up"}
-    text = MetricsPage(EngineStats(max_model_len=64), "m").render()[0].decode()
+    stats = EngineStats(max_model_len=64)
+    store = Store(BlockFiles(tmp_path, b"f" * 16))
+    stats.stores = (store,)
+    text = MetricsPage(stats, "m").render()[0].decode()
+    store.close()
     for family in text_string_to_metric_families(text):
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
         names |= {family.name + suffix for suffix in suffixes}
@@ -38,16 +46,16 @@ def exported_names() -> set[str]:
 
 
 @pytest.mark.parametrize("name", alerts())
-def test_an_alert_uses_metrics_that_exist(name: str) -> None:
+def test_an_alert_uses_metrics_that_exist(name: str, exported: set[str]) -> None:
     used = metric_names(alerts()[name]["expr"])
     assert used
-    assert used <= exported_names()
+    assert used <= exported
 
 
-def test_the_dashboard_uses_metrics_that_exist() -> None:
+def test_the_dashboard_uses_metrics_that_exist(exported: set[str]) -> None:
     for query in dashboard_queries():
         assert (used := metric_names(query)), query
-        assert used <= exported_names(), query
+        assert used <= exported, query
 
 
 def test_every_alert_says_what_to_do_and_has_a_test_in_which_it_fires_and_one_in_which_it_does_not() -> None:
