@@ -123,6 +123,22 @@ def test_a_request_that_never_ran_has_only_its_wait(traced: Running, collector: 
     assert sorted(span.name for span in collector.spans) == ["llm_request", "queue"]
 
 
+def test_spans_tell_what_a_request_had_when_it_ended(
+    traced: Running, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = traced.engine.core
+    tracer = core.stats.tracer
+    request = core.make_request([5], _params())
+    request.sequences[0].append_token(7)
+    make = tracer._make_spans
+    # The event loop lets go of a request's sequences while its spans are made.
+    monkeypatch.setattr(tracer, "_make_spans", lambda ended: (request.sequences.clear(), make(ended)))
+    tracer.on_finished(request, _abort(), request.arrival_time + 1)
+    tracer.close()
+    (whole,) = (span for span in collector.spans if span.name == "llm_request")
+    assert attributes(whole)["gen_ai.usage.output_tokens"] == 1
+
+
 def _params() -> Any:
     from octavo.sampling_params import SamplingParams
 

@@ -34,9 +34,11 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What a request's spans are made of; `finished` is the time of its end."""
+    """What a request's spans are made of, taken at its end: the request gives up its sequences then."""
 
-    request: Request
+    traceparent: str | None
+    attributes: dict[str, Any]
+    arrival: float
     times: _Times | None
     reason: FinishReason
     finished: float
@@ -80,7 +82,9 @@ class RequestTracer:
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
         """A request has ended, whether it was ever scheduled or not."""
-        self._ended.put(_Ended(request, self._times.pop(request.request_id, None), reason, now))
+        times = self._times.pop(request.request_id, None)
+        attributes = self._attributes(request, reason)
+        self._ended.put(_Ended(request.traceparent, attributes, request.arrival_time, times, reason, now))
 
     def close(self) -> None:
         """Export what is left, for `FLUSH_SECONDS` at most."""
@@ -95,19 +99,19 @@ class RequestTracer:
     def _make_spans(self, ended: _Ended) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        request, times = ended.request, ended.times
-        carrier = {} if request.traceparent is None else {"traceparent": request.traceparent}
+        times = ended.times
+        carrier = {} if ended.traceparent is None else {"traceparent": ended.traceparent}
         span = self._tracer.start_span(
             "llm_request",
             self._propagator.extract(carrier),
             SpanKind.SERVER,
-            attributes=self._attributes(ended),
-            start_time=self._ns(request.arrival_time),
+            attributes=ended.attributes,
+            start_time=self._ns(ended.arrival),
         )
         if ended.reason is FinishReason.ERROR:
             span.set_status(Status(StatusCode.ERROR))
         context = set_span_in_context(span)
-        marks = [("queue", request.arrival_time)]
+        marks = [("queue", ended.arrival)]
         if times is not None:
             marks.append(("prefill", times.admitted))
             if times.first_token is not None:
@@ -118,13 +122,12 @@ class RequestTracer:
             part.end(self._ns(end))
         span.end(self._ns(ended.finished))
 
-    def _attributes(self, ended: _Ended) -> dict[str, Any]:
+    def _attributes(self, request: Request, reason: FinishReason) -> dict[str, Any]:
         """OpenTelemetry's names for generative AI where there are such. No text, and no token."""
-        request = ended.request
         attributes: dict[str, Any] = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": request.request_id,
-            "gen_ai.response.finish_reasons": [ended.reason.value],
+            "gen_ai.response.finish_reasons": [reason.value],
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
             "gen_ai.usage.output_tokens": sum(seq.num_output_tokens for seq in request.sequences),
             "octavo.cached_tokens": request.num_cached_tokens or 0,
