@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
@@ -157,6 +158,13 @@ def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
     idle._process.kill()
     idle._process.wait()
     assert read(bodies, chat("y"), "chat").prompt.token_ids == SlowTokenizer().encode("y", False)
+
+
+def test_a_system_without_proc_reads_bodies_without_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(body_worker, "_OWN_PAGES", "/nonexistent/statm")
+    body_worker._limit_memory(2**30)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 class BlockedWorker:

@@ -30,6 +30,7 @@ _MAIN = "import os; os.nice({niceness}); from octavo.server.body_worker import m
 
 # Memory beyond what a process began with that it may keep between two bodies.
 _KEPT_BYTES = 128 * 1024 * 1024
+_OWN_PAGES = "/proc/self/statm"
 # The process imports a tokenizer before it is ready: about a second, many on a busy machine.
 _START_SECONDS = 120.0
 
@@ -179,10 +180,13 @@ def main() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have that many bytes more than it has now."""
+    """Let this process have that many bytes more than it has now, on a system that counts them (Linux)."""
     page = resource.getpagesize()
-    with open("/proc/self/statm", encoding="ascii") as pages:
-        now = int(pages.read().split()[5]) * page
+    try:
+        with open(_OWN_PAGES, encoding="ascii") as pages:
+            now = int(pages.read().split()[5]) * page
+    except FileNotFoundError:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = now + more
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
