@@ -16,7 +16,7 @@ PROMPTS: list[Any] = [{"prompt_token_ids": [(7 * i + j * j) % 300 + 5 for j in r
 PARAMS = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9 * (i % 2), seed=i) for i in range(4)]
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3", "fp8_e5m2", "k8v4", "int4"])
 def test_tokens_do_not_depend_on_how_they_were_computed(tmp_path: Path, codec: str) -> None:
     write_hf_model(tmp_path, "Llama", hidden_size=128, head_dim=32)
 
