@@ -26,6 +26,15 @@ def test_every_command_has_help(argv: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("usage: " + " ".join(["octavo", *argv]))
 
 
+def test_help_begins_with_the_arguments_and_not_with_a_hundred_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert capsys.readouterr().out.startswith("usage: octavo serve [options] [MODEL]\n\n")
+    with pytest.raises(SystemExit):
+        cli.main(["cache", "--help"])
+    assert capsys.readouterr().out.startswith("usage: octavo cache [-h] [--json] {info,verify,purge} DIR\n")
+
+
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main(["--version"])

@@ -21,6 +21,7 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+_MOST_IN_USAGE = 12
 # argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
@@ -55,8 +56,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _ShortUsage(argparse.HelpFormatter):
+    """Help whose first line names the arguments, and the options only where they are few: they are listed below."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        needed = [action for action in actions if not action.option_strings or action.required]
+        if usage is None and len(actions) > _MOST_IN_USAGE:
+            text = self._format_usage(None, needed, [], prefix)
+            self._add_item(lambda: text.replace(self._prog, f"{self._prog} [options]", 1), [])
+        else:
+            super().add_usage(usage, actions, groups, prefix)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Tells wrong usage in one line: what is wrong, and where to look it up."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"formatter_class": _ShortUsage, **kwargs})
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
