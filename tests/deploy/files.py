@@ -14,7 +14,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "octavo.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "octavo.json"
 PROMTOOL = shutil.which("promtool")
-HOW_TO_GET_IT = "needs promtool: apt-get install prometheus"
+PROMETHEUS = shutil.which("prometheus")
+HOW_TO_GET_IT = "needs prometheus and promtool: apt-get install prometheus"
 
 
 def load(path: Path) -> Any:

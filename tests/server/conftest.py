@@ -87,7 +87,7 @@ class KeptWorkers(_Workers):
 
 @contextmanager
 def running_server(engine: Any, **options: Any) -> Iterator[Running]:
-    config = ServerConfig(port=0, **options)
+    config = ServerConfig(**{"port": 0, **options})
     with bound(config) as listener:
         yield from _serving(engine, config, listener)
 

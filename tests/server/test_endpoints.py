@@ -100,6 +100,7 @@ def test_metrics_are_exposed_under_the_served_name(start_server: Callable[..., R
     answer = server.client.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert "vllm:prompt_tokens" in {family.name for family in parse_openmetrics(answer.text)}
+    assert "vllm:prompt_tokens_total{" in answer.text
 
 
 def test_the_description_has_exactly_the_routes_that_are_served() -> None:

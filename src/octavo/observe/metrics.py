@@ -142,4 +142,8 @@ class MetricsPage:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type, in the newest of Prometheus' formats that `accept` names."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # Every format allows the colon of our names. prometheus_client 0.26 replaces it in samples nevertheless,
+            # for whoever does not ask for UTF-8 names: Prometheus before version 3.
+            encode, _ = choose_encoder("application/openmetrics-text; version=1.0.0; escaping=allow-utf-8")
         return encode(self._registry), content_type
