@@ -529,3 +529,49 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(max_examples=130, stateful_step_count=60, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_a_claim_that_its_victims_blocks_do_not_satisfy_takes_nobodys_place() -> None:
+    """Two beams kept their blocks, a third was preempted in every other step for a request that never fitted."""
+    machine = make_machine(num_blocks=12, block_size=4, layers=(FULL,), budget=4, headroom=0)
+    machine.find(prompt=12, max_tokens=1, width=1)
+    machine.arrive([0] * 25, 1, 2, 1, None, 0.0, "", None, "ada")
+    machine.find(prompt=6, max_tokens=12, width=2)
+    machine.find(prompt=1, max_tokens=1, width=1)
+    machine.teardown()
+
+
+def test_a_newcomer_leaves_a_sliding_window_the_blocks_that_fill_it() -> None:
+    """A beam and a sample admitted each other away: nothing was kept for the rest of their windows."""
+    machine = make_machine(num_blocks=12, block_size=1, layers=(sliding(5),), budget=24, headroom=3)
+    machine.find(prompt=1, max_tokens=6, width=3)
+    machine.arrive([0] * 4, 3, 2, 0, None, 0.0, "", None, "ada")
+    machine.teardown()
+
+
+class _MachineByHand(SchedulerMachine):
+    def find(self, prompt: int, max_tokens: int, width: int) -> None:
+        self.search([0] * prompt, max_tokens, width, 0, 1.0, "never", None)
+
+
+def make_machine(num_blocks: int, block_size: int, layers: tuple, budget: int, headroom: int) -> _MachineByHand:
+    machine = _MachineByHand()
+    machine.build(
+        num_blocks,
+        block_size,
+        layers,
+        prefix_cache=None,
+        eviction="fifo",
+        max_num_seqs=6,
+        budget=budget,
+        pin_budget=0.25,
+        pin_tenant_share=0.5,
+        num_host_blocks=0,
+        mode="recompute",
+        policy="dlpm",
+        victim="latest",
+        headroom=headroom,
+        itl_slo_ms=None,
+        kv_shares=None,
+    )
+    return machine

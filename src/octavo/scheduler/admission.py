@@ -29,10 +29,18 @@ _BLOCKS_PER_STEP = 200
 
 @dataclass(slots=True)
 class _Refusal:
-    """Why a look-up need not be repeated: the shortage then, and what has been freed or published until then."""
+    """Why a look-up need not be repeated.
+
+    Attributes:
+        shortage: blocks that were missing.
+        supply: what had been freed or published until then (`Admission._supply`).
+        unclaimed: blocks that were available then and that nobody who ran was bound to take.
+        again_at: step before which it is not repeated.
+    """
 
     shortage: int
     supply: int
+    unclaimed: int
     again_at: int
 
 
@@ -86,7 +94,8 @@ class Admission:
         """Blocks that are missing for a waiting sequence to be admitted; 0 or less where none is."""
         kv = self._kv
         if (refusal := self._refusals.get(seq.seq_id)) is not None:
-            return refusal.shortage - (self._supply() - refusal.supply)
+            # Not by supply: that counts blocks that were freed and taken again, and here somebody is to yield for it.
+            return refusal.shortage - (self._num_unclaimed() - refusal.unclaimed)
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
             return 0
@@ -236,7 +245,10 @@ class Admission:
 
     def _refuse(self, seq: Sequence, shortage: int, num_blocks: int) -> None:
         again_at = self._step + num_blocks // _BLOCKS_PER_STEP
-        self._refusals[seq.seq_id] = _Refusal(shortage, self._supply(), again_at)
+        self._refusals[seq.seq_id] = _Refusal(shortage, self._supply(), self._num_unclaimed(), again_at)
+
+    def _num_unclaimed(self) -> int:
+        return self._kv.pool.num_available - self._running.reserve
 
     def _supply(self) -> int:
         """Rises by one at least with every block of which a refused sequence may come to lack one less.

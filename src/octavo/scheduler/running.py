@@ -12,6 +12,7 @@ in O(1).
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -75,8 +76,11 @@ class RunningSet:
         self._on_leave = on_leave
         self._size = kv.spec.block_size
         self._headroom = -(-headroom_tokens // self._size)
-        # What slides gives up as many blocks as it takes.
-        self._num_growing = sum(group.sliding_window is None for group in kv.spec.groups)
+        windows = Counter(group.sliding_window for group in kv.spec.groups)
+        self._num_growing = windows.pop(None, 0)
+        # Blocks of a full window, cut at either end, and how many groups have it: beyond that a table gives up as many
+        # blocks as it takes.
+        self._windows = [(-(-(window or 0) // self._size) + 1, count) for window, count in windows.items()]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -168,9 +172,13 @@ class RunningSet:
         return Place(0, base, most, 0, siblings, sibling_blocks, headroom)
 
     def _bound(self, place: Place) -> int:
-        own = min(max(place.held, place.base) + place.headroom, place.most) - place.held
-        blocks = max(0, own) + place.copies + place.siblings * place.sibling_blocks
-        return blocks * self._num_growing
+        target = min(max(place.held, place.base) + place.headroom, place.most)
+        blocks = max(0, target - place.held) + place.copies + place.siblings * place.sibling_blocks
+        bound = blocks * self._num_growing
+        for most, count in self._windows:
+            own = max(0, min(target, most) - min(place.held, most))
+            bound += (own + place.copies + place.siblings * min(place.sibling_blocks, most)) * count
+        return bound
 
     def _count(self, place: Place) -> None:
         bound = self._bound(place)
