@@ -13,6 +13,7 @@ from octavo.limits import RequestLimits
 from octavo.option import option
 
 DEFAULT_MODEL = "smollm2"
+DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
 
 KV_CACHE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"}
 
@@ -103,9 +104,9 @@ class EngineConfig(RequestLimits):
         "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
     )
     eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost", "adaptive"] = option(
-        "lru",
-        "which cached block is evicted first; priority: a request's priority protects its blocks; adaptive: the one "
-        "least often seen to come back, of those used once and those used again",
+        DEFAULT_EVICTION_POLICY,
+        "which cached block is evicted first, in host memory and on disk too; adaptive: the one least often seen to "
+        "come back, of those used once and those used again; priority: a request's priority protects its blocks",
     )
     pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
     pin_tenant_share: float | None = option(

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 
-from octavo.kvcache.eviction import EVICTION_POLICIES, eviction_bytes
+from octavo.kvcache.eviction import EVICTION_POLICIES, AdaptiveEviction
+from octavo.kvcache.spec import ADAPTIVE_EVICTION_BYTES, eviction_bytes
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 
 
@@ -36,3 +37,7 @@ def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, e
     assert manager.pool.num_cached >= num_blocks - 2 - num_blocks // 8
     planned = manager.spec.bookkeeping_bytes + eviction_bytes(eviction)
     assert taken <= planned * num_blocks + 20_000
+
+
+def test_the_plan_counts_ghosts_and_keys_of_adaptive_eviction() -> None:
+    assert ADAPTIVE_EVICTION_BYTES == AdaptiveEviction.BYTES_PER_BLOCK

@@ -273,10 +273,69 @@ def test_adaptive_gives_up_old_conversations_as_lru_does() -> None:
     assert replay(AdaptiveEviction(), references, 100) >= lru - 0.005
 
 
+def replay_prompts(policy: EvictionPolicy, prompts: Iterable[list[int]], pool: int) -> float:
+    """Share of references that a pool finds where a block counts only with all those before it."""
+    places: dict[int, int] = {}
+    keys: dict[int, int] = {}
+    free = list(range(pool, 0, -1))
+    hits = total = 0
+    for prompt in prompts:
+        held = [BlockId(places[key]) for key in itertools.takewhile(places.__contains__, prompt)]
+        for block in held:
+            policy.remove(block)
+        policy.hit(held, 0)
+        hits, total = hits + len(held), total + len(prompt)
+        for position in range(len(held), len(prompt)):
+            key = prompt[position]
+            if key in places:  # behind a block that is gone
+                continue
+            block = BlockId(free.pop() if free else policy.evict())
+            places.pop(keys.get(block, -1), None)
+            places[key], keys[block] = block, key
+            policy.publish(block, position, 0, key.to_bytes(16, "little"))
+            held.append(block)
+        for block in reversed(held):
+            policy.add(block)
+    return hits / total
+
+
+def test_adaptive_keeps_prefixes_whole_where_all_conversations_return_alike() -> None:
+    rng, tokens = random.Random(0), itertools.count()
+    live: list[list[int]] = [[] for _ in range(40)]
+    prompts = []
+    for _ in range(1500):
+        which = rng.randrange(len(live))
+        if len(live[which]) > 40:
+            live[which] = []
+        live[which] = live[which] + [next(tokens) for _ in range(rng.randint(1, 4))]
+        prompts.append(live[which])
+    lru = replay_prompts(LruEviction(), prompts, 260)
+    assert 0.1 < lru < 0.7
+    assert replay_prompts(AdaptiveEviction(), prompts, 260) >= lru - 0.005
+
+
 def test_adaptive_follows_when_what_comes_back_changes() -> None:
     rng, strangers = random.Random(0), itertools.count(10_000)
     references = [rng.randrange(80) + i // 6000 * 1000 if rng.random() < 0.4 else next(strangers) for i in range(18000)]
     assert replay(AdaptiveEviction(), references, 100) > 1.3 * replay(LruEviction(), references, 100)
+
+
+def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
+    together, alone = AdaptiveEviction(), AdaptiveEviction()
+    blocks = [BlockId(block) for block in range(1, 101)]
+    for policy in (together, alone):
+        hold(policy, *blocks)
+        for number in range(20):  # so that it has begun to count
+            policy.restore(policy.evict())
+            policy.publish(BlockId(101), 0, 0, number.to_bytes(16, "little"))
+    together.hit([NULL_BLOCK, *blocks, NULL_BLOCK], 0)
+    for block in blocks:
+        alone.hit([block], 0)
+    assert together._returns.sum() == 100
+    assert (together._returns == alone._returns).all()
+    assert (together._ends == alone._ends).all()
+    assert together._stamps == alone._stamps
+    assert together._kinds == alone._kinds
 
 
 def test_a_ghost_takes_at_most_32_bytes_and_is_found_once() -> None:

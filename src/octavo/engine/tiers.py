@@ -11,6 +11,7 @@ import xxhash
 from octavo import kernels
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kvcache.eviction import make_lower_eviction
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
@@ -64,7 +65,14 @@ def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, .
     if config.kv_disk is not None:
         assert isinstance(config.kv_disk_size, int)
         describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
-        medium = DiskMedium(Path(config.kv_disk), config.kv_disk_size, fingerprint, spec.block_bytes, describe=describe)
+        medium = DiskMedium(
+            Path(config.kv_disk),
+            config.kv_disk_size,
+            fingerprint,
+            spec.block_bytes,
+            describe=describe,
+            eviction=make_lower_eviction(config.eviction_policy),
+        )
         stores.append(Store(medium))
     if config.kv_remote is not None:
         try:

@@ -227,6 +227,7 @@ class HostCache:
     def plan_load(self, host: HostBlockId, block_id: BlockId, seq_id: SequenceId) -> None:
         """With the next step a slot's bytes go to a block that the sequence has just been given."""
         self.hold(host)
+        self._eviction.hit([BlockId(host - self._first + 1)], 0)
         self._in[block_id] = (host - self._first, seq_id)
 
     def cancel_loads(self, seq_id: SequenceId) -> None:

@@ -19,6 +19,13 @@ from octavo.kvcache.formats import ALIGNMENT, KVFormat, kv_format
 # Measured over both prefix caches at their least favourable number of blocks, and held to by a test.
 BOOKKEEPING_BYTES = 220
 TOKEN_ID_BYTES = 4
+# Of `AdaptiveEviction`: places, stamps, keys, and ghosts of blocks that it evicted.
+ADAPTIVE_EVICTION_BYTES = 274
+
+
+def eviction_bytes(policy: str) -> int:
+    """Host memory that an eviction policy takes for each block, beyond what `bookkeeping_bytes` has."""
+    return ADAPTIVE_EVICTION_BYTES if policy == "adaptive" else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from octavo.config import EngineConfig, format_bytes
+from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.planner.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -70,7 +70,7 @@ class MemoryBudget:
         return max(0, min(int((self.available - self.weights) * self.cache_share), self.left))
 
 
-def prefix_slots(spec: KVCacheSpec, host_memory: int) -> int:
+def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEFAULT_EVICTION_POLICY) -> int:
     """Blocks of prefixes that `--kv-host-memory` holds, their bookkeeping within it.
 
     Raises:
@@ -81,7 +81,7 @@ def prefix_slots(spec: KVCacheSpec, host_memory: int) -> int:
     # Imported here: it needs numpy, which most plans do without.
     from octavo.kvcache.host_cache import HostCache
 
-    each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size)
+    each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size) + eviction_bytes(eviction_policy)
     if host_memory < each:
         raise ConfigError(
             f"kv_host_memory is {format_bytes(host_memory)}, but a block and its bookkeeping take {format_bytes(each)}"

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import KV_CACHE_ALIASES, format_bytes, parse_bytes, parse_swap
+from octavo.config import DEFAULT_EVICTION_POLICY, KV_CACHE_ALIASES, format_bytes, parse_bytes, parse_swap
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, kv_format
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.option import option
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
@@ -186,6 +186,11 @@ class Deployment:
         return self._host_memory if self.options.device == "cpu" else 0
 
     @property
+    def _bookkeeping_bytes(self) -> int:
+        """Of one block, under the default eviction policy."""
+        return self.spec.bookkeeping_bytes + eviction_bytes(DEFAULT_EVICTION_POLICY)
+
+    @property
     def _host_memory(self) -> int:
         assert isinstance(self.options.kv_host_memory, int)
         return self.options.kv_host_memory
@@ -268,7 +273,7 @@ class Deployment:
             "weight_bytes": devices * self.weights,
             "weight_bytes_per_device": self.weights,
             "activation_bytes_per_device": self.activations,
-            "bookkeeping_bytes": cost.blocks_for(concurrency) * spec.bookkeeping_bytes,
+            "bookkeeping_bytes": cost.blocks_for(concurrency) * self._bookkeeping_bytes,
             "swap_bytes": self.swap_bytes,
             "swap_is_needed": self._swap_set_aside > 0,
             "host_prefix_bytes": self._host_memory,
@@ -339,7 +344,7 @@ class Deployment:
             "kv_cache_bytes_per_device": self.cache_bytes,
             "pool_blocks": pool.num_blocks if pool else 0,
             "pool_bytes_per_device": pool.num_bytes if pool else 0,
-            "pool_bookkeeping_bytes": pool.num_blocks * self.spec.bookkeeping_bytes if pool else 0,
+            "pool_bookkeeping_bytes": pool.num_blocks * self._bookkeeping_bytes if pool else 0,
             "sequences_that_fit": self.sequences_that_fit(self.cost),
         }
         if self.options.concurrency is not None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import eviction_bytes
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.planner.calculator import (
     DEFAULT_SWAP_SPACE,
     MemoryBudget,
@@ -173,7 +172,7 @@ class StartSizing:
         """
         wanted = self.config.kv_host_memory
         assert isinstance(wanted, int)
-        count = prefix_slots(self.spec, wanted)
+        count = prefix_slots(self.spec, wanted, self.config.eviction_policy)
         if self.host_available is not None and wanted > self.host_available:
             raise ConfigError(
                 f"kv_host_memory is {format_bytes(wanted)}, but {format_bytes(self.host_available)} of host memory are "

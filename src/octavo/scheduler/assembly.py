@@ -16,7 +16,7 @@ from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost, make_eviction_policy
+from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost, make_lower_eviction
 from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
@@ -85,8 +85,7 @@ def _host_cache(
 ) -> HostCache | None:
     if not num_prefix_blocks or not config.enable_prefix_caching:
         return None
-    # What a slot cost to compute is not known there: its policy is that of the device, or "lru" for "cost".
-    eviction = make_eviction_policy("lru" if config.eviction_policy == "cost" else config.eviction_policy)
+    eviction = make_lower_eviction(config.eviction_policy)
     return HostCache(num_prefix_blocks, num_host_blocks, num_blocks, spec.block_size, config.kv_demotion, eviction)
 
 

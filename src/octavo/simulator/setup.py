@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.formats import kv_format
 from octavo.kvcache.host_cache import HostCache
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.planner.calculator import (
     DTYPE_BYTES,
     MemoryBudget,
@@ -154,8 +154,9 @@ class Plan:
     def num_prefix_blocks(self) -> int:
         """Blocks of host memory for prefixes, as --kv-host-memory says."""
         assert isinstance(self.config.kv_host_memory, int), "the configuration has parsed it"
-        spec = self.spec
-        return self.config.kv_host_memory // (spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size))
+        spec, policy = self.spec, self.config.eviction_policy
+        each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
+        return self.config.kv_host_memory // each
 
     @property
     def effective_speed(self) -> Speed:

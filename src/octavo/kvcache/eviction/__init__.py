@@ -33,8 +33,8 @@ __all__ = [
     "LruEviction",
     "PriorityEviction",
     "RecomputeCost",
-    "eviction_bytes",
     "make_eviction_policy",
+    "make_lower_eviction",
 ]
 
 EVICTION_POLICIES: dict[str, Callable[[RecomputeCost], EvictionPolicy]] = {
@@ -47,11 +47,6 @@ EVICTION_POLICIES: dict[str, Callable[[RecomputeCost], EvictionPolicy]] = {
 }
 
 
-def eviction_bytes(name: str) -> int:
-    """Bytes a block that a policy takes beyond those that the bookkeeping of any block is planned with."""
-    return AdaptiveEviction.BYTES_PER_BLOCK if name == "adaptive" else 0
-
-
 def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> EvictionPolicy:
     """The policy of that name; `cost` is for those that weigh it. Raises ConfigError with the known names."""
     try:
@@ -59,3 +54,8 @@ def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> Evicti
     except KeyError:
         raise ConfigError(f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, got {name!r}") from None
     return make(cost or RecomputeCost())
+
+
+def make_lower_eviction(name: str) -> EvictionPolicy:
+    """The policy for a tier below the device, which does not know what a block cost to compute: "lru" for "cost"."""
+    return make_eviction_policy("lru" if name == "cost" else name)

@@ -21,6 +21,10 @@ _YOUNGEST = 32  # ages below pool / 32 are one bucket
 _FORGETTING = 0.95  # of what was counted, this much remains after as many uses as there are blocks
 _SHORTEST_PERIOD = 256
 _SAMPLE = 4096
+# A block that came back stands before those of its sequence that did not: without it they are lost too. So it leaves
+# before an older block that was used once only where its rate is less than half of that one's.
+_ORPHANS = 0.5
+_MANY = 32  # hits at once, from which on arrays are quicker than a loop
 
 
 class AdaptiveEviction:
@@ -45,7 +49,7 @@ class AdaptiveEviction:
     """
 
     # Two rings, a stamp, a key and a class; arrays may have grown to twice what is needed. And the ghosts.
-    BYTES_PER_BLOCK = 2 * (16 + 8 + DIGEST_BYTES + 1) + 6 * GhostList.BYTES_EACH
+    BYTES_PER_BLOCK = 2 * (2 * LruEviction.BYTES_PER_BLOCK + 8 + DIGEST_BYTES + 1) + 6 * GhostList.BYTES_EACH
 
     def __init__(self) -> None:
         self._rings = (LruEviction(), LruEviction())
@@ -72,6 +76,9 @@ class AdaptiveEviction:
         self._stamps[block_id] = self._clock
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
+        if len(block_ids) >= _MANY:
+            self._hit_all(np.array(block_ids, np.int32))
+            return
         kinds, stamps = self._kinds, self._stamps
         for block_id in block_ids:
             if block_id != NULL_BLOCK:
@@ -130,12 +137,26 @@ class AdaptiveEviction:
         for ring in self._rings:
             yield from ring
 
+    def _hit_all(self, block_ids: BlockIds) -> None:
+        run = block_ids[block_ids != NULL_BLOCK]
+        kinds, stamps = np.frombuffer(self._kinds, np.uint8), np.frombuffer(self._stamps, np.int64)
+        now = self._clock + np.arange(len(run))
+        if self._edges:
+            buckets = np.searchsorted(self._edges, now - stamps[run], side="right") - 1
+            for counts in (self._ends, self._returns):
+                np.add.at(counts, (kinds[run], buckets), 1)
+        kinds[run] = _AGAIN
+        stamps[run] = now + 1
+        self._clock += len(run)
+
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether, of the oldest of both classes, the one that came back is the victim."""
         stamps = self._stamps
         if self._rates:
             ours = self._rates[_AGAIN][self._bucket(self._clock - stamps[again])]
             theirs = self._rates[_ONCE][self._bucket(self._clock - stamps[once])]
+            if stamps[again] >= stamps[once]:
+                return ours < _ORPHANS * theirs
             if ours != theirs:
                 return ours < theirs
         return stamps[again] < stamps[once]
