@@ -17,7 +17,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from octavo.scheduler.assembly import assemble_cache
 POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
 CACHES = ["hashed", "radix"]
 IMPORTANT_EVERY = 10
+HOST_PER_BLOCK = 4
 
 SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
 # The policy weighs the trace's tokens, not the replay's.
@@ -114,6 +115,41 @@ def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]
         total - hits - manager.pool.num_cached,
         1e6 * seconds / total,
     )
+
+
+@dataclass(frozen=True)
+class TieredResult:
+    """One replay over two tiers: shares of block references found on the device, and in host memory."""
+
+    policy: str
+    pool_blocks: int
+    host_blocks: int
+    device_hit_rate: float
+    host_hit_rate: float
+
+
+def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: Sequence[Prompt]) -> TieredResult:
+    """What the device evicts goes to host memory, what a prompt finds there comes up; both evict by the policy."""
+    config = replace(options("hashed", policy), kv_demotion="on_evict")
+    manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks, cost=COST)
+    assert manager.host_cache is not None
+    on_device = in_host = 0
+    for request in make_requests(prompts, False):
+        seq = request.sequences[0]
+        length = seq.num_tokens - 1
+        hit = manager.match_tiers(seq)
+        in_host += len(hit.loads)
+        on_device += hit.num_tokens - len(hit.loads)
+        if not manager.admit(seq, hit, length - hit.num_tokens):
+            raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {pool_blocks}")
+        manager.host_cache.take_transfers()
+        manager.complete_transfers()
+        seq.num_computed = length
+        manager.commit(seq)
+        manager.forget(seq)
+    manager.audit()
+    total = sum(map(len, prompts))
+    return TieredResult(policy, pool_blocks, host_blocks, on_device / total, in_host / total)
 
 
 class Recorder:
@@ -236,6 +272,9 @@ def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
         "results": [asdict(result) for result in results],
         "policy_calls": {policy: us_per_operation(policy, middle, prompts) for policy in EVICTION_POLICIES},
         "middle_pool": middle,
+        "two_tiers": [
+            asdict(measure_two_tiers(p, pools[0], HOST_PER_BLOCK * pools[0], prompts)) for p in EVICTION_POLICIES
+        ],
         "mixed_priorities": [asdict(measure("hashed", p, middle, prompts, mixed=True)) for p in ("lru", "priority")],
         "python": platform.python_version(),
     }
@@ -263,6 +302,20 @@ def table(report: dict[str, Any], trace: str) -> str:
     lines.append("| | Belady's optimum | " + " | ".join(f"{report['belady'][pool]:.2%}" for pool in pools) + " |")
     lines.append("| | infinite cache | " + " | ".join(f"{report['infinite']:.2%}" for _ in pools) + " |")
     middle = report["middle_pool"]
+    device, host = report["two_tiers"][0]["pool_blocks"], report["two_tiers"][0]["host_blocks"]
+    lines += [
+        "",
+        f"Two tiers (hashed, `--kv-demotion on_evict`): {device:,} blocks on the device and {host:,} in host memory, "
+        "both evicting by the same policy (host memory by `lru` for `cost`, and without priorities).",
+        "",
+        "| policy | device | host memory | together |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {r['policy']} | {r['device_hit_rate']:.2%} | {r['host_hit_rate']:.2%} "
+        f"| {r['device_hit_rate'] + r['host_hit_rate']:.2%} |"
+        for r in report["two_tiers"]
+    ]
     lines += [
         "",
         f"Processor time, at {middle:,} blocks. A reference is all that the manager does for one block of a prompt "

@@ -1,0 +1,320 @@
+"""What the tiers below the KV cache are worth: conversations and documents that come back to a pool of 5 %.
+
+    python benchmarks/tiers.py --trace mooncake_conversation.jsonl [--scale 1.0] [--out benchmarks/results]
+
+Two workloads, each of about 90,000 prompt tokens at scale 1:
+
+- conversations: of the recorded chat service, those that begin in its first ten minutes and have three turns or more,
+  in order of arrival; 512 tokens of the trace are 32 here, so that they fit a small model's context;
+- documents: 20 documents of 2,000 tokens, asked about by Zipf's law, each question of 30 tokens.
+
+The device's pool holds 5 % of all different blocks of a workload (and the longest request), host memory 30 %; disk and
+Redis hold all. `--concurrency` requests are under way at any time. Each row is an engine of its own; a restart begins
+with what the row before it left on disk or in Redis, and with nothing else. Without `redis-server`, those rows are left
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo import LLM, SamplingParams
+from octavo.bench.report import percentile
+from octavo.bench.traces import TOKENS_PER_HASH, read_trace
+from octavo.bench.workload import BenchRequest, random_token_ids
+from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.spec import eviction_bytes
+
+BLOCK_SIZE = 16
+TOKENS = 90_000
+HASH_TOKENS = 32
+LONGEST_HASHES = 60
+BEGIN_WITHIN_S = 600.0
+LEAST_TURNS = 3
+DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 20, 2_000, 30, 16
+ON_DEVICE, IN_HOST = 0.05, 0.3
+TIERS = ["device", "host", "disk", "remote"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of a workload. `hit_rates`: share of all prompt tokens found, by tier; seconds of the first token."""
+
+    workload: str
+    tiers: str
+    hit_rates: dict[str, float]
+    mean_ttft_s: float
+    p99_ttft_s: float
+    requests_s: float
+    prompt_tok_s: float
+    seconds: float
+
+
+def conversations(trace: Path, tokens: int) -> list[BenchRequest]:
+    """Those of the trace that come back, until they have so many prompt tokens."""
+    by_conversation: dict[int, list[int]] = {}
+    requests = read_trace(trace)
+    for index, request in enumerate(requests):
+        if request.hash_ids and len(request.hash_ids) > 1:
+            # Almost all begin with the same block; the second tells them apart.
+            by_conversation.setdefault(request.hash_ids[1], []).append(index)
+    fitting = [
+        turns
+        for turns in by_conversation.values()
+        if len(turns) >= LEAST_TURNS
+        and (requests[turns[0]].arrival_s or 0.0) < BEGIN_WITHIN_S
+        and all(len(requests[i].hash_ids or ()) <= LONGEST_HASHES for i in turns)
+    ]
+    random.Random(0).shuffle(fitting)
+    chosen: list[int] = []
+    left = tokens
+    for turns in fitting:
+        chosen += turns
+        left -= sum(requests[i].prompt_tokens * HASH_TOKENS // TOKENS_PER_HASH for i in turns)
+        if left <= 0:
+            break
+    workload = []
+    for index in sorted(chosen):
+        request = requests[index]
+        ids = [t for h in request.hash_ids or () for t in random_token_ids(random.Random(h), HASH_TOKENS)]
+        length = max(1, request.prompt_tokens * HASH_TOKENS // TOKENS_PER_HASH)
+        answer = min(32, max(1, request.output_tokens * HASH_TOKENS // TOKENS_PER_HASH))
+        workload.append(BenchRequest(ids[:length], answer))
+    return workload
+
+
+def documents(tokens: int) -> list[BenchRequest]:
+    """Questions about documents, the k-th most popular asked about 1/k as often as the first."""
+    rng = random.Random(0)
+    texts = [random_token_ids(rng, DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+    weights = [1 / (k + 1) for k in range(DOCUMENTS)]
+    count = max(DOCUMENTS // 4, tokens // (DOCUMENT_TOKENS + QUESTION_TOKENS))
+    return [
+        BenchRequest(text + random_token_ids(rng, QUESTION_TOKENS), ANSWER_TOKENS)
+        for text in rng.choices(texts, weights, k=count)
+    ]
+
+
+def different_blocks(requests: Sequence[BenchRequest]) -> int:
+    """How many blocks a cache without bounds would hold of the prompts."""
+    seen: set[tuple[int, int]] = set()
+    for request in requests:
+        key = 0
+        for start in range(0, len(request.prompt_token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            key = hash((key, tuple(request.prompt_token_ids[start : start + BLOCK_SIZE])))
+            seen.add((start, key))
+    return len(seen)
+
+
+def measure(
+    name: str, tiers: str, requests: Sequence[BenchRequest], options: dict[str, Any], concurrency: int, demotion: str
+) -> Row:
+    """Compute a workload with so many requests under way at any time."""
+    with LLM(block_size=BLOCK_SIZE, max_num_seqs=concurrency, kv_demotion=demotion, **options) as llm:
+        core, waiting = llm.core, deque(requests)
+        sent: dict[str, float] = {}
+        without_token: dict[str, Any] = {}
+        first_tokens: list[float] = []
+        found: Counter[str] = Counter()
+        began = time.perf_counter()
+        while waiting or sent:
+            while waiting and len(sent) < concurrency:
+                each = waiting.popleft()
+                params = SamplingParams(max_tokens=each.max_tokens, temperature=0.0, ignore_eos=True)
+                request = core.make_request(each.prompt_token_ids, params)
+                sent[request.request_id], without_token[request.request_id] = time.perf_counter(), request
+                core.add(request)
+            outputs = core.step()
+            now = time.perf_counter()
+            for request_id, request in list(without_token.items()):
+                if request.sequences[0].num_output_tokens:
+                    first_tokens.append(now - sent[request_id])
+                    del without_token[request_id]
+            for output in outputs:
+                if output.finished:
+                    if output.error is not None:
+                        raise SystemExit(f"{tiers}: a request failed: {output.error}")
+                    found.update(output.cached_by_tier or {"device": output.num_cached_tokens})
+                    del sent[output.request_id]
+        seconds = time.perf_counter() - began
+    gc.collect()
+    total = sum(len(request.prompt_token_ids) for request in requests)
+    row = Row(
+        name,
+        tiers,
+        {tier: found[tier] / total for tier in TIERS},
+        sum(first_tokens) / len(first_tokens),
+        percentile(first_tokens, 99),
+        len(requests) / seconds,
+        total / seconds,
+        seconds,
+    )
+    print(json.dumps(asdict(row)), flush=True)
+    return row
+
+
+@contextmanager
+def redis_server() -> Iterator[str | None]:
+    """The address of a Redis of our own, without persistence; None where there is no program."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="octavo-redis-") as folder:
+        socket = Path(folder) / "socket"
+        options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", folder]
+        server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until = time.monotonic() + 20
+            while not socket.exists():
+                if server.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"{program} does not start")
+                time.sleep(0.01)
+            yield f"unix://{socket}?db=0"
+        finally:
+            server.kill()
+            server.wait()
+
+
+def run(name: str, requests: Sequence[BenchRequest], arguments: argparse.Namespace, redis: str | None) -> list[Row]:
+    blocks = different_blocks(requests)
+    longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+    pool = max(int(ON_DEVICE * blocks), -(-longest // BLOCK_SIZE) + 8) + 1
+    with LLM(arguments.model, num_blocks=64) as llm:
+        spec = llm.core.scheduler.kv.spec
+    each = spec.block_bytes + HostCache.bookkeeping_bytes(BLOCK_SIZE) + eviction_bytes("adaptive")
+    print(f"{name}: {len(requests)} requests, {blocks} blocks, pool {pool - 1}", flush=True)
+    device: dict[str, Any] = {"model": arguments.model, "num_blocks": pool}
+    host = device | {"kv_host_memory": max(int(IN_HOST * blocks), 64) * each}
+    rows = []
+
+    def add(tiers: str, options: dict[str, Any], demotion: str = "all") -> None:
+        rows.append(measure(name, tiers, requests, options, arguments.concurrency, demotion))
+
+    add("device only", device)
+    add("+ host memory", host)
+    for demotion, tiers in (("on_second_use", "+ host + disk, `on_second_use`"), ("all", "+ host + disk")):
+        with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-") as folder:
+            disk = host | {"kv_disk": folder, "kv_disk_size": "16GiB"}
+            add(tiers, disk, demotion)
+            if demotion == "all":
+                add("the same after a restart", disk)
+    if redis is not None:
+        add("+ host + Redis", host | {"kv_remote": redis})
+        add("another server, same Redis", host | {"kv_remote": redis})
+    return rows
+
+
+def table(rows: Sequence[Row], sizes: dict[str, str], arguments: argparse.Namespace) -> str:
+    lines = [
+        "# What the tiers below the KV cache are worth",
+        "",
+        f"`python benchmarks/tiers.py --scale {arguments.scale:g}`, {arguments.model}, {arguments.machine}. "
+        f"{arguments.concurrency} requests under way at any time. The pool holds {ON_DEVICE:.0%} of a workload's "
+        f"blocks or its longest request, host memory {IN_HOST:.0%}, disk and Redis all. `--kv-demotion all` except "
+        "where a row says otherwise. Hits are shares of all prompt tokens, by the tier that they came from.",
+    ]
+    for name in dict.fromkeys(row.workload for row in rows):
+        base = next(row for row in rows if row.workload == name)
+        lines += [
+            "",
+            f"## {name.capitalize()}",
+            "",
+            f"{sizes[name]}",
+            "",
+            "| tiers | device | host | disk | Redis | hits | mean TTFT | p99 TTFT | prompt tok/s | to the first |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        for row in (row for row in rows if row.workload == name):
+            hits = " | ".join(f"{row.hit_rates[tier]:.1%}" for tier in TIERS)
+            faster = row.prompt_tok_s / base.prompt_tok_s
+            lines.append(
+                f"| {row.tiers} | {hits} | {sum(row.hit_rates.values()):.1%} | {row.mean_ttft_s * 1e3:,.0f} ms "
+                f"| {row.p99_ttft_s * 1e3:,.0f} ms | {row.prompt_tok_s:,.0f} | {faster:.2f} × |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.workload for row in rows))
+    figure, axes = pyplot.subplots(len(names), 2, figsize=(10, 2.9 * len(names)), squeeze=False)
+    for (hits, times), name in zip(axes, names, strict=True):
+        mine = [row for row in rows if row.workload == name][::-1]
+        labels = [row.tiers.replace("`", "") for row in mine]
+        left = [0.0] * len(mine)
+        for tier, colour in zip(TIERS, ("#c2410c", "#f59e0b", "#64748b", "#0ea5e9"), strict=True):
+            widths = [100 * row.hit_rates[tier] for row in mine]
+            hits.barh(labels, widths, left=left, color=colour, label=tier)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        hits.set_xlabel("% of prompt tokens found", fontsize=8)
+        hits.legend(fontsize=7, ncols=4, loc="lower right")
+        bars = times.barh(labels, [1e3 * row.mean_ttft_s for row in mine], color="#c2410c")
+        times.bar_label(bars, fmt="%.0f ms", padding=3, fontsize=8)
+        times.set_xlabel("mean time to first token", fontsize=8)
+        times.set_yticklabels([])
+        times.margins(x=0.18)
+        hits.set_title(name, fontsize=10, loc="left")
+        for axis in (hits, times):
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--trace", type=Path, help="mooncake_conversation.jsonl; without it, documents only")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the prompt tokens of each workload")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--dir", type=Path, help="where disk tiers are made; default: the system's temporary folder")
+    parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM")
+    parser.add_argument("--out", type=Path, help="folder for tiers.md, .json and .png")
+    arguments = parser.parse_args()
+    tokens = int(TOKENS * arguments.scale)
+    workloads = {"documents": documents(tokens)}
+    if arguments.trace is not None:
+        workloads = {"conversations": conversations(arguments.trace, tokens), **workloads}
+    rows: list[Row] = []
+    sizes = {}
+    for name, requests in workloads.items():
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        sizes[name] = (
+            f"{len(requests)} requests of {prompt_tokens:,} prompt tokens, {different_blocks(requests):,} different "
+            f"blocks of {BLOCK_SIZE}."
+        )
+        with redis_server() as redis:
+            rows += run(name, requests, arguments, redis)
+    text = table(rows, sizes, arguments)
+    print(text)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "tiers.md").write_text(text)
+        (arguments.out / "tiers.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        try:
+            plot(rows, arguments.out / "tiers.png")
+        except ImportError:
+            print("no plot: matplotlib is not installed (octavo[plot])")
+    print(json.dumps([asdict(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
