@@ -14,7 +14,7 @@ from octavo.config import EngineConfig
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
-from octavo.scheduler.fairness import OUTPUT_TOKEN, DeficitRound, MostServed, VirtualTokenCounter
+from octavo.scheduler.fairness import OUTPUT_TOKEN, RECENT_HALF_LIFE, DeficitRound, MostServed, VirtualTokenCounter
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.preemption import LowestPriority
 from octavo.scheduler.tenant_queue import TenantQueue
@@ -191,6 +191,33 @@ def test_a_flood_does_not_keep_another_tenant_waiting_longer_than_a_place_takes_
     for _ in range(8):
         server.step()
     assert quiet.sequences[0].num_output_tokens
+
+
+def test_prompts_of_a_tenant_that_sends_little_are_computed_first_however_many_places_it_has() -> None:
+    server = Server(seqs=8, budget=16)
+    for _ in range(4):
+        server.add("busy", 30, 2)
+        while server.scheduler.has_work:
+            server.step()
+    for _ in range(2):
+        server.add("quiet", 2, 30)
+    server.step()
+    busy, quiet = server.add("busy", 25, 10), server.add("quiet", 25, 10)
+    while not quiet.sequences[0].num_output_tokens:
+        server.step()
+    assert not busy.sequences[0].num_output_tokens
+
+
+def test_what_was_received_of_late_halves_with_time() -> None:
+    counter = VirtualTokenCounter()
+    counter.arrive("a", 2.0, [])
+    counter.charge("a", 800)
+    assert counter.recent("a") == 400
+    later = make_request([1], tenant="b")
+    later.arrival_time = counter._now + RECENT_HALF_LIFE
+    counter.admitted(later.sequences[0])
+    assert counter.recent("a") == pytest.approx(200)
+    assert counter.received("a") == 400
 
 
 def test_first_come_first_served_lets_the_flood_go_first() -> None:

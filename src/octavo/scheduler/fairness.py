@@ -15,6 +15,7 @@ quantum keeps more requests over one prefix together, and lets tenants drift apa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -25,6 +26,9 @@ from octavo.scheduler.preemption import VictimPolicy
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
+
+# What a tenant has received counts half as much so many seconds later, where the question is who had most of late.
+RECENT_HALF_LIFE = 30.0
 
 # Tenants that wait for nothing are remembered up to so many.
 _MOST_IDLE = 4096
@@ -42,11 +46,18 @@ class VirtualTokenCounter:
         self._to_compute: dict[RequestId, int] = {}  # tokens of prompts that are charged, and not yet computed
         self._received: dict[str, float] = {}
         self._weights: dict[str, float] = {}
+        self._recent: dict[str, tuple[float, float]] = {}  # service per weight, and the time to which it has decayed
+        self._now = 0.0  # the latest arrival among those admitted
         self._level = 0.0  # of the tenant that had the last turn: where one begins that comes when nobody waits
 
     def received(self, tenant: str) -> float:
         """Service per weight; of a tenant that has paused, no less than what those that waited have had."""
         return self._received.get(tenant, 0.0)
+
+    def recent(self, tenant: str) -> float:
+        """Service per weight of the last half minute or so; a tenant that sends little has little of it."""
+        amount, at = self._recent.get(tenant, (0.0, self._now))
+        return amount * math.exp2((at - self._now) / RECENT_HALF_LIFE)
 
     def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
         """A tenant that had nothing waiting has a request now, beside the tenants that wait already."""
@@ -69,6 +80,7 @@ class VirtualTokenCounter:
     def admitted(self, seq: Sequence) -> None:
         """Charge a prompt at its first admission: what of it is not cached, at once."""
         tenant = seq.request.tenant
+        self._now = max(self._now, seq.request.arrival_time)
         self._level = max(self._level, self._received.get(tenant, 0.0))
         if not seq.index and not seq.num_preemptions:
             uncached = seq.num_prompt_tokens - seq.num_computed
@@ -99,7 +111,9 @@ class VirtualTokenCounter:
     def charge(self, tenant: str, service: float) -> None:
         """A tenant has received so much."""
         self.version += 1
-        self._received[tenant] = self._received.get(tenant, 0.0) + service / self._weights.get(tenant, 1.0)
+        service /= self._weights.get(tenant, 1.0)
+        self._received[tenant] = self._received.get(tenant, 0.0) + service
+        self._recent[tenant] = (max(0.0, self.recent(tenant) + service), self._now)
 
     def may_pass(self, seq: Sequence, head: Sequence) -> bool:
         """Whether a waiting sequence may be admitted before the head of the line, which does not fit yet.
@@ -129,6 +143,7 @@ class VirtualTokenCounter:
         """Those that have had no more than the level would be lifted to it when they come back."""
         for tenant in [t for t, had in self._received.items() if had <= level and t not in waiting]:
             del self._received[tenant], self._weights[tenant]
+            self._recent.pop(tenant, None)
 
 
 class DeficitRound(VirtualTokenCounter):

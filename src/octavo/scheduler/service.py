@@ -6,8 +6,8 @@
 2. **Prompts** share what is left of the tokens, and of the time where streams have a latency to keep (`StepBudget`):
    those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
    order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
-   Where priorities age, it goes by the order of service too; where tenants take turns, to the tenant with the fewest
-   places for its weight, and a sixteenth to the prompt that arrived first.
+   Where priorities age, it goes by the order of service too; where tenants take turns, to the tenant that has received
+   least for its weight of late, and a sixteenth to the prompt that arrived first.
 
 Before that, the first in line may have claimed places and blocks of others (`Claims`). It is then served among the
 prompts of the same step.
@@ -30,7 +30,6 @@ sequence draws is never lost, so each time the first has drawn its token there i
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Callable
 
 from octavo.kvcache.block import BlockCopy
@@ -289,7 +288,7 @@ class Service:
         if self._turns is None:
             return _size, SHARE_OF_FIRST, prompts[0] if prompts else None
         longest = min(prompts, key=lambda seq: (seq.request.arrival_time, seq.seq_id), default=None)
-        return _FewestPlaces(self._running.order), SHARE_OF_FIRST_IN_TURNS, longest
+        return _least_served_lately(self._turns), SHARE_OF_FIRST_IN_TURNS, longest
 
     def _admit(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
         num_new = self._admission.admit(seq, budget, share)
@@ -355,21 +354,19 @@ class Service:
         return True
 
 
-class _FewestPlaces:
-    """Sort key of prompts where tenants take turns: of the tenant with the fewest places for its weight first.
+def _least_served_lately(turns: VirtualTokenCounter) -> Callable[[Sequence], tuple[float, ...]]:
+    """Sort key of prompts where tenants take turns: of the tenant first that has received least for its weight of late.
 
-    So the prompt of a tenant that sends little is not computed after those of one that floods the server. Among equals
-    those with the least to compute are first. A client's priority says nothing between tenants.
+    So the prompt of a tenant that sends little is not computed after those of others that send more, however many
+    sequences of each happen to run. Within a tenant those with the least to compute are first. A client's priority says
+    nothing between tenants.
     """
 
-    def __init__(self, running: list[Sequence]) -> None:
-        self._places = Counter(seq.request.tenant for seq in running)
-
-    def __call__(self, seq: Sequence) -> tuple[float, ...]:
+    def key(seq: Sequence) -> tuple[float, ...]:
         request = seq.request
-        waits = seq.status is not SequenceStatus.RUNNING
-        places = (self._places[request.tenant] + waits) / request.weight
-        return (places, num_missing(seq), request.arrival_time, seq.seq_id)
+        return (turns.recent(request.tenant), num_missing(seq), request.arrival_time, seq.seq_id)
+
+    return key
 
 
 def _order(seq: Sequence) -> tuple[int, float, int]:
