@@ -211,7 +211,7 @@ def test_prompts_of_a_tenant_that_sends_little_are_computed_first_however_many_p
 def test_what_was_received_of_late_halves_with_time() -> None:
     counter = VirtualTokenCounter()
     counter.arrive("a", 2.0, [])
-    counter.charge("a", 800)
+    counter.drawn(make_request([1], tenant="a").sequences * 400)
     assert counter.recent("a") == 400
     later = make_request([1], tenant="b")
     later.arrival_time = counter._now + RECENT_HALF_LIFE

@@ -55,7 +55,7 @@ class VirtualTokenCounter:
         return self._received.get(tenant, 0.0)
 
     def recent(self, tenant: str) -> float:
-        """Service per weight of the last half minute or so; a tenant that sends little has little of it."""
+        """Service per weight of the last half minute or so, counted as it was computed."""
         amount, at = self._recent.get(tenant, (0.0, self._now))
         return amount * math.exp2((at - self._now) / RECENT_HALF_LIFE)
 
@@ -92,6 +92,7 @@ class VirtualTokenCounter:
         request_id = seq.request.request_id
         if (before := self._to_compute.get(request_id)) is not None:
             left = min(before, seq.num_prompt_tokens - seq.num_computed)
+            self._note(seq.request.tenant, PROMPT_TOKEN * (before - max(0, left)))
             if left > 0:
                 self._to_compute[request_id] = left
             else:
@@ -107,13 +108,16 @@ class VirtualTokenCounter:
         """Charge a token for each of these sequences."""
         for tenant, count in Counter([seq.request.tenant for seq in sequences]).items():
             self.charge(tenant, OUTPUT_TOKEN * count)
+            self._note(tenant, OUTPUT_TOKEN * count)
 
     def charge(self, tenant: str, service: float) -> None:
         """A tenant has received so much."""
         self.version += 1
-        service /= self._weights.get(tenant, 1.0)
-        self._received[tenant] = self._received.get(tenant, 0.0) + service
-        self._recent[tenant] = (max(0.0, self.recent(tenant) + service), self._now)
+        self._received[tenant] = self._received.get(tenant, 0.0) + service / self._weights.get(tenant, 1.0)
+
+    def _note(self, tenant: str, service: float) -> None:
+        """So much was computed for a tenant now; `charge` counts a prompt before it is."""
+        self._recent[tenant] = (self.recent(tenant) + service / self._weights.get(tenant, 1.0), self._now)
 
     def may_pass(self, seq: Sequence, head: Sequence) -> bool:
         """Whether a waiting sequence may be admitted before the head of the line, which does not fit yet.
