@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,25 +83,60 @@ def check_validity(llm: LLM, runs: int, some: slice) -> dict[str, Any]:
     }
 
 
-def step_seconds(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> list[float]:
-    """Seconds of each step in which all streams draw a token, in the middle of their outputs."""
+@dataclass
+class Steps:
+    """Those in which all streams draw a token, in the middle of their outputs.
+
+    Attributes:
+        seconds: of each.
+        sampling: seconds of each that went to its draws.
+        tokens: written by each: the drawn ones, and what grammars forced behind them.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    sampling: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __iadd__(self, other: Steps) -> Steps:
+        self.seconds += other.seconds
+        self.sampling += other.sampling
+        self.tokens += other.tokens
+        return self
+
+
+def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> Steps:
     core = llm.core
+    sampler = core.runner._sampler
+    sample = type(sampler).sample
+    sampling = 0.0
+
+    def timed_sample(*args: Any, **options: Any) -> Any:
+        nonlocal sampling
+        began = time.perf_counter()
+        result = sample(sampler, *args, **options)
+        sampling = time.perf_counter() - began
+        return result
+
+    sampler.sample = timed_sample
     for i, description in enumerate(wanted):
         params = SamplingParams(
             max_tokens=tokens, ignore_eos=True, seed=i, structured_outputs=description, logprobs=None
         )
         core.add(core.make_request([100 + i, *range(200, 232)], params))
-    seconds: list[float] = []
+    steps = Steps()
     while core.has_work:
         all_run = core.scheduler.num_running == len(wanted)
+        before = core.stats.generation_tokens
         began = time.perf_counter()
         core.step()
         if all_run and core.scheduler.num_running == len(wanted):
-            seconds.append(time.perf_counter() - began)
-    return seconds[8:]
+            steps.seconds.append(time.perf_counter() - began)
+            steps.sampling.append(sampling)
+            steps.tokens.append(core.stats.generation_tokens - before)
+    return Steps(steps.seconds[8:], steps.sampling[8:], steps.tokens[8:])
 
 
-def measure_cost(llm: LLM, streams: int, rounds: int) -> dict[str, Any]:
+def measure_cost(llm: LLM, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
     """Steps with and without grammars, in turns, of the same number of streams."""
     # Arrays and texts that go on for longer than is measured, so that every stream runs throughout.
     word = {"type": "string", "minLength": 2, "maxLength": 40}
@@ -116,19 +152,28 @@ def measure_cost(llm: LLM, streams: int, rounds: int) -> dict[str, Any]:
     ]
     constrained: list[StructuredOutputsParams | None] = [descriptions[i % 32] for i in range(streams)]
     free: list[StructuredOutputsParams | None] = [None] * streams
-    step_seconds(llm, constrained, 32)
-    found: dict[str, list[float]] = {"free": [], "structured": []}
+    timed_steps(llm, constrained, 16)
+    found = {"free": Steps(), "structured": Steps()}
     for _ in range(rounds):
-        found["free"] += step_seconds(llm, free, 64)
-        found["structured"] += step_seconds(llm, constrained, 64)
-    medians = {name: statistics.median(values) * 1e3 for name, values in found.items()}
+        found["free"] += timed_steps(llm, free, tokens)
+        found["structured"] += timed_steps(llm, constrained, tokens)
+    free_steps, structured = found["free"], found["structured"]
+    more = statistics.median(structured.sampling) - statistics.median(free_steps.sampling)
     return {
         "streams": streams,
-        "steps": {name: len(values) for name, values in found.items()},
-        "median_ms": medians,
-        "quartiles_ms": {n: [round(q * 1e3, 2) for q in statistics.quantiles(v, n=4)] for n, v in found.items()},
-        "cost": medians["structured"] / medians["free"] - 1,
+        "steps": {name: len(steps.seconds) for name, steps in found.items()},
+        "median_ms": {name: _ms(statistics.median(steps.seconds)) for name, steps in found.items()},
+        "quartiles_ms": {name: list(map(_ms, statistics.quantiles(s.seconds, n=4))) for name, s in found.items()},
+        "sampling_ms": {name: _ms(statistics.median(steps.sampling)) for name, steps in found.items()},
+        "tokens_a_step": {name: round(statistics.mean(steps.tokens), 1) for name, steps in found.items()},
+        "ms_a_token": {name: _ms(sum(s.seconds) / max(1, sum(s.tokens))) for name, s in found.items()},
+        "draws_cost": more / statistics.median(free_steps.seconds),
+        "step_costs": statistics.median(structured.seconds) / statistics.median(free_steps.seconds) - 1,
     }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
 def main() -> None:
@@ -140,12 +185,13 @@ def main() -> None:
     parser.add_argument("--last", type=int, help="of the schemas, the first that is not tried any more")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64, help="of each stream in a round")
     args = parser.parse_args()
-    with LLM(args.model, max_model_len=2048, max_num_seqs=64, kv_cache_memory="2GiB") as llm:
+    with LLM(args.model, max_model_len=2048, max_num_seqs=max(64, args.streams), kv_cache_memory="2GiB") as llm:
         if args.what == "valid":
             print(json.dumps(check_validity(llm, args.runs, slice(args.first, args.last))))
         else:
-            print(json.dumps(measure_cost(llm, args.streams, args.rounds)))
+            print(json.dumps(measure_cost(llm, args.streams, args.rounds, args.tokens)))
 
 
 if __name__ == "__main__":

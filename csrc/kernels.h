@@ -110,6 +110,9 @@ constexpr int quant_block_bytes(QuantFormat format) {
 
 constexpr int kPanelOutputs = 32;
 
+// Neighbours in a row of logits: those that share a maximum, and those whose masses are added up in float32.
+constexpr int kVocabBlock = 64, kVocabChunk = 256;
+
 // How the rows of a product are dealt into groups of at most `most`, as evenly as they go.
 struct RowGroups {
     int64_t rows, count;
@@ -187,6 +190,10 @@ struct Kernels {
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
     // Index of the largest of x[0, count), the first of equals; of a NaN if there is one.
     int64_t (*argmax[kNumStorages])(const char* x, int64_t count, float* value);
+    // See level/vocab.h.
+    bool (*block_maxima)(const float* x, int64_t count, float* maxima);
+    float (*vocab_masses)(const float* x, int64_t count, float most, float scale, float* masses);
+    int64_t (*count_above)(const float* x, int64_t count, float value);
     void (*quantise_rows[kNumStorages])(QuantFormat, const char* const* rows, int count, int width, const QuantRows&);
     void (*quant_linear[kNumQuantFormats])(const QuantTask&, int64_t group_begin, int64_t group_end, int64_t pair_begin,
                                            int64_t pair_end);

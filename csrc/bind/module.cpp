@@ -221,6 +221,7 @@ NB_MODULE(_native, m) {
     m.def("copy_blocks", &py_copy_blocks, "arena"_a, "copies"_a);
     bind_linear(m);
     bind_decoder(m);
+    bind_sampling(m);
     m.def("isa", [] { return std::string(isa_name(current_isa())); });
     m.def("supported_isas", &supported_isas);
     m.def("force_isa", &py_force_isa, "name"_a);

@@ -51,6 +51,7 @@ DType dtype_of(const DLTensor& t) {
         case 1 << 8 | 8: return DType::u8;
         case 2 << 8 | 16: return DType::f16;
         case 2 << 8 | 32: return DType::f32;
+        case 2 << 8 | 64: return DType::f64;
         case 4 << 8 | 16: return DType::bf16;
         default: return DType::other;
     }
@@ -59,12 +60,13 @@ DType dtype_of(const DLTensor& t) {
 }  // namespace
 
 const char* dtype_name(DType dtype) {
-    static const char* names[] = {"bfloat16", "float32", "float16", "int32", "int64", "int8", "uint8", "another dtype"};
+    static const char* names[] = {"bfloat16", "float32", "float16", "float64", "int32",
+                                  "int64",    "int8",    "uint8",   "another dtype"};
     return names[static_cast<int>(dtype)];
 }
 
 int dtype_bytes(DType dtype) {
-    static const int bytes[] = {2, 4, 2, 4, 8, 1, 1, 1};
+    static const int bytes[] = {2, 4, 2, 8, 4, 8, 1, 1, 1};
     return bytes[static_cast<int>(dtype)];
 }
 

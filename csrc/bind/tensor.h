@@ -28,7 +28,7 @@ struct DLTensor {
     uint64_t byte_offset;
 };
 
-enum class DType : uint8_t { bf16, f32, f16, i32, i64, i8, u8, other };
+enum class DType : uint8_t { bf16, f32, f16, f64, i32, i64, i8, u8, other };
 
 const char* dtype_name(DType dtype);
 int dtype_bytes(DType dtype);

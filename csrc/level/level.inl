@@ -24,6 +24,7 @@ namespace OCTAVO_LEVEL {
 #include "level/coded_attention.h"
 #include "level/coded_write.h"
 #include "level/rowwise.h"
+#include "level/vocab.h"
 #include "level/rope.h"
 #include "level/linear_output.h"
 #include "level/gemm.h"
@@ -51,6 +52,9 @@ const Kernels OCTAVO_TABLE = {
     .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>},
               {OCTAVO_LEVEL::gated<kF32, kSilu>, OCTAVO_LEVEL::gated<kF32, kGeluTanh>}},
     .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
+    .block_maxima = OCTAVO_LEVEL::block_maxima,
+    .vocab_masses = OCTAVO_LEVEL::vocab_masses,
+    .count_above = OCTAVO_LEVEL::count_above,
     .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
     .quant_linear = {OCTAVO_LEVEL::quant_linear<kQ4_0>, OCTAVO_LEVEL::quant_linear<kQ4_1>,
                      OCTAVO_LEVEL::quant_linear<kQ8_0>},

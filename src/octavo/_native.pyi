@@ -59,6 +59,19 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, ep
 def gated(gate_up: Tensor, out: Tensor, gelu: bool) -> None: ...
 def argmax(logits: Tensor, out: Tensor) -> None: ...
 def copy_blocks(arena: Tensor, copies: Tensor) -> None: ...
+def draw_tokens(
+    logits: Tensor, rows: Tensor, numbers: Tensor, allowed: Tensor | None, token_ids: Tensor, sound: Tensor
+) -> None: ...
+def score_tokens(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    num_top: Tensor,
+    logprobs: Tensor,
+    ranks: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+) -> None: ...
 def packed_bytes(format: str, outputs: int, inputs: int) -> int: ...
 def pack_rows(
     format: str, packed: Tensor, outputs: int, inputs: int, rows: Tensor, first_output: int, step: int

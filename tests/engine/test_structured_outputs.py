@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo import SamplingParams, StructuredOutputsParams
+from octavo.dialect.constraint import calls_grammar
+from octavo.dialect.formats import CALL_FORMATS
 from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, CompletionOutput, RequestOutput
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.state import live_states
@@ -33,6 +35,8 @@ PERSON = {
     "required": ["name", "kind", "age", "tags"],
     "additionalProperties": False,
 }
+READ = {"name": "read", "parameters": {"type": "object", "properties": {"page": {"type": "integer", "maximum": 99}}}}
+CLOSE = {"name": "close"}
 # No white space: a random model would write little else.
 DESCRIPTIONS = [
     StructuredOutputsParams(json=PERSON, disable_any_whitespace=True),
@@ -42,6 +46,7 @@ DESCRIPTIONS = [
     StructuredOutputsParams(
         json={"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 9}
     ),
+    StructuredOutputsParams(grammar=calls_grammar(CALL_FORMATS[0], [READ, CLOSE], parallel=False)),
     None,
 ]
 

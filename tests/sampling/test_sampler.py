@@ -14,16 +14,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from octavo import kernels
 from octavo.errors import LogitsError
 from octavo.request import Request, RequestId, Sequence
 from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
+from octavo.sampling.choice import Choice, TorchChoice
+from octavo.sampling.logprobs import logprobs_of_row, token_logprobs
+from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
-from octavo.sampling.sampler import Sampler, _logprobs_of_row, _token_logprobs
+from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
 
 _ids = itertools.count()
+
+CHOICES: list[Choice] = [TorchChoice(), *([NativeChoice()] if kernels.available() else [])]
+each_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: type(choice).__name__)
 
 
 def make_sequence(
@@ -56,8 +63,41 @@ def batch_of(sequences: Iterable[Sequence]) -> SamplingBatch:
     return SamplingBatch.of(states, [seq.num_output_tokens for seq in sequences])
 
 
-def sample(logits: torch.Tensor, sequences: Iterable[Sequence], row_of: list[int] | None = None) -> list[SampleResult]:
-    return Sampler().sample(logits, batch_of(sequences), row_of).samples
+def sample(
+    logits: torch.Tensor,
+    sequences: Iterable[Sequence],
+    row_of: list[int] | None = None,
+    choices: list[Choice] = CHOICES,
+) -> list[SampleResult]:
+    """What torch's operations find; the library's kernels must find the same, or fail alike."""
+    batch = batch_of(sequences)
+    found = [_attempt(choice, logits, batch, row_of) for choice in choices]
+    if isinstance(found[0], LogitsError):
+        assert all(isinstance(each, LogitsError) and each.request_ids == found[0].request_ids for each in found)
+        raise found[0]
+    for other in found[1:]:
+        assert not isinstance(other, LogitsError)
+        require_same(other, found[0])
+    return found[0]
+
+
+def _attempt(
+    choice: Choice, logits: torch.Tensor, batch: SamplingBatch, row_of: list[int] | None
+) -> list[SampleResult] | LogitsError:
+    try:
+        return Sampler(choice).sample(logits, batch, row_of).samples
+    except LogitsError as error:
+        return error
+
+
+def require_same(found: list[SampleResult], expected: list[SampleResult]) -> None:
+    assert [each.token_id for each in found] == [each.token_id for each in expected]
+    for each, other in zip(found, expected, strict=True):
+        assert (each.logprobs is None) == (other.logprobs is None)
+        if each.logprobs is not None and other.logprobs is not None:
+            assert each.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=2e-5)
+            assert each.logprobs.rank == other.logprobs.rank
+            assert [token_id for token_id, _ in each.logprobs.top] == [token_id for token_id, _ in other.logprobs.top]
 
 
 def draw(logits: torch.Tensor, sequences: list[Sequence], row_of: list[int] | None = None) -> list[int]:
@@ -137,9 +177,10 @@ def test_top_p_is_a_share_of_all_equals_of_the_k_th_largest() -> None:
     assert draw(logits, sequences, [0] * 64) == [oracle_token(probs, seq)[0] for seq in sequences]
 
 
+@each_choice
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_row_gives_the_same_token_alone_and_in_a_batch(data: st.DataObject) -> None:
+def test_a_row_gives_the_same_token_alone_and_in_a_batch(choice: Choice, data: st.DataObject) -> None:
     logits = data.draw(logit_rows(rows=8))
     options: st.SearchStrategy[dict[str, Any]] = st.one_of(
         filters, st.just({"temperature": 0.0}), st.builds(dict, temperature=temperatures)
@@ -151,8 +192,9 @@ def test_a_row_gives_the_same_token_alone_and_in_a_batch(data: st.DataObject) ->
         make_sequence(prompt=[0, 1], output=[1, 0, 1][:i], seed=i, **data.draw(options), **data.draw(penalties))
         for i in range(8)
     ]
-    together = sample(logits, sequences)
-    assert together == [sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
+    together = sample(logits, sequences, choices=[choice])
+    alone = [sample(logits[i : i + 1], [seq], choices=[choice])[0] for i, seq in enumerate(sequences)]
+    assert together == alone
 
 
 def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +202,7 @@ def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_k": 20}]
     sequences = [make_sequence(seed=i, logprobs=i % 4 or None, **kinds[i // 2 % 3]) for i in range(24)]
     at_once = sample(logits, sequences)
-    monkeypatch.setattr("octavo.sampling.sampler._AT_ONCE", 3 * 300)
+    monkeypatch.setattr("octavo.sampling.rows._AT_ONCE", 3 * 300)
     assert sample(logits, sequences) == at_once
 
 
@@ -178,7 +220,8 @@ def test_frequencies_match_the_exact_probabilities(params: dict[str, Any]) -> No
     draws = 20_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2)
     sequences = [make_sequence(seed=seed, **params) for seed in range(draws)]
-    counts = np.bincount(draw(logits, sequences, [0] * draws), minlength=12)
+    tokens = [each.token_id for each in sample(logits, sequences, [0] * draws, CHOICES[-1:])]
+    counts = np.bincount(tokens, minlength=12)
     probs, _ = oracle_probs(logits[0].numpy(), sequences[0].request.params)
     assert not counts[probs == 0].any()
     expected = probs[probs > 0] * draws
@@ -230,7 +273,7 @@ def test_greedy_takes_the_lowest_of_equals(vocab: int) -> None:
 
 
 def test_greedy_uses_the_argmax_it_was_given() -> None:
-    sampler = Sampler(greedy=lambda logits: torch.full((len(logits),), 2))
+    sampler = Sampler(TorchChoice(greedy=lambda logits: torch.full((len(logits),), 2)))
     assert sampler.sample(torch.zeros(1, 4), batch_of([make_sequence(temperature=0.0)])).token_ids == (2,)
 
 
@@ -282,11 +325,12 @@ def test_tokens_masked_by_the_model_are_never_drawn() -> None:
         assert set(draw(logits, sequences, [0] * 40)) == {17, 250}
 
 
-def test_the_nucleus_of_a_flat_row_is_found_without_its_sort() -> None:
+@each_choice
+def test_the_nucleus_of_a_flat_row_is_found_without_its_sort(choice: Choice) -> None:
     # Equal values throughout: top_p keeps the first half by id, and no width of candidates can know that.
     logits = torch.zeros(1, 6000)
     sequences = [make_sequence(top_p=0.5, seed=seed) for seed in range(200)]
-    tokens = draw(logits, sequences, [0] * 200)
+    tokens = [each.token_id for each in sample(logits, sequences, [0] * 200, [choice])]
     assert max(tokens) < 3000
     assert max(tokens) > 2900
 
@@ -377,15 +421,16 @@ def test_each_row_is_adjusted_by_its_own_request_only() -> None:
     assert adjusted(torch.ones(3, 2), plain, biased, plain).tolist() == [[1.0, 1.0], [2.0, 0.5], [1.0, 1.0]]
 
 
+@each_choice
 @settings(max_examples=60, deadline=None)
 @given(logits=logit_rows(rows=3), num_top=st.integers(0, 20), data=st.data())
 def test_scores_are_the_log_softmax_and_the_place_by_it(
-    logits: torch.Tensor, num_top: int, data: st.DataObject
+    choice: Choice, logits: torch.Tensor, num_top: int, data: st.DataObject
 ) -> None:
     vocab = logits.shape[1]
     targets = data.draw(st.lists(st.integers(0, vocab - 1), min_size=3, max_size=3))
     logprobs = logits.log_softmax(-1).numpy()
-    for row, got in enumerate(Sampler().score(logits, targets, num_top)):
+    for row, got in enumerate(Sampler(choice).score(logits, targets, num_top)):
         assert got.logprob == pytest.approx(float(logprobs[row, targets[row]]), abs=1e-5)
         assert got.rank == 1 + int((logits[row] > logits[row, targets[row]]).sum())
         order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:num_top]
@@ -453,8 +498,8 @@ def test_a_bad_words_last_token_is_masked_where_the_output_has_the_others(output
 def test_many_tokens_of_one_row_are_scored_as_each_alone(num_top: int) -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)).round(decimals=1)  # with equals
     token_ids = torch.cat((logits.topk(20).indices, logits.argmin().unsqueeze(0)))
-    alone = _token_logprobs(logits.expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))
-    together = _logprobs_of_row(logits, token_ids, num_top)
+    alone = token_logprobs(logits.expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))
+    together = logprobs_of_row(logits, token_ids, num_top)
     assert [(known.rank, [token_id for token_id, _ in known.top]) for known in together] == [
         (known.rank, [token_id for token_id, _ in known.top]) for known in alone
     ]

@@ -50,10 +50,11 @@ class GrammarState:
         token_ids: the sequence's output so far.
     """
 
-    __slots__ = ("__weakref__", "_forces", "_grammar", "_is_free", "_matcher", "_since_mask", "token_ids")
+    __slots__ = ("__weakref__", "_compiled", "_forces", "_grammar", "_is_free", "_matcher", "_since_mask", "token_ids")
 
     def __init__(self, grammar: Future[CompiledGrammar], token_ids: Sequence[int] = ()) -> None:
         self._grammar = grammar
+        self._compiled: CompiledGrammar | None = None
         self._matcher: Any = None
         self._forces = True
         # Nothing is known to be forced next.
@@ -70,7 +71,7 @@ class GrammarState:
             GrammarBroken: the output does not match the grammar.
         """
         if self._matcher is None:
-            grammar = self._grammar.result()
+            grammar = self.compiled
             matcher = (grammar.matcher if self._forces else grammar.without_forcing).deep_copy()
             output = self._without_end(self.token_ids)
             for first in range(0, len(output), _MASK_EVERY):
@@ -84,17 +85,25 @@ class GrammarState:
         return self._matcher
 
     @property
+    def compiled(self) -> CompiledGrammar:
+        """The grammar; waits where it is still compiled."""
+        # Kept: a future's answer takes a lock, and a draw asks for it several times.
+        if self._compiled is None:
+            self._compiled = self._grammar.result()
+        return self._compiled
+
+    @property
     def is_sound(self) -> bool:
         """Whether the matcher has followed the output so far; else it is made anew when the next mask is due."""
         return self._matcher is not None
 
     @property
     def eos_token_id(self) -> int:
-        return self._grammar.result().eos_token_id
+        return self.compiled.eos_token_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        return self._grammar.result().eos_token_ids
+        return self.compiled.eos_token_ids
 
     def follow(self, first: int, token_ids: Sequence[int]) -> None:
         """Take in output tokens `first ..`; those that it has followed already are passed over.
@@ -138,7 +147,7 @@ class GrammarState:
             return False
         if token_id in self.eos_token_ids:
             taken = bool(matcher.is_accepting())
-        elif not self._grammar.result().spells(token_id):
+        elif not self.compiled.spells(token_id):
             return False
         elif follow:
             taken = matcher.try_consume_tokens([token_id]) == 1

@@ -26,6 +26,7 @@ from octavo.kernels.functions import (
 )
 from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
 from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, PackedWeight, WeightFormat
+from octavo.kernels.sampling import draw_tokens, score_tokens
 
 __all__ = [
     "FLOAT_FORMATS",
@@ -38,6 +39,7 @@ __all__ = [
     "attend_coded",
     "available",
     "copy_blocks",
+    "draw_tokens",
     "force_isa",
     "gelu_tanh_mul",
     "isa",
@@ -46,6 +48,7 @@ __all__ = [
     "rms_norm",
     "rope_write",
     "rope_write_coded",
+    "score_tokens",
     "set_num_threads",
     "silu_mul",
     "supported_isas",

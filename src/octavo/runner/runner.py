@@ -21,8 +21,9 @@ from octavo.runner.executor import Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
 from octavo.runner.swapping import BlockMover
+from octavo.sampling.choice import TorchChoice
+from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.sampler import Sampler
-from octavo.sampling.top_k import argmax
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
@@ -73,7 +74,8 @@ class ModelRunner(Executor):
             self.graphs = DecodeGraphs(
                 model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
             )
-        self._sampler = Sampler(kernels.argmax if model.device.type == "cpu" and kernels.available() else argmax)
+        on_cpu = model.device.type == "cpu" and kernels.available()
+        self._sampler = Sampler(NativeChoice() if on_cpu else TorchChoice())
         self._mover = BlockMover(arena, host, make_link(model.device))
 
     @property

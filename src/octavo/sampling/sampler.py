@@ -4,7 +4,7 @@ The sampler holds no state: what a draw depends on comes with it (`sampling/batc
 of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a request gives the same
 tokens alone or in a batch, before and after preemption.
 
-    greedy rows                  argmax
+    greedy rows                  argmax                                     (`choice`, or by a kernel `native_choice`)
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
     top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
     beams                        no draw: the largest log-probabilities, for the scheduler to choose from
@@ -13,49 +13,37 @@ tokens alone or in a batch, before and after preemption.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from octavo.errors import LogitsError
-from octavo.request import TokenLogprobs, TopLogprobs
+from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
+from octavo.sampling.choice import Choice, TorchChoice
+from octavo.sampling.logprobs import logprobs_of_row
 from octavo.sampling.penalties import adjust
-from octavo.sampling.rng import uniforms
+from octavo.sampling.rows import Draws, select
 from octavo.sampling.structured import StructuredDraws
-from octavo.sampling.top_k import argmax, largest
-from octavo.sampling_params import MAX_LOGPROBS
+from octavo.sampling.top_k import largest
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
-
-ArgMax = Callable[[torch.Tensor], torch.Tensor]
-"""float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
-
-Draws = npt.NDArray[np.int64]
-"""Numbers of draws."""
 
 # Rows scored at a time: what is made of so few stays in a core's cache.
 _SCORED_ROWS = 16
-# Logits that are drawn from or scored at a time on a CPU. Copies of a few MiB stay in its cache and with the allocator,
-# which returns larger ones to the system after each use: draws with logprobs from 57 rows of 49,152 took 41 ms at once,
-# and take 9 in slices.
-_AT_ONCE = 2**20
 
 
 class Sampler:
     """Draws one token per sequence, or ranks its candidates.
 
     Args:
-        greedy: finds the largest logit of each row.
+        choice: finds the tokens of rows that nothing but filters concerns; default: torch's operations.
     """
 
-    def __init__(self, greedy: ArgMax = argmax) -> None:
-        self._greedy = greedy
-        self._structured = StructuredDraws(self._choose)
+    def __init__(self, choice: Choice | None = None) -> None:
+        self._choice = choice or TorchChoice()
+        self._structured = StructuredDraws(self._choice)
 
     @torch.inference_mode()
     def sample(
@@ -82,9 +70,9 @@ class Sampler:
         if not is_beam.any():
             return self._draw(logits, batch, own, spoil=spoil)
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
-        parts = [(beams, self._candidates(_select(logits, beams), batch.select(beams)))]
+        parts = [(beams, self._candidates(select(logits, beams), batch.select(beams)))]
         if len(others):
-            parts.append((others, self._draw(_select(logits, others), batch.select(others), own[others], spoil=True)))
+            parts.append((others, self._draw(select(logits, others), batch.select(others), own[others], spoil=True)))
         return _merged(parts, len(batch))
 
     @torch.inference_mode()
@@ -101,7 +89,7 @@ class Sampler:
             some = targets[first : first + _SCORED_ROWS]
             token_ids = torch.tensor(some, dtype=torch.int64, device=logits.device)
             rows = logits[first : first + len(some)].float()
-            scored += _token_logprobs(rows, token_ids, [num_top] * len(some))
+            scored += self._choice.score(rows, np.arange(len(some)), token_ids, [num_top] * len(some))
         return tuple(scored)
 
     def _draw(
@@ -117,7 +105,7 @@ class Sampler:
         if len(structured):
             token_ids, sound, forced = self._structured.draw(chosen_from, batch, structured, own)
         else:
-            token_ids, sound = self._choose(chosen_from, batch)
+            token_ids, sound = self._choice.choose(chosen_from, batch)
         ids_on_host, sound = _on_host(token_ids, sound)
         _require_sound(sound, batch)
         drawn = ids_on_host.tolist()
@@ -126,7 +114,7 @@ class Sampler:
         if len(wanted):
             draws = wanted.tolist()
             num_top = [batch.states[i].snapshot.params.logprobs or 0 for i in draws]
-            scored = _all_token_logprobs(logits, token_ids, wanted, num_top)
+            scored = self._choice.score(logits, wanted, token_ids, num_top)
             logprobs = dict(zip(draws, scored, strict=True))
         return StepResult(tuple(drawn), logprobs, forced=forced)
 
@@ -145,7 +133,7 @@ class Sampler:
             token_ids = ids[i, places]
             known: list[TokenLogprobs | None] = [None] * len(token_ids)
             if (num_top := snapshot.params.logprobs) is not None:
-                known = [*_logprobs_of_row(logits[i], token_ids, num_top)]
+                known = [*logprobs_of_row(logits[i], token_ids, num_top)]
             found[i] = tuple(map(Candidate, token_ids.tolist(), [row[place] for place in places], known))
         best = {i: candidates[0] for i, candidates in found.items()}
         return StepResult(
@@ -153,45 +141,6 @@ class Sampler:
             {i: candidate.logprobs for i, candidate in best.items() if candidate.logprobs is not None},
             found,
         )
-
-    def _choose(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        is_wanted: npt.NDArray[np.bool_] | None = None,
-        again: npt.NDArray[np.bool_] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [rows] token ids; bool [rows], whether the row's logits allow a choice.
-
-        Args:
-            is_wanted: bool [rows]; what is returned of the others is void. None: all are.
-            again: bool [rows]; whose first number has been used. None: nobody's.
-        """
-        records = batch.records
-        if is_wanted is None:
-            is_wanted = np.ones(len(batch), dtype=np.bool_)
-        is_greedy = records["greedy"]
-        # An argmax; a draw from the whole vocabulary; a draw among the most likely.
-        is_filtered = ((records["top_k"] > 0) & (records["top_k"] < logits.shape[1])) | (records["top_p"] < 1.0)
-        greedy = np.flatnonzero(is_wanted & is_greedy)
-        plain = np.flatnonzero(is_wanted & ~is_greedy & ~is_filtered)
-        filtered = np.flatnonzero(is_wanted & ~is_greedy & is_filtered)
-        token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
-        sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
-        if len(greedy):
-            rows = _look_at(logits, greedy)
-            best = self._greedy(rows)
-            _place(token_ids, greedy, best)
-            _place(sound, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
-        for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
-            for some in _slices(draws, logits):
-                params = _draw_params(
-                    records[some], batch.positions[some], logits, None if again is None else again[some]
-                )
-                drawn, proper = draw(_look_at(logits, some), params)
-                _place(token_ids, some, drawn)
-                _place(sound, some, proper)
-        return token_ids, sound
 
 
 def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult:
@@ -246,81 +195,6 @@ def _on_host(token_ids: torch.Tensor, sound: torch.Tensor) -> tuple[torch.Tensor
     return both[0], both[1].bool()
 
 
-def _draw_params(
-    records: npt.NDArray[Any],
-    positions: npt.NDArray[np.int64],
-    logits: torch.Tensor,
-    again: npt.NDArray[np.bool_] | None,
-) -> DrawParams:
-    top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
-    # One transfer to the device; float64 holds every top_k exactly.
-    numbers = uniforms(records["seed"], positions, again)
-    columns = (numbers, records["temperature"], records["min_p"], records["top_p"], top_k)
-    table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
-    return DrawParams(
-        uniforms=table[:, 0].contiguous(),
-        temperature=table[:, 1].float(),
-        min_p=table[:, 2].float(),
-        top_p=table[:, 3].contiguous(),
-        top_k=table[:, 4].long(),
-    )
-
-
-def _all_token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: Draws, num_top: list[int]
-) -> list[TokenLogprobs]:
-    """`_token_logprobs` of some rows."""
-    found: list[TokenLogprobs] = []
-    for some in _slices(rows, logits):
-        found += _token_logprobs(_look_at(logits, some), _look_at(token_ids, some), num_top[len(found) :][: len(some)])
-    return found
-
-
-def _token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """Row i's log-probability and rank of token_ids[i], and its num_top[i] most likely tokens (equals by id)."""
-    logprobs = logits.log_softmax(-1)
-    given = token_ids.unsqueeze(1)
-    chosen = logprobs.gather(1, given).squeeze(1).tolist()
-    # Counted in float32, exact below 2^24: several times as fast as counting a bool mask.
-    above = torch.gt(logits, logits.gather(1, given), out=torch.empty_like(logits))
-    ranks = (above.sum(-1).long() + 1).tolist()
-    if (most := max(num_top)) == 0:
-        return [TokenLogprobs(logprob, rank, ()) for logprob, rank in zip(chosen, ranks, strict=True)]
-    top_ids = _top_ids(logits, most)
-    top_logprobs = logprobs.gather(1, top_ids).tolist()
-    return [
-        TokenLogprobs(logprob, rank, TopLogprobs(ids[:k], values[:k]))
-        for logprob, rank, ids, values, k in zip(chosen, ranks, top_ids.tolist(), top_logprobs, num_top, strict=True)
-    ]
-
-
-def _logprobs_of_row(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-    """`_token_logprobs` of several tokens of one row [vocab], which is not read anew for each of them."""
-    logprobs = logits.log_softmax(-1)
-    given = logits[token_ids]
-    above = logits[logits > given.min()]
-    ranks = ((above > given.unsqueeze(1)).sum(-1) + 1).tolist()
-    top: Seq[tuple[int, float]] = ()
-    if num_top:
-        top_ids = _top_ids(logits.unsqueeze(0), num_top).squeeze(0)
-        top = TopLogprobs(top_ids.tolist(), logprobs[top_ids].tolist())
-    return [
-        TokenLogprobs(logprob, rank, top) for logprob, rank in zip(logprobs[token_ids].tolist(), ranks, strict=True)
-    ]
-
-
-def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [rows, min(k, vocab)]: the most likely tokens, equals by rising id."""
-    vocab = logits.shape[1]
-    k, width = min(k, vocab), min(2 * MAX_LOGPROBS, vocab)
-    values, ids = largest(logits, width)
-    if width < vocab:
-        tied = (values[:, k - 1] == values[:, -1]).nonzero().squeeze(-1)
-        if len(tied):
-            ids[tied] = largest(logits[tied], vocab)[1][:, :width]
-    return ids[:, :k]
-
-
 def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> torch.Tensor:
     """float32 [draws, vocab]; the very tensor where it is that already."""
     rows = list(range(num_draws)) if row_of is None else list(row_of)
@@ -329,29 +203,3 @@ def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> to
     in_order = rows == list(range(num_draws))
     spread = logits[:num_draws] if in_order else logits[torch.tensor(rows, device=logits.device)]
     return spread.float().contiguous()
-
-
-def _slices(rows: Draws, logits: torch.Tensor) -> Iterator[Draws]:
-    """Some of the rows at a time, as many as are worked on at once."""
-    at_once = max(1, len(logits) if logits.is_cuda else _AT_ONCE // logits.shape[1])
-    return (rows[first : first + at_once] for first in range(0, len(rows), at_once))
-
-
-def _look_at(tensor: torch.Tensor, rows: Draws) -> torch.Tensor:
-    """Some rows, rising, to be read only: not copied where they are neighbours."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return tensor[int(rows[0]) : int(rows[-1]) + 1]
-    return _select(tensor, rows)
-
-
-def _select(tensor: torch.Tensor, rows: Draws) -> torch.Tensor:
-    if len(rows) == len(tensor):
-        return tensor
-    return tensor[torch.from_numpy(rows).to(tensor.device)]
-
-
-def _place(tensor: torch.Tensor, rows: Draws, values: torch.Tensor) -> None:
-    if len(rows) == len(tensor):
-        tensor.copy_(values)
-    else:
-        tensor[torch.from_numpy(rows).to(tensor.device)] = values

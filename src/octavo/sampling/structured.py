@@ -13,26 +13,20 @@ Filters (top_k, top_p, min_p) choose among what a mask leaves: their rows go to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.grammar_masks import GrammarMasks, allowed_ids, mask, split
-
-Draws = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-Choose = Callable[[torch.Tensor, SamplingBatch, Flags, Flags], tuple[torch.Tensor, torch.Tensor]]
-"""(logits, batch, which draws are wanted, which use their second number) -> token ids, whether they are sound."""
+from octavo.sampling.choice import Choice
+from octavo.sampling.grammar_masks import GrammarMasks
+from octavo.sampling.rows import Draws, Flags, place
 
 
 class StructuredDraws:
     """Draws for batches of which some rows have a grammar."""
 
-    def __init__(self, choose: Choose) -> None:
-        self._choose = choose
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
         self._grammars = GrammarMasks()
 
     def draw(
@@ -54,7 +48,7 @@ class StructuredDraws:
         tried = structured[~is_filtered]
         is_first = np.ones(len(batch), dtype=np.bool_)
         is_first[structured[is_filtered]] = False
-        token_ids, sound = self._choose(logits, batch, is_first, np.zeros(len(batch), dtype=np.bool_))
+        token_ids, sound = self._choice.choose(logits, batch, is_first)
         is_open = np.zeros(len(batch), dtype=np.bool_)
         is_open[structured] = True
         followed = np.zeros(len(batch), dtype=np.bool_)
@@ -66,7 +60,10 @@ class StructuredDraws:
         masked = np.flatnonzero(is_open)
         if len(masked):
             is_again = np.isin(masked, tried, assume_unique=True)
-            self._draw_masked(logits, batch, masked, is_again, token_ids, sound)
+            words = self._grammars.fill(batch.select(masked), logits.shape[1])
+            chosen, proper = self._choice.choose_allowed(logits, batch, masked, words, is_again)
+            place(token_ids, masked, chosen)
+            place(sound, masked, proper)
         if not bool(sound.all()):
             return token_ids, sound, {}
         due = structured[own[structured] & ~followed[structured]]
@@ -77,30 +74,3 @@ class StructuredDraws:
         forced = self._grammars.force(batch.select(mine), [drawn[i] for i in mine.tolist()])
         numbers = mine.tolist()
         return token_ids, sound, {numbers[i]: following for i, following in forced.items()}
-
-    def _draw_masked(
-        self,
-        logits: torch.Tensor,
-        batch: SamplingBatch,
-        masked: Draws,
-        is_again: Flags,
-        token_ids: torch.Tensor,
-        sound: torch.Tensor,
-    ) -> None:
-        """Draw the tokens of the draws `masked` among those that their grammars allow."""
-        words = self._grammars.fill(batch.select(masked), logits.shape[1])
-        for places, few in zip(split(words), (True, False), strict=True):
-            if not len(places):
-                continue
-            draws = masked[places]
-            index = torch.from_numpy(draws).to(logits.device)
-            every = np.ones(len(draws), dtype=np.bool_)
-            if few:
-                table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[places]))
-                rows = logits[index.unsqueeze(1), table].masked_fill_(~is_token, -torch.inf)
-            else:
-                rows = logits[index]
-                mask(rows, np.arange(len(draws)), words[places])
-            chosen, proper = self._choose(rows, batch.select(draws), every, is_again[places])
-            token_ids[index] = table.gather(1, chosen.unsqueeze(1)).squeeze(1) if few else chosen
-            sound[index] = proper

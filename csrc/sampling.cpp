@@ -1,0 +1,293 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace octavo {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr double kLog2E = 1.44269504088896340736;
+// Of the exponent's scale: the least temperature would make it infinite, and NaN of the most likely token's mass.
+constexpr double kSteepest = 1e30;
+// 2^-150 is no float: what lies so far below the largest has no mass.
+constexpr float kMassless = -151.0f;
+// How far below the largest, in units of x / temperature, top_p looks for all that it keeps: first, and twice as far
+// each time that this was not enough.
+constexpr float kFirstReach = 3.0f;
+
+// A token that filters may keep.
+struct Candidate {
+    float x;  // logit / temperature
+    int32_t token_id;
+    double mass;  // e^(x - the largest)
+};
+
+// Most likely first, equals by rising id.
+bool comes_before(const Candidate& a, const Candidate& b) {
+    return a.x > b.x || (a.x == b.x && a.token_id < b.token_id);
+}
+
+// One thread's working memory, kept from row to row.
+struct Scratch {
+    std::vector<float> allowed_logits, maxima, values;
+    std::vector<Candidate> candidates, by_mass;
+    std::vector<double> cumulative;
+};
+
+Scratch& scratch() {
+    thread_local Scratch mine;
+    return mine;
+}
+
+int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The first place whose cumulative mass exceeds the target; *share: how far into that place's own mass it lies.
+int64_t invert(const double* cumulative, int64_t count, double target, double* share) {
+    // A product of u < 1 may round up to the total itself.
+    target = std::min(target, std::nextafter(cumulative[count - 1], 0.0));
+    const int64_t place =
+        std::min<int64_t>(std::upper_bound(cumulative, cumulative + count, target) - cumulative, count - 1);
+    const double before = place ? cumulative[place - 1] : 0.0;
+    if (share) *share = (target - before) / (cumulative[place] - before);
+    return place;
+}
+
+// A row, and the largest of each of its blocks.
+class Row {
+  public:
+    Row(const float* logits, int64_t vocab, Scratch& memory) : x_(logits), vocab_(vocab), memory_(memory) {
+        memory.maxima.resize(static_cast<size_t>(divided_up(vocab, kVocabBlock)));
+        numbers_ = kernels().block_maxima(logits, vocab, memory.maxima.data());
+        most_ = *std::max_element(memory.maxima.begin(), memory.maxima.end());
+    }
+    bool sound() const { return numbers_ && std::isfinite(most_); }
+    bool numbers() const { return numbers_; }
+    float most() const { return most_; }
+
+    int64_t first_largest() const {
+        const auto& maxima = memory_.maxima;
+        const int64_t block = std::find(maxima.begin(), maxima.end(), most_) - maxima.begin();
+        return std::find(x_ + block * kVocabBlock, x_ + vocab_, most_) - x_;
+    }
+
+    // Sums of the masses of each chunk, in `memory.cumulative` one by one added up; returns the total.
+    double add_up_masses(float scale) {
+        auto& cumulative = memory_.cumulative;
+        cumulative.resize(static_cast<size_t>(divided_up(vocab_, kVocabChunk)));
+        constexpr int64_t kBlocks = kVocabChunk / kVocabBlock;
+        double total = 0.0;
+        for (int64_t chunk = 0; chunk * kVocabChunk < vocab_; ++chunk) {
+            const auto first = memory_.maxima.begin() + chunk * kBlocks;
+            const float most =
+                *std::max_element(first, std::min(first + kBlocks, memory_.maxima.end()));
+            if ((most - most_) * scale > kMassless) {
+                const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
+                total += kernels().vocab_masses(x_ + begin, count, most_, scale, nullptr);
+            }
+            cumulative[static_cast<size_t>(chunk)] = total;
+        }
+        return total;
+    }
+
+    // Inverts the distribution function that `add_up_masses` has left behind.
+    int64_t draw(double uniform, float scale) {
+        const auto& chunks = memory_.cumulative;
+        double share;
+        const int64_t chunk =
+            invert(chunks.data(), static_cast<int64_t>(chunks.size()), uniform * chunks.back(), &share);
+        const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
+        float masses[kVocabChunk];
+        double cumulative[kVocabChunk], total = 0.0;
+        kernels().vocab_masses(x_ + begin, count, most_, scale, masses);
+        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += masses[i];
+        return begin + invert(cumulative, count, share * total, nullptr);
+    }
+
+    // A value that at least k tokens reach, as high as the blocks' maxima tell.
+    float reached_by(int64_t k) const {
+        auto& values = memory_.values;
+        if (k > static_cast<int64_t>(memory_.maxima.size())) return -kInfinity;
+        values = memory_.maxima;
+        std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
+        return values[static_cast<size_t>(k - 1)];
+    }
+
+    // Calls take(token id) by rising id for every logit that is not below the bound.
+    template <class Take> void each_from(float bound, const Take& take) const {
+        for (size_t block = 0; block < memory_.maxima.size(); ++block) {
+            if (memory_.maxima[block] < bound) continue;
+            const int64_t begin = static_cast<int64_t>(block) * kVocabBlock;
+            const int64_t end = std::min(begin + kVocabBlock, vocab_);
+            for (int64_t i = begin; i < end; ++i)
+                if (!(x_[i] < bound)) take(static_cast<int32_t>(i));
+        }
+    }
+
+    float operator[](int64_t i) const { return x_[i]; }
+
+  private:
+    const float* x_;
+    int64_t vocab_;
+    Scratch& memory_;
+    bool numbers_;
+    float most_;
+};
+
+// The least likely candidate that top_p keeps: of those more likely there is less mass than wanted, of those up to it
+// there is as much. By halves, as nth_element does, in linear time.
+Candidate last_of_nucleus(std::vector<Candidate>& all, double wanted) {
+    wanted = std::max(wanted, std::numeric_limits<double>::min());  // the most likely is kept always
+    auto low = all.begin(), high = all.end();
+    double before = 0.0;
+    while (low != high) {
+        auto pivot = low + (high - low) / 2;
+        std::iter_swap(pivot, high - 1);
+        const Candidate middle = *(high - 1);
+        const auto cut = std::partition(low, high - 1, [&](const Candidate& c) { return comes_before(c, middle); });
+        double above = before;
+        for (auto each = low; each != cut; ++each) above += each->mass;
+        std::iter_swap(cut, high - 1);
+        if (above >= wanted) {
+            high = cut;
+        } else if (above + middle.mass >= wanted) {
+            return middle;
+        } else {
+            before = above + middle.mass;
+            low = cut + 1;
+        }
+    }
+    // Rounding: all of them together have not quite the mass.
+    return low == all.begin() ? *low : *(low - 1);
+}
+
+// A draw under top_k, top_p or min_p, among the tokens that these may keep.
+int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
+    const float temperature = draw.temperature, best = row.most() / temperature;
+    const float cut = draw.min_p > 0.0f ? best + std::log(draw.min_p) : -kInfinity;
+    const bool has_top_p = draw.top_p < 1.0;
+    // In logits, and a little lower: several of them may be equal when divided by the temperature.
+    const auto below = [](float x) { return std::isfinite(x) ? x - std::fabs(x) * 1e-6f : -kInfinity; };
+    auto& candidates = memory.candidates;
+    double mass = 0.0;
+    const auto collect = [&](float from, float least) {
+        candidates.clear();
+        mass = 0.0;
+        row.each_from(below(from), [&](int32_t token_id) {
+            const float x = row[token_id] / temperature;
+            if (x == -kInfinity || x < least) return;
+            const double each = std::exp(static_cast<double>(x - best));
+            candidates.push_back({x, token_id, each});
+            mass += each;
+        });
+    };
+    double total = 0.0;
+    if (has_top_p && !draw.top_k && !(draw.min_p > 0.0f)) {
+        const auto scale = static_cast<float>(std::min(kLog2E / temperature, kSteepest));
+        total = row.add_up_masses(scale);
+        for (float reach = kFirstReach;; reach *= 2.0f) {
+            const bool everything = reach > 200.0f;
+            const float least = everything ? -kInfinity : best - reach;
+            collect(least * temperature, least);
+            if (everything || mass >= draw.top_p * total) break;
+        }
+    } else {
+        const float reached = draw.top_k ? row.reached_by(draw.top_k) : -kInfinity;
+        collect(std::max(cut * temperature, reached), cut);
+        float kth = -kInfinity;
+        if (draw.top_k && draw.top_k < static_cast<int64_t>(candidates.size())) {
+            auto& values = memory.values;
+            values.clear();
+            for (const Candidate& each : candidates) values.push_back(each.x);
+            std::nth_element(values.begin(), values.begin() + (draw.top_k - 1), values.end(), std::greater<float>());
+            kth = values[static_cast<size_t>(draw.top_k - 1)];
+        }
+        std::erase_if(candidates, [&](const Candidate& each) { return each.x < kth; });
+        for (const Candidate& each : candidates) total += each.mass;
+    }
+    if (has_top_p) {
+        memory.by_mass = candidates;
+        const Candidate last = last_of_nucleus(memory.by_mass, draw.top_p * total);
+        std::erase_if(candidates, [&](const Candidate& each) { return comes_before(last, each); });
+    }
+    auto& cumulative = memory.cumulative;
+    cumulative.clear();
+    double kept = 0.0;
+    for (const Candidate& each : candidates) cumulative.push_back(kept += each.mass);
+    const int64_t place =
+        invert(cumulative.data(), static_cast<int64_t>(cumulative.size()), draw.uniform * kept, nullptr);
+    return candidates[static_cast<size_t>(place)].token_id;
+}
+
+// The logits of the allowed tokens, -inf for all others.
+const float* only_allowed(const Draw& draw, int64_t vocab, std::vector<float>& kept) {
+    kept.resize(static_cast<size_t>(vocab));
+    for (int64_t begin = 0; begin < vocab; begin += 32) {
+        const int64_t count = std::min<int64_t>(32, vocab - begin);
+        uint32_t word = draw.allowed[begin / 32];
+        if (count < 32) word &= (1u << count) - 1;
+        float* to = kept.data() + begin;
+        const float* from = draw.logits + begin;
+        if (__builtin_popcount(word) > 16) {
+            std::copy(from, from + count, to);
+            for (uint32_t others = ~word & (count < 32 ? (1u << count) - 1 : ~0u); others; others &= others - 1)
+                to[__builtin_ctz(others)] = -kInfinity;
+        } else {
+            std::fill(to, to + count, -kInfinity);
+            for (; word; word &= word - 1) to[__builtin_ctz(word)] = from[__builtin_ctz(word)];
+        }
+    }
+    return kept.data();
+}
+
+Drawn draw_one(const Draw& draw, int64_t vocab) {
+    Scratch& memory = scratch();
+    Row row(draw.allowed ? only_allowed(draw, vocab, memory.allowed_logits) : draw.logits, vocab, memory);
+    if (!row.sound()) return {0, false};
+    if (draw.temperature == 0.0f) return {row.first_largest(), true};
+    if (std::isinf(row.most() / draw.temperature)) return {0, false};
+    if (draw.top_k || draw.top_p < 1.0 || draw.min_p > 0.0f) return {draw_filtered(row, draw, memory), true};
+    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
+    row.add_up_masses(scale);
+    return {row.draw(draw.uniform, scale), true};
+}
+
+void score_one(Score& score, int64_t vocab) {
+    Scratch& memory = scratch();
+    Row row(score.logits, vocab, memory);
+    const float given = row[score.token_id];
+    score.rank = kernels().count_above(score.logits, vocab, given) + 1;
+    const auto log_of_total = row.sound() ? std::log(row.add_up_masses(static_cast<float>(kLog2E)))
+                                          : std::numeric_limits<double>::quiet_NaN();
+    const auto logprob = [&](float x) { return static_cast<float>(double{x} - row.most() - log_of_total); };
+    score.logprob = logprob(given);
+    if (!score.num_top) return;
+    const auto key = [](float x) { return std::isnan(x) ? kInfinity : x; };
+    auto& candidates = memory.candidates;
+    candidates.clear();
+    row.each_from(row.numbers() ? row.reached_by(score.num_top) : -kInfinity,
+                  [&](int32_t token_id) { candidates.push_back({key(row[token_id]), token_id, 0.0}); });
+    std::partial_sort(candidates.begin(), candidates.begin() + score.num_top, candidates.end(), comes_before);
+    for (int64_t i = 0; i < score.num_top; ++i) {
+        score.top_ids[i] = candidates[static_cast<size_t>(i)].token_id;
+        score.top_logprobs[i] = logprob(row[score.top_ids[i]]);
+    }
+}
+
+}  // namespace
+
+void draw_tokens(const Draw* draws, int count, int64_t vocab, Drawn* drawn) {
+    parallel_for(count, [&](int i) { drawn[i] = draw_one(draws[i], vocab); });
+}
+
+void score_tokens(Score* scores, int count, int64_t vocab) {
+    parallel_for(count, [&](int i) { score_one(scores[i], vocab); });
+}
+
+}  // namespace octavo

@@ -1,0 +1,55 @@
+"""Draws from rows of logits, and scores of tokens, each row in one thread from the first pass to the last."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels.library import native
+
+
+def draw_tokens(
+    logits: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, allowed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a draw: the largest logit, or by the filters and the inversion of `sampling/draw.py`.
+
+    Args:
+        logits: float32 [*, vocab]; only read.
+        rows: int64 [draws], the row of logits that each draw looks at.
+        numbers: float64 [draws, 5]: a uniform number in [0, 1), temperature (0: the largest logit), min_p (0: off),
+            top_p (1: off), top_k (0: off).
+        allowed: int32 [draws, ceil(vocab / 32)]: a bit for each token that may be drawn; None: all may.
+
+    Returns:
+        int64 [draws] token ids, the lowest of equals where the largest is wanted; uint8 [draws], 1 where the logits
+        that are looked at make a distribution, else the token is void.
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a row that there is not, a parameter that means nothing.
+    """
+    token_ids = torch.empty(len(numbers), dtype=torch.int64)
+    sound = torch.empty(len(numbers), dtype=torch.uint8)
+    native.draw_tokens(logits, rows, numbers, allowed, token_ids, sound)
+    return token_ids, sound
+
+
+def score_tokens(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability and rank of a token of each row, and the row's most likely tokens, equals by rising id.
+
+    Args:
+        logits: float32 [*, vocab].
+        rows, token_ids, num_top: int64 [scores]; num_top at most `vocab`.
+
+    Returns:
+        float32 [scores] log-probabilities, int64 [scores] ranks from 1; int64 and float32 [scores, most of num_top],
+        the most likely tokens and their log-probabilities, void past a row's own num_top.
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a row or a token that there is not.
+    """
+    count, most = len(token_ids), max(1, int(num_top.max())) if len(num_top) else 1
+    logprobs, ranks = torch.empty(count), torch.empty(count, dtype=torch.int64)
+    top_ids, top_logprobs = torch.empty(count, most, dtype=torch.int64), torch.empty(count, most)
+    native.score_tokens(logits, rows, token_ids, num_top, logprobs, ranks, top_ids, top_logprobs)
+    return logprobs, ranks, top_ids, top_logprobs

@@ -1,0 +1,150 @@
+"""How tokens are chosen from rows of logits: the contract, and torch's operations, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.request import TokenLogprobs
+from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
+from octavo.sampling.grammar_masks import Words, allowed_ids, mask, split
+from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.rng import uniforms
+from octavo.sampling.rows import Draws, Flags, look_at, place, slices
+from octavo.sampling.top_k import argmax
+
+ArgMax = Callable[[torch.Tensor], torch.Tensor]
+"""float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
+
+
+class Choice(Protocol):
+    """Chooses and scores tokens. What it finds for a row depends on that row alone, whatever others there are."""
+
+    def choose(
+        self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [draws] token ids; bool [draws], whether the row's logits allow a choice.
+
+        Args:
+            logits: float32 [draws, vocab]; only read.
+            is_wanted: bool [draws]; what is returned of the others is void. None: all are.
+            again: bool [draws]; whose first number has been used. None: nobody's.
+        """
+
+    def choose_allowed(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` for some of the draws, rising, each among the tokens that its grammar allows.
+
+        Args:
+            words: uint32 [len(draws), ceil(vocab / 32)], a bit for each allowed token.
+            again: bool [len(draws)].
+        """
+
+    def score(
+        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+    ) -> list[TokenLogprobs]:
+        """What is known of the tokens of some rows, rising: log-probability, rank, and the likeliest num_top[i].
+
+        Args:
+            logits: float32 [*, vocab].
+            token_ids: int64 [*], a token for each row of the logits.
+        """
+
+
+class TorchChoice:
+    """Torch's operations, on any device.
+
+    Args:
+        greedy: finds the largest logit of each row.
+    """
+
+    def __init__(self, greedy: ArgMax = argmax) -> None:
+        self._greedy = greedy
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        is_wanted: Flags | None = None,
+        again: Flags | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        records = batch.records
+        if is_wanted is None:
+            is_wanted = np.ones(len(batch), dtype=np.bool_)
+        is_greedy = records["greedy"]
+        # An argmax; a draw from the whole vocabulary; a draw among the most likely.
+        is_filtered = ((records["top_k"] > 0) & (records["top_k"] < logits.shape[1])) | (records["top_p"] < 1.0)
+        greedy = np.flatnonzero(is_wanted & is_greedy)
+        plain = np.flatnonzero(is_wanted & ~is_greedy & ~is_filtered)
+        filtered = np.flatnonzero(is_wanted & ~is_greedy & is_filtered)
+        token_ids = torch.zeros(len(batch), dtype=torch.int64, device=logits.device)
+        sound = torch.zeros(len(batch), dtype=torch.bool, device=logits.device)
+        if len(greedy):
+            rows = look_at(logits, greedy)
+            best = self._greedy(rows)
+            place(token_ids, greedy, best)
+            place(sound, greedy, torch.isfinite(rows.gather(1, best.unsqueeze(1)).squeeze(1)))
+        for draws, draw in ((plain, draw_from_all), (filtered, draw_from_top)):
+            for some in slices(draws, logits):
+                params = _draw_params(
+                    records[some], batch.positions[some], logits, None if again is None else again[some]
+                )
+                drawn, proper = draw(look_at(logits, some), params)
+                place(token_ids, some, drawn)
+                place(sound, some, proper)
+        return token_ids, sound
+
+    def choose_allowed(
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids = torch.zeros(len(draws), dtype=torch.int64, device=logits.device)
+        sound = torch.zeros(len(draws), dtype=torch.bool, device=logits.device)
+        for places, few in zip(split(words), (True, False), strict=True):
+            if not len(places):
+                continue
+            index = torch.from_numpy(draws[places]).to(logits.device)
+            every = np.ones(len(places), dtype=np.bool_)
+            if few:
+                table, is_token = (torch.from_numpy(each).to(logits.device) for each in allowed_ids(words[places]))
+                rows = logits[index.unsqueeze(1), table].masked_fill_(~is_token, -torch.inf)
+            else:
+                rows = logits[index]
+                mask(rows, np.arange(len(places)), words[places])
+            chosen, proper = self.choose(rows, batch.select(draws[places]), every, again[places])
+            place(token_ids, places, table.gather(1, chosen.unsqueeze(1)).squeeze(1) if few else chosen)
+            place(sound, places, proper)
+        return token_ids, sound
+
+    def score(
+        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+    ) -> list[TokenLogprobs]:
+        found: list[TokenLogprobs] = []
+        for some in slices(rows, logits):
+            found += token_logprobs(look_at(logits, some), look_at(token_ids, some), num_top[len(found) :][: len(some)])
+        return found
+
+
+def _draw_params(
+    records: npt.NDArray[Any],
+    positions: npt.NDArray[np.int64],
+    logits: torch.Tensor,
+    again: Flags | None,
+) -> DrawParams:
+    top_k = np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0)
+    # One transfer to the device; float64 holds every top_k exactly.
+    numbers = uniforms(records["seed"], positions, again)
+    columns = (numbers, records["temperature"], records["min_p"], records["top_p"], top_k)
+    table = torch.from_numpy(np.column_stack(columns)).to(logits.device)
+    return DrawParams(
+        uniforms=table[:, 0].contiguous(),
+        temperature=table[:, 1].float(),
+        min_p=table[:, 2].float(),
+        top_p=table[:, 3].contiguous(),
+        top_k=table[:, 4].long(),
+    )

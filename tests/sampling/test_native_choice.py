@@ -1,0 +1,161 @@
+"""The library's draws against torch's: the same tokens, but where a number falls onto a boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import kernels
+from octavo.sampling.batch import SamplingBatch
+from octavo.sampling.choice import TorchChoice
+from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.rng import uniforms
+from tests.sampling.test_sampler import batch_of, filters, make_sequence, oracle_probs
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
+
+# How far from a boundary, as a part of a row's mass, a number must fall for the tokens to be the same.
+TOLERANCE = 2e-6
+
+vocabularies = st.sampled_from([1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000, 5003])
+options = st.one_of(
+    filters,
+    st.just({"temperature": 0.0}),
+    st.builds(dict, temperature=st.sampled_from([0.01, 0.3, 1.0, 2.0, 1e30])),
+    st.builds(dict, top_p=st.floats(0.01, 0.999)),
+    st.builds(dict, top_k=st.integers(1, 6000)),
+)
+
+
+def some_logits(vocab: int, seed: int) -> torch.Tensor:
+    """Peaked, flat or coarse ones, some of them -inf."""
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(1, vocab)) * rng.choice([0.01, 1.0, 8.0])).astype(np.float32)
+    if seed % 3 == 0:
+        x = np.round(x * 2).astype(np.float32) / 2
+    if seed % 4 == 0:
+        x[0, rng.random(vocab) < 0.5] = -np.inf
+    return torch.from_numpy(x)
+
+
+def is_close_call(logits: torch.Tensor, batch: SamplingBatch, again: bool) -> bool:
+    """Whether the number lies at a boundary of the distribution, or a cut of a filter at a token."""
+    params = batch.states[0].snapshot.params
+    row = logits[0].numpy()
+    kept = row > -np.inf
+    probs, close = oracle_probs(row[kept], params)
+    [u] = uniforms(batch.records["seed"], batch.positions, np.array([again]))
+    return close or bool(np.min(np.abs(np.cumsum(probs) - u)) < TOLERANCE)
+
+
+def require_same_draw(logits: torch.Tensor, params: dict[str, Any], seed: int, words: np.ndarray | None) -> None:
+    batch = batch_of([make_sequence(seed=seed, **params)])
+    again = np.array([seed % 2 == 1])
+    found = []
+    for choice in (TorchChoice(), NativeChoice()):
+        if words is None:
+            token_ids, sound = choice.choose(logits, batch, again=again)
+        else:
+            token_ids, sound = choice.choose_allowed(logits, batch, np.array([0]), words, again)
+        found.append((int(token_ids[0]) if bool(sound[0]) else None, bool(sound[0])))
+    if found[0] == found[1]:
+        return
+    looked_at = logits.clone()
+    if words is not None:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
+        looked_at[0, torch.from_numpy(bits == 0)] = -torch.inf
+    assert found[0][1] == found[1][1]
+    assert params.get("temperature", 1.0) > 0
+    assert is_close_call(looked_at, batch, bool(again[0]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(vocab=vocabularies, row=st.integers(0, 2**32), params=options, seed=st.integers(0, 2**64 - 1))
+def test_the_kernel_draws_the_token_that_torch_draws(vocab: int, row: int, params: dict[str, Any], seed: int) -> None:
+    require_same_draw(some_logits(vocab, row), params, seed, None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    vocab=vocabularies,
+    row=st.integers(0, 2**32),
+    params=options,
+    seed=st.integers(0, 2**64 - 1),
+    share=st.sampled_from([0.0, 0.003, 0.5, 0.997, 1.0]),
+)
+def test_a_mask_leaves_the_tokens_that_it_leaves_in_torch(
+    vocab: int, row: int, params: dict[str, Any], seed: int, share: float
+) -> None:
+    allowed = np.random.default_rng(row).random(vocab) < share
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    bits[:vocab] = allowed
+    words = np.packbits(bits, bitorder="little").view(np.uint32).reshape(1, -1)
+    require_same_draw(some_logits(vocab, row), params, seed, words)
+
+
+@pytest.mark.parametrize("isa", kernels.supported_isas() if kernels.available() else [])
+def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
+    before = kernels.isa()
+    kernels.force_isa(isa)
+    try:
+        for seed, params in enumerate(
+            [{}, {"temperature": 0.0}, {"temperature": 0.4}, {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.1}]
+        ):
+            require_same_draw(some_logits(1000, seed), params, seed, None)
+    finally:
+        kernels.force_isa(before)
+
+
+def test_bits_past_the_vocabulary_allow_nothing() -> None:
+    words = np.array([[0xFFFFFFFF]], dtype=np.uint32)
+    token_ids, sound = NativeChoice().choose_allowed(
+        torch.zeros(1, 3), batch_of([make_sequence(seed=9)]), np.array([0]), words, np.array([False])
+    )
+    assert bool(sound[0])
+    assert int(token_ids[0]) < 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logits": torch.zeros(2, 5, dtype=torch.bfloat16)}, "logits must be float32"),
+        ({"logits": torch.zeros(2, 0)}, "no columns"),
+        ({"rows": torch.tensor([2])}, r"rows\[0\] is 2, must be in \[0, 2\)"),
+        ({"numbers": torch.zeros(1, 4, dtype=torch.float64)}, r"numbers must have shape \[\*, 5\]"),
+        ({"numbers": torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]], dtype=torch.float64)}, r"numbers\[0\] must be"),
+        ({"numbers": torch.tensor([[0.5, float("nan"), 0.0, 1.0, 0.0]], dtype=torch.float64)}, r"numbers\[0\] must"),
+        ({"allowed": torch.zeros(1, 2, dtype=torch.int32)}, r"allowed must have shape \[1, 1\]"),
+    ],
+)
+def test_a_bad_argument_of_a_draw_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "logits": torch.zeros(2, 5),
+        "rows": torch.tensor([1]),
+        "numbers": torch.tensor([[0.5, 1.0, 0.0, 1.0, 0.0]], dtype=torch.float64),
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.draw_tokens(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"token_ids": torch.tensor([5])}, r"token_ids\[0\] is 5, must be in \[0, 5\)"),
+        ({"num_top": torch.tensor([6])}, r"num_top\[0\] is 6, must be in \[0, 6\)"),
+        ({"rows": torch.tensor([-1])}, r"rows\[0\] is -1"),
+    ],
+)
+def test_a_bad_argument_of_a_score_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "logits": torch.zeros(2, 5),
+        "rows": torch.tensor([1]),
+        "token_ids": torch.tensor([4]),
+        "num_top": torch.tensor([5]),
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.score_tokens(**{**given, **changed})
