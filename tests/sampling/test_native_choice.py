@@ -111,6 +111,12 @@ def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
         kernels.force_isa(before)
 
 
+def test_nothing_is_drawn_where_no_draw_is_wanted() -> None:
+    batch = batch_of([make_sequence(), make_sequence()])
+    token_ids, sound = NativeChoice().choose(torch.zeros(2, 5), batch, np.zeros(2, dtype=np.bool_))
+    assert token_ids.shape == sound.shape == (2,)
+
+
 def test_bits_past_the_vocabulary_allow_nothing() -> None:
     words = np.array([[0xFFFFFFFF]], dtype=np.uint32)
     token_ids, sound = NativeChoice().choose_allowed(

@@ -32,11 +32,13 @@ class NativeChoice:
         if is_wanted is None or is_wanted.all():
             return _draw(logits, np.arange(len(batch)), batch.records, batch.positions, again, None)
         draws = np.flatnonzero(is_wanted)
+        token_ids = torch.zeros(len(batch), dtype=torch.int64)
+        sound = torch.zeros(len(batch), dtype=torch.bool)
+        if not len(draws):
+            return token_ids, sound
         chosen, proper = _draw(
             logits, draws, batch.records[draws], batch.positions[draws], None if again is None else again[draws], None
         )
-        token_ids = torch.zeros(len(batch), dtype=torch.int64)
-        sound = torch.zeros(len(batch), dtype=torch.bool)
         index = torch.from_numpy(draws)
         token_ids[index], sound[index] = chosen, proper
         return token_ids, sound
