@@ -71,14 +71,17 @@ def sample(
 ) -> list[SampleResult]:
     """What torch's operations find; the library's kernels must find the same, or fail alike."""
     batch = batch_of(sequences)
-    found = [_attempt(choice, logits, batch, row_of) for choice in choices]
-    if isinstance(found[0], LogitsError):
-        assert all(isinstance(each, LogitsError) and each.request_ids == found[0].request_ids for each in found)
-        raise found[0]
-    for other in found[1:]:
-        assert not isinstance(other, LogitsError)
-        require_same(other, found[0])
-    return found[0]
+    first, *others = (_attempt(choice, logits, batch, row_of) for choice in choices)
+    for other in others:
+        if isinstance(first, LogitsError):
+            assert isinstance(other, LogitsError)
+            assert other.request_ids == first.request_ids
+        else:
+            assert not isinstance(other, LogitsError)
+            require_same(other, first)
+    if isinstance(first, LogitsError):
+        raise first
+    return first
 
 
 def _attempt(
