@@ -143,18 +143,41 @@ def test_a_chunk_over_several_tiles_agrees_with_float64(window: int | None) -> N
     assert_right(sequences, batch, fill(sequences, batch, 16, 1), TOLERANCE["float16"])
 
 
-@pytest.mark.parametrize(("dtype", "dim", "block_size"), [("fp8_e4m3", 64, 32), ("fp8_e5m2", 48, 8)])
-def test_floats_of_8_bits_are_read_with_their_scales(dtype: str, dim: int, block_size: int) -> None:
+CODECS = ["fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4", "nvfp4"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_attention_over_codes_is_that_over_what_they_decode_to(codec: str) -> None:
     from octavo.attention.triton.backend import TritonAttention
 
-    sequences = PagedSequences([LayerKVSpec(2, dim, dim)], block_size, 2, 60, dtype=dtype, device=DEVICE)
+    dims, window = ((80, 48), 30) if codec in ("fp8_e5m2", "int4", "nvfp4") else ((64, 32), None)
+    sequences = paged(LayerKVSpec(2, *dims, window), 16, 2, 60, dtype=codec, layout=BlockLayout.TOKENS)
     (kv,) = sequences.kv
-    kv.set_scales(torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
+    if sequences.spec.format.calibrated:
+        kv.set_scales(torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
     assert TritonAttention.reads(kv)
-    for step in ({0: 40, 1: 1}, {0: 1, 1: 9}, {0: 1, 1: 1}):
+    for step in ({0: 40}, {0: 1, 1: 9}):
         batch = sequences.step(step)
-        query = fill(sequences, batch, 4, 0)
-        assert_right(sequences, batch, query, TOLERANCE["float32"])
+        query = fill(sequences, batch, 4, batch.num_tokens)
+        assert_right(sequences, batch, query, TOLERANCE["float32"], sinks=sinks_of(4) if window else None)
+
+
+def test_fp8_e4m3_is_read_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.attention.triton.launch.converts_e4m3", lambda: False)
+    sequences = paged(LayerKVSpec(1, 16, 16), 16, 1, 30, dtype="fp8_e4m3", layout=BlockLayout.TOKENS)
+    sequences.kv[0].set_scales(torch.tensor([0.01]), torch.tensor([0.5]))  # values among the smallest codes
+    batch = sequences.step({0: 30})
+    assert_right(sequences, batch, fill(sequences, batch, 1, 0), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(("layout", "size"), [(BlockLayout.PAIRS, 16), (BlockLayout.TOKENS, 3)])
+def test_codes_that_lie_as_the_kernels_do_not_read_them_go_to_the_reference(layout: BlockLayout, size: int) -> None:
+    from octavo.attention.triton.backend import TritonAttention
+
+    sequences = paged(LayerKVSpec(1, 16, 16), size, 1, 9, dtype="int4", layout=layout)
+    assert not TritonAttention.reads(sequences.kv[0])
+    batch = sequences.step({0: 9})
+    assert_right(sequences, batch, fill(sequences, batch, 1, 0), TOLERANCE["float32"])
 
 
 def test_queries_that_are_part_of_a_wider_row_are_read_where_they_lie() -> None:

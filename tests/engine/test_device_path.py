@@ -76,6 +76,17 @@ def test_the_kernels_see_a_sliding_window(make_llm: MakeLLM, windowed: Path) -> 
     assert tokens(llm, prompt) == tokens(reference, prompt)
 
 
+@pytest.mark.parametrize("codec", ["k8v4", "fp8_e4m3"])
+def test_the_kernels_write_and_read_quantised_caches(make_llm: MakeLLM, small: tuple[Path, Any], codec: str) -> None:
+    from octavo.attention.triton.backend import TritonAttention
+
+    folder, _ = small
+    given, options = prompts(5, 33), {"kv_cache_dtype": codec, "max_num_batched_tokens": 20}
+    llm = make_llm(folder, device=DEVICE, attention_backend="triton", **options)
+    assert all(map(TritonAttention.reads, runner_of(llm.core).arena.layers))
+    assert tokens(llm, given) == tokens(make_llm(folder, attention_backend="reference", **options), given)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_cached_forked_and_preempted_sequences_get_the_same_tokens(
     make_llm: MakeLLM, small: tuple[Path, Any], mode: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.ops import Heads, LayerOps, QKNorm
 from octavo.models.rotary import Rotation
@@ -86,3 +87,46 @@ def test_heads_are_normalised_rotated_and_stored(
     half = len(found) // 2
     for expected, actual in zip(found[:half], found[half:], strict=True):
         assert_near(actual, expected)
+
+
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4", "nvfp4"])
+def test_keys_and_values_are_encoded_on_the_way_as_the_codec_does(codec: str) -> None:
+    from octavo.attention.triton.backend import TritonAttention
+
+    dim, value_dim, count = (64, 32, 19) if codec == "nvfp4" else (48, 24, 19)
+    rotary = dim // 2
+    norm = QKNorm(randn(dim, dtype=torch.float32, seed=2), randn(dim, dtype=torch.float32, seed=3), 1e-6)
+    angles = torch.arange(60.0, device=DEVICE)[:, None] * torch.linspace(0.01, 1, rotary // 2, device=DEVICE)
+    qkv = randn(count, 6 * dim + 2 * dim + 2 * value_dim, dtype=torch.float32)
+    qkv *= torch.tensor([0.01, 1.0, 300.0, 0.0], device=DEVICE)[torch.arange(count) % 4, None]
+    stored, queries = [], []
+    for fused, ops in ((False, LayerOps()), (True, triton_ops())):
+        sequences = PagedSequences(
+            [LayerKVSpec(2, dim, value_dim)], 16, 1, 60, dtype=codec, device=DEVICE, layout=BlockLayout.TOKENS
+        )
+        (kv,) = sequences.kv
+        if sequences.spec.format.calibrated:
+            kv.set_scales(torch.tensor([0.5, 0.02]), torch.tensor(0.1))
+        attention = TritonAttention(DEVICE)
+        assert attention.encoder(kv) is not None
+        batch = sequences.step({0: count})
+        rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
+        # The first time as `LayerOps` does it, over the codec's own form.
+        given = ReferenceAttention() if not fused else attention
+        query = ops.rotate_and_store(qkv.clone(), Heads(6, 2, dim, value_dim), norm, rotation, kv, batch, given)
+        queries.append(query)
+        stored.append(sequences.arena.read_blocks(range(1, 3)))
+        if not fused:
+            key, value = (side.reshape(count, 2, -1) for side in qkv.split([6 * dim, 2 * dim, 2 * value_dim], -1)[1:])
+            attention.write(kv, key, value, batch)
+            apart = sequences.arena.read_blocks(range(1, 3))
+            kv.write(key, value, batch.groups[0].slot_mapping)
+            assert_same_codes(apart, sequences.arena.read_blocks(range(1, 3)), codec)
+    assert_near(queries[1], queries[0])
+    assert_same_codes(stored[1], stored[0], codec)
+
+
+def assert_same_codes(actual: torch.Tensor, expected: torch.Tensor, codec: str) -> None:
+    """To the byte where no sum comes before the rounding; what is rotated first may now and then be a code beside."""
+    different = (actual != expected).float().mean()
+    assert different <= (0.01 if codec in ("int4", "k8v4") else 0.002)

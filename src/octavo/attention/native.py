@@ -95,6 +95,7 @@ def _supports_codes(kv: CodedKV) -> bool:
         and kv.values.codes.device.type == "cpu"
         and all(side.codec.format.name in _CODES for side in (kv.keys, kv.values))
         and kv.block_size % _TILE == 0
+        and not kv.by_tokens
         and kv.keys.dim % _TILE == 0
         and kv.values.dim % multiple == 0
         and max(kv.keys.dim, kv.values.dim) <= _MAX_HEAD_DIM

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
-from octavo.attention.triton import rows, store
+from octavo.attention.triton import encode, rows, store
 from octavo.attention.triton.backend import TritonAttention
 from octavo.models.ops import Heads, LayerOps, QKNorm
 from octavo.models.rotary import Rotation
@@ -34,11 +37,16 @@ class TritonLayerOps(LayerOps):
         batch: AttentionBatch,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        if not (isinstance(attention, TritonAttention) and attention.supports(kv)):
+        if not isinstance(attention, TritonAttention):
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
-        store.rotate_and_store(
-            qkv,
-            kv,
+        put: Callable[..., None]
+        if attention.supports(kv):
+            put = partial(store.rotate_and_store, qkv, kv)
+        elif (coded := attention.encoder(kv)) is not None:
+            put = partial(encode.rotate_and_encode, qkv, *coded)
+        else:
+            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
+        put(
             batch.groups[kv.group].slot_mapping,
             rotation.positions,
             rotation.cos,

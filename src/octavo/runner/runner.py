@@ -120,7 +120,7 @@ class ModelRunner(Executor):
         step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
         if not batch.scores and not batch.pools:
             with self._computing():
-                if self.graphs is not None and batch.inputs is not None:
+                if self.graphs is not None and batch.inputs is not None and attention is self.attention:
                     logits = self.graphs.logits(batch.num_sample_rows, batch.attention.max_context_len)
                 else:
                     logits = self.model.forward(*step)

@@ -13,7 +13,7 @@ That is what the CPU's kernels read. A GPU's read whole heads of one token after
     K   [kv_heads][block_size][key_dim]
     V   [kv_heads][block_size][value_dim]
 
-That is how floats lie; `storage/codec/base.py` draws coded layers, which lie alike everywhere.
+That is how floats lie; `storage/codec/base.py` draws coded layers.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class KVArena:
                     views[index] = self._float_view(index, group_index, offset)
                 else:
                     views[index] = CodedKV.view(
-                        self._bytes, offset, spec.layers[index], CODECS[spec.dtype], spec.block_size, group_index
-                    )
+                        self._bytes, offset, spec.layers[index], CODECS[spec.dtype], spec.block_size, group_index,
+                        by_tokens=self.layout is BlockLayout.TOKENS,
+                    )  # fmt: skip
                 offset += spec.layers[index].block_bytes(format, spec.block_size)
         return [views[index] for index in range(len(spec.layers))]
 

@@ -75,10 +75,16 @@ class CodedKV(LayerKV):
         codecs: tuple[VectorCodec, VectorCodec],
         block_size: int,
         group: int,
+        *,
+        by_tokens: bool = False,
     ) -> CodedKV:
-        """The layer whose part of each block of `arena` uint8 [num_blocks, block_bytes] begins at byte `offset`."""
+        """The layer whose part of each block of `arena` uint8 [num_blocks, block_bytes] begins at byte `offset`.
+
+        Args:
+            by_tokens: keys lie one token after the other too, as a GPU reads them.
+        """
         (keys, values), heads, num_blocks = codecs, layer.num_kv_heads, arena.shape[0]
-        lanes = lanes_of(block_size)
+        lanes = 1 if by_tokens else lanes_of(block_size)
 
         def take(shape: tuple[int, ...]) -> torch.Tensor:
             nonlocal offset
@@ -109,6 +115,11 @@ class CodedKV(LayerKV):
     @property
     def block_size(self) -> int:
         return self.values.codes.shape[2]
+
+    @property
+    def by_tokens(self) -> bool:
+        """Keys lie one token after the other."""
+        return self.keys.codes.shape[4] == 1
 
     @property
     def value_dim(self) -> int:

@@ -10,10 +10,12 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton.chunk import attend_chunks
 from octavo.attention.triton.decode import attend_decodes
+from octavo.attention.triton.encode import encode, encodes
 from octavo.attention.triton.launch import INTERPRETED, ReadKV, read_kv
 from octavo.attention.triton.store import store
 from octavo.errors import ConfigError
 from octavo.storage.arena import BlockLayout, FloatKV
+from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 
 _MAX_HEAD_DIM = 256
@@ -49,7 +51,7 @@ class TritonAttention(AttentionBackend):
 
     @staticmethod
     def reads(kv: LayerKV) -> bool:
-        """Whether the kernels attend over this layer: what they store, and floats of 8 bits, which torch stores."""
+        """Whether the kernels attend over this layer: floats and every codec, in the layout that is asked for here."""
         read = read_kv(kv)
         return read is not None and max(read.key_dim, read.value_dim) <= _MAX_HEAD_DIM
 
@@ -65,8 +67,17 @@ class TritonAttention(AttentionBackend):
         slots = batch.groups[kv.group].slot_mapping
         if self.supports(kv):
             store(kv, key, value, slots)
+        elif (coded := self.encoder(kv)) is not None:
+            encode(*coded, key, value, slots)
         else:
             kv.write(key, value, slots)
+
+    def encoder(self, kv: LayerKV) -> tuple[CodedKV, ReadKV] | None:
+        """A coded layer that the kernels encode for, and how they see it; None: torch writes it."""
+        if not isinstance(kv, CodedKV) or kv.finds_scales or not encodes(kv):
+            return None
+        read = self._read(kv)
+        return None if read is None else (kv, read)
 
     def attend(
         self,
@@ -84,7 +95,16 @@ class TritonAttention(AttentionBackend):
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         if query.stride(2) != 1:
             query = query.contiguous()
-        out = query.new_empty(query.shape[0], query.shape[1], read.value_dim)
+        of_keys, of_values = read.rotations
+        dtype = query.dtype
+        if of_keys is not None:
+            # Scores of rotated queries and keys are those of the plain ones.
+            query = (query.float() @ of_keys).to(dtype)
+        out = torch.empty(
+            (query.shape[0], query.shape[1], read.value_dim),
+            dtype=dtype if of_values is None else torch.float32,
+            device=query.device,
+        )
         only_decodes = batch.max_query_len == 1
         # A lone sequence with several tokens has no decodes beside it.
         mixed = not only_decodes and batch.num_seqs > 1
@@ -92,4 +112,4 @@ class TritonAttention(AttentionBackend):
             attend_decodes(out, read, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         if not only_decodes:
             attend_chunks(out, read, query, batch, scale=scale, softcap=softcap, sinks=sinks, decodes_apart=mixed)
-        return out
+        return out if of_values is None else (out @ of_values.T).to(dtype)

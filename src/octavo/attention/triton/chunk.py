@@ -30,6 +30,10 @@ def _attend_chunk(
     query,
     key,
     value,
+    key_scale,
+    key_zero,
+    value_scale,
+    value_zero,
     tables,
     table_rows,
     query_start,
@@ -51,16 +55,20 @@ def _attend_chunk(
     value_head_stride,
     value_token_stride,
     value_dim_stride,
+    block_bytes,
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    KEY_CODE: tl.constexpr,
+    KEY_HALF: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUE_CODE: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIR: tl.constexpr,
-    LANES: tl.constexpr,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -131,33 +139,34 @@ def _attend_chunk(
     mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     if WINDOW > 0:
         for start in range(begin, full, TILE):
-            k, v, seen = load_tile(
-                key, value, table, start, low, high, head,
+            k, factor, v, seen = load_tile(
+                key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
                 key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-                value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-                KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
+                value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+                KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF,
+                BLOCK, PAIR, TILE,
             )  # fmt: skip
-            scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+            scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
             distance = positions[:, None] - seen[None, :]
             scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
             maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
     for start in range(full, full_end, TILE):
-        k, v, seen = load_tile(
-            key, value, table, start, low, high, head,
+        k, factor, v, seen = load_tile(
+            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
+            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+            KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
         )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
         maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
     for start in range(full_end, high, TILE):
-        k, v, seen = load_tile(
-            key, value, table, start, low, high, head,
+        k, factor, v, seen = load_tile(
+            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
+            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+            KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
         )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
         distance = positions[:, None] - seen[None, :]
         hidden = distance < 0
         if WINDOW > 0:
@@ -199,13 +208,14 @@ def attend_chunks(
     scales = kv.scales or (out, out)
     share = num_heads // kv_heads
     wide = max(key_dim, value_dim) > 128
-    rows = padded(share, MIN_DOT if INTERPRETED else 64 if wide else 128)
+    rows = padded(share, MIN_DOT if INTERPRETED else _rows(wide, query.dtype))
     block_q = rows // share
     _attend_chunk[(batch.num_tokens // block_q + batch.num_seqs, kv_heads)](
         out,
         query,
         kv.key,
         kv.value,
+        *kv.fields,
         group.block_tables,
         batch.table_rows,
         batch.query_start,
@@ -217,23 +227,33 @@ def attend_chunks(
         group.block_tables.stride(0),
         *query.stride()[:2],
         *kv.strides,
+        kv.block_bytes,
         SHARE=share,
         ROWS=rows,
         BLOCK_Q=block_q,
         KEY_DIM=key_dim,
         KEY_PADDED=padded(key_dim, MIN_DOT),
+        KEY_CODE=kv.codes[0],
+        KEY_HALF=kv.halves[0],
         VALUE_DIM=value_dim,
         VALUE_PADDED=padded(value_dim, MIN_DOT),
+        VALUE_CODE=kv.codes[1],
+        VALUE_HALF=kv.halves[1],
         BLOCK=kv.block_size,
         PAIR=kv.pair,
-        LANES=kv.lanes,
         SCALED=kv.scales is not None,
-        TILE=tile_tokens(padded(max(key_dim, value_dim)), kv.key.dtype),
+        TILE=tile_tokens(rows, padded(key_dim), padded(value_dim), query.dtype),
         WINDOW=kv.sliding_window or 0,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         DECODES_APART=decodes_apart,
         UPCAST=computes_in_float32(query.dtype),
-        num_warps=4 if rows <= 64 else 8,
+        num_warps=4 if rows <= 64 and not wide and query.dtype is not torch.float32 else 8,
         num_stages=2,
     )
+
+
+def _rows(wide: bool, dtype: torch.dtype) -> int:
+    """Rows of a program, so that its sums stay in registers."""
+    rows = 64 if wide else 128
+    return rows // 2 if dtype is torch.float32 else rows

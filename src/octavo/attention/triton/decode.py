@@ -37,6 +37,10 @@ def _attend_split(
     query,
     key,
     value,
+    key_scale,
+    key_zero,
+    value_scale,
+    value_zero,
     tables,
     table_rows,
     query_start,
@@ -58,15 +62,19 @@ def _attend_split(
     value_head_stride,
     value_token_stride,
     value_dim_stride,
+    block_bytes,
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    KEY_CODE: tl.constexpr,
+    KEY_HALF: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    VALUE_CODE: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIR: tl.constexpr,
-    LANES: tl.constexpr,
     SCALED: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
@@ -111,13 +119,13 @@ def _attend_split(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     for start in range(low // TILE * TILE, high, TILE):
-        k, v, tokens = load_tile(
-            key, value, table, start, low, high, head,
+        k, factor, v, tokens = load_tile(
+            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
-            KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, BLOCK, PAIR, LANES, TILE,
+            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+            KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
         )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), scale, softcap, SOFTCAP)
+        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
         scores = tl.where(((tokens >= low) & (tokens < high))[None, :], scores, float("-inf"))
         maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
 
@@ -230,6 +238,7 @@ def attend_decodes(
         query,
         kv.key,
         kv.value,
+        *kv.fields,
         group.block_tables,
         batch.table_rows,
         batch.query_start,
@@ -241,24 +250,28 @@ def attend_decodes(
         group.block_tables.stride(0),
         *query.stride()[:2],
         *kv.strides,
+        kv.block_bytes,
         SHARE=share,
         ROWS=padded(share, MIN_DOT),
         KEY_DIM=key_dim,
         KEY_PADDED=padded(key_dim, MIN_DOT),
+        KEY_CODE=kv.codes[0],
+        KEY_HALF=kv.halves[0],
         VALUE_DIM=value_dim,
         VALUE_PADDED=padded(value_dim, MIN_DOT),
+        VALUE_CODE=kv.codes[1],
+        VALUE_HALF=kv.halves[1],
         BLOCK=kv.block_size,
         PAIR=kv.pair,
-        LANES=kv.lanes,
         SCALED=kv.scales is not None,
-        TILE=tile_tokens(padded(max(key_dim, value_dim)), kv.key.dtype),
+        TILE=tile_tokens(padded(share, MIN_DOT), padded(key_dim), padded(value_dim), query.dtype),
         SPLIT_TOKENS=SPLIT,
         WINDOW=window,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         ALONE=alone,
         UPCAST=computes_in_float32(query.dtype),
-        num_warps=4,
+        num_warps=8 if query.dtype is torch.float32 else 4,
         num_stages=2,
     )
     if not alone:

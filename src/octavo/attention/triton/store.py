@@ -105,6 +105,32 @@ def _rotated(
 
 
 @triton.jit
+def rotate_queries(
+    qkv, head, first_token, positions, cos, sin, norm, eps, num_tokens, qkv_stride,
+    SHARE: tl.constexpr, SHARE_PADDED: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """In place, those of TOKENS tokens and one KV head: TOKENS x SHARE rows."""
+    i = tl.arange(0, HALF_PADDED)
+    j = tl.arange(0, REST_PADDED)
+    rows = tl.arange(0, TOKENS * SHARE_PADDED)
+    tokens = first_token + rows // SHARE_PADDED
+    present = (tokens < num_tokens) & (rows % SHARE_PADDED < SHARE)
+    position = tl.load(positions + tokens, mask=present, other=0)
+    heads = qkv + tokens * qkv_stride + (head * SHARE + rows % SHARE_PADDED) * DIM
+    first, second, rest = _rotated(
+        heads, present, position, cos, sin, norm, eps, DIM, HALF, HALF_PADDED, REST, REST_PADDED, NORM
+    )
+    element = qkv.dtype.element_ty
+    mask = present[:, None] & (i < HALF)[None, :]
+    tl.store(heads[:, None] + i[None, :], first.to(element), mask=mask)
+    tl.store(heads[:, None] + HALF + i[None, :], second.to(element), mask=mask)
+    if NORM and REST > 0:
+        tl.store(heads[:, None] + 2 * HALF + j[None, :], rest.to(element), mask=present[:, None] & (j < REST)[None, :])
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, key, value, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens,
     qkv_stride,
@@ -116,25 +142,16 @@ def _rotate_and_store(
     BLOCK: tl.constexpr, PAIR: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
+    first_token = tl.program_id(0).to(tl.int64) * TOKENS
+    rotate_queries(
+        qkv, head, first_token, positions, cos, sin, query_norm, eps, num_tokens, qkv_stride,
+        SHARE, SHARE_PADDED, DIM, HALF, HALF_PADDED, REST, REST_PADDED, TOKENS, NORM,
+    )  # fmt: skip
     i = tl.arange(0, HALF_PADDED)
     j = tl.arange(0, REST_PADDED)
-    # Queries: TOKENS x SHARE rows.
-    rows = tl.arange(0, TOKENS * SHARE_PADDED)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // SHARE_PADDED
-    present = (tokens < num_tokens) & (rows % SHARE_PADDED < SHARE)
-    position = tl.load(positions + tokens, mask=present, other=0)
-    heads = qkv + tokens * qkv_stride + (head * SHARE + rows % SHARE_PADDED) * DIM
-    first, second, rest = _rotated(
-        heads, present, position, cos, sin, query_norm, eps, DIM, HALF, HALF_PADDED, REST, REST_PADDED, NORM
-    )
     element = qkv.dtype.element_ty
-    mask = present[:, None] & (i < HALF)[None, :]
-    tl.store(heads[:, None] + i[None, :], first.to(element), mask=mask)
-    tl.store(heads[:, None] + HALF + i[None, :], second.to(element), mask=mask)
-    if NORM and REST > 0:
-        tl.store(heads[:, None] + 2 * HALF + j[None, :], rest.to(element), mask=present[:, None] & (j < REST)[None, :])
     # Key and value.
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tokens = first_token + tl.arange(0, TOKENS)
     present = tokens < num_tokens
     position = tl.load(positions + tokens, mask=present, other=0)
     slots = tl.load(slot_mapping + tokens, mask=present, other=0)
@@ -164,7 +181,7 @@ def _rotate_and_store(
     )  # fmt: skip
 
 
-def _tokens_at_once(num_tokens: int) -> int:
+def tokens_at_once(num_tokens: int) -> int:
     """Tokens of one program: few where there are few, so that a decode uses the whole chip."""
     return padded(min(num_tokens, 64)) if INTERPRETED else 1 if num_tokens <= 256 else 4
 
@@ -172,7 +189,7 @@ def _tokens_at_once(num_tokens: int) -> int:
 def store(kv: FloatKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Store keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] at int64 `slots` [tokens]."""
     num_tokens, kv_heads, key_dim = key.shape
-    tokens = _tokens_at_once(num_tokens)
+    tokens = tokens_at_once(num_tokens)
     _store[(-(-num_tokens // tokens), kv_heads)](
         key,
         value,
@@ -214,7 +231,7 @@ def rotate_and_store(
     """
     kv_heads, key_dim, value_dim = kv.key.shape[1], kv.key.shape[2] * kv.pair, kv.value.shape[3]
     num_tokens, half = qkv.shape[0], cos.shape[1]
-    share, rest, tokens = num_heads // kv_heads, key_dim - 2 * half, _tokens_at_once(num_tokens)
+    share, rest, tokens = num_heads // kv_heads, key_dim - 2 * half, tokens_at_once(num_tokens)
     _rotate_and_store[(-(-num_tokens // tokens), kv_heads)](
         qkv,
         kv.key,

@@ -11,6 +11,8 @@ kernels' registers (a block that is no multiple of 16 is one group):
     codes of values    [kv_heads][block_size][code_bytes]                                 a token's dimensions adjacent
     each field         [kv_heads][block_size][bytes of the field]
 
+A GPU's kernels read codes of keys one token after the other, as if a group were one token (`BlockLayout.TOKENS`).
+
 No two tokens share a byte, so that tokens of one block may be written by different threads.
 """
 
