@@ -14,6 +14,7 @@ from octavo.engine.sizing import _available_on_gpu
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.storage.arena import BlockLayout
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
 from tests.conftest import MakeLLM, runner_of
 from tests.engine.preempting import thrash
@@ -85,6 +86,26 @@ def test_the_kernels_write_and_read_quantised_caches(make_llm: MakeLLM, small: t
     llm = make_llm(folder, device=DEVICE, attention_backend="triton", **options)
     assert all(map(TritonAttention.reads, runner_of(llm.core).arena.layers))
     assert tokens(llm, given) == tokens(make_llm(folder, attention_backend="reference", **options), given)
+
+
+def test_tokens_and_structured_outputs_are_drawn_on_the_device(make_llm: MakeLLM, small: tuple[Path, Any]) -> None:
+    from octavo.sampling.sampler import Sampler
+    from octavo.sampling.triton_choice import TritonChoice
+
+    folder, _ = small
+    given = prompts(5, 6, 7, 8)
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=1.0, top_k=20, presence_penalty=1.0, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
+        SamplingParams(
+            max_tokens=8, temperature=1.0, seed=3, structured_outputs=StructuredOutputsParams(regex="[a-c]{4,9}")
+        ),
+    ]
+    expected = tokens(make_llm(folder, attention_backend="reference"), given, params)
+    llm = make_llm(folder, device=DEVICE, attention_backend="reference")
+    runner_of(llm.core)._sampler = Sampler(TritonChoice())
+    assert tokens(llm, given, params) == expected
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,8 @@ def test_interpreted_it_runs_tests_and_benchmark_and_writes_what_it_found(
     assert report["tests"] == {"passed": 2, "failed": 0, "skipped": 0, "failures": []}
     assert report["left_out"] == []
     assert [row["name"] for row in report["attention"]] == ["decode 2 x 300", "prefill 20"]
+    assert all(row["seconds"] > 0 for kind in ("kernels", "decode", "transformers") for row in report[kind])
+    assert {"rms_norm", "copy blocks", "decode int4", "draw all"} <= {row["name"] for row in report["kernels"]}
     assert [row["num_seqs"] for row in report["decode"]] == [1, 2]
     assert [row["num_seqs"] for row in report["transformers"]] == [1]
     assert "the numbers say nothing of a GPU" in capsys.readouterr().out
@@ -54,14 +57,28 @@ def test_without_a_gpu_it_says_so(
 
 
 def test_what_fails_or_has_no_time_is_named_and_the_rest_goes_on(script: ModuleType) -> None:
-    report: dict[str, Any] = {"left_out": []}
+    report: dict[str, Any] = {"left_out": [], "rows": [1]}
 
-    def fails() -> None:
+    def fails() -> dict[str, Any]:
         raise ValueError("too large")
 
     script.guarded(report, "one", script.Clock(float("inf")), 1, fails)
     script.guarded(report, "two", script.Clock(0.0), 1, fails)
+    script.guarded(report, "three", script.Clock(float("inf")), 1, lambda: {"rows": [2], "limit": 3})
     assert report["left_out"] == ["one (ValueError: too large)", "two (no time)"]
+    assert (report["rows"], report["limit"]) == ([1, 2], 3)
+
+
+def test_a_part_that_ends_its_process_says_how(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(code: str, seconds: float = 30) -> dict[str, Any]:
+        return script.in_a_process([sys.executable, "-S", "-c", code], seconds)
+
+    assert run("print('a table'); print('{\"rows\": []}')") == {"rows": []}
+    assert capsys.readouterr().out == "a table\n"
+    with pytest.raises(RuntimeError, match="ended with 1: illegal address"):
+        run("raise SystemExit('illegal address')")
+    with pytest.raises(RuntimeError, match="not done after 0 s"):
+        run("import time; time.sleep(9)", 0.1)
 
 
 def test_the_tests_it_runs_are_there(script: ModuleType) -> None:

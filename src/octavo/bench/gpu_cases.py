@@ -18,6 +18,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.ops import Heads, QKNorm
 from octavo.models.rotary import Rotation
 from octavo.models.triton_ops import TritonLayerOps
+from octavo.sampling.triton_draw import draw_rows
 from octavo.storage.arena import KVArena
 from octavo.storage.block_copy import copy_blocks
 
@@ -33,6 +34,10 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
     yield from _attention(quick)
     yield from _stores(quick)
     yield from _rows(quick)
+    for count, name in ((1, "draw a row"), (5, "draw")):
+        table = torch.zeros(count, 6, dtype=torch.float64)
+        yield name, partial(draw_rows, torch.zeros(count, 128256), table)
+    yield "draw, masked", partial(draw_rows, torch.zeros(5, 128256), table, torch.zeros(5, 4008, dtype=torch.int32))
     yield "copy blocks", lambda: copy_blocks(torch.zeros(8, 4096, dtype=torch.uint8), [(1, 2)])
 
 

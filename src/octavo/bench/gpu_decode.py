@@ -6,8 +6,10 @@ share     floor / seconds of a step, planned, computed, sampled and known to the
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class DecodeRow:
     """Steps of `num_seqs` sequences with contexts of `context` tokens.
 
     Attributes:
-        seconds: a step.
+        seconds: a step, the median.
         floor: seconds that reading the weights and the cache takes at the bandwidth of a copy.
     """
 
@@ -149,10 +151,9 @@ class DecodeBench:
         sampling = SamplingSnapshot(RequestId("measuring"), params, seed=0, num_prompt_tokens=self._context)
         new = tuple(NewSequence(seq, sampling, (table,)) for seq, table in zip(seq_ids, tables, strict=True))
         tokens: tuple[int, ...] = (1,) * num_seqs
-        started = 0.0
+        took = []
         for step in range(_WARM_UP + self._steps):
-            if step == _WARM_UP:
-                started = time.perf_counter()
+            started = time.perf_counter()
             plan = StepPlan(
                 step=step + 1,
                 seq_ids=seq_ids,
@@ -165,15 +166,30 @@ class DecodeBench:
                 num_streams=num_seqs,
             )
             tokens = self._runner.execute(plan).token_ids
-        seconds = (time.perf_counter() - started) / self._steps
+            took.append(time.perf_counter() - started)
+        seconds = statistics.median(took[_WARM_UP:])
         read = self.model.weight_bytes + num_seqs * self._context * self._spec.bytes_per_token
         return DecodeRow(self.name, num_seqs, self._context, seconds, read / copy_bandwidth)
+
+
+class _Arrivals:
+    """What `generate` streams to: notes when each step's tokens were there, on the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, token_ids: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def measure_transformers(
     name: str, device: torch.device, dtype: torch.dtype, *, num_seqs: int, context: int, steps: int
 ) -> float:
-    """Seconds of a step of transformers' `generate` for a model of the same shape, its prompt's not counted."""
+    """Seconds of a step of transformers' `generate` for a model of the same shape, its prompt's not counted: the median
+    of the times between the arrivals of tokens."""
     import transformers
 
     raw = {key: value for key, value in SHAPES[name].items() if key not in ("architectures", "model_type")}
@@ -187,21 +203,17 @@ def measure_transformers(
         torch.set_default_dtype(before)
     ids = torch.ones(num_seqs, context, dtype=torch.int64, device=device)
 
-    def generate(count: int) -> float:
-        started = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    generate(2)
-    short, long = generate(2), generate(2 + steps)
-    return (long - short) / steps
+    arrivals = _Arrivals()
+    # The prompt arrives first, then a token a step.
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=_WARM_UP + steps,
+            min_new_tokens=_WARM_UP + steps,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=arrivals,
+        )
+    after = arrivals.times[_WARM_UP:]
+    return statistics.median(later - sooner for sooner, later in pairwise(after))

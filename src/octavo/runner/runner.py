@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from octavo import kernels
 from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
 from octavo.grammar.compiler import GrammarCompiler
@@ -21,8 +20,7 @@ from octavo.runner.executor import Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
 from octavo.runner.swapping import BlockMover
-from octavo.sampling.choice import TorchChoice
-from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.fastest_choice import make_choice
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
@@ -74,8 +72,7 @@ class ModelRunner(Executor):
             self.graphs = DecodeGraphs(
                 model, arena.layers, attention, self._batches.inputs, capture, max_model_len=max_model_len
             )
-        on_cpu = model.device.type == "cpu" and kernels.available()
-        self._sampler = Sampler(NativeChoice() if on_cpu else TorchChoice())
+        self._sampler = Sampler(make_choice(model.device))
         self._mover = BlockMover(arena, host, make_link(model.device))
 
     @property

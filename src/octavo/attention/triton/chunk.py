@@ -24,7 +24,8 @@ from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, ReadKV, compute
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
 
 
-@triton.jit
+# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend_chunk(
     out,
     query,

@@ -28,7 +28,8 @@ def num_splits(max_context_len: int, window: int | None) -> int:
     return splits if window is None else min(splits, -(-window // SPLIT) + 1)
 
 
-@triton.jit
+# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+@triton.jit(do_not_specialize=["splits"])
 def _attend_split(
     out,
     parts,
@@ -148,7 +149,7 @@ def _attend_split(
         tl.store(parts + part[:, None] * VALUE_DIM + j[None, :], mixed, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_splits(
     out,
     parts,
@@ -271,7 +272,7 @@ def attend_decodes(
         SINKS=sinks is not None,
         ALONE=alone,
         UPCAST=computes_in_float32(query.dtype),
-        num_warps=8 if query.dtype is torch.float32 else 4,
+        num_warps=_warps(kv, query.dtype),
         num_stages=2,
     )
     if not alone:
@@ -292,6 +293,13 @@ def attend_decodes(
             JOINED=_JOINED,
             num_warps=4,
         )
+
+
+def _warps(kv: ReadKV, dtype: torch.dtype) -> int:
+    """As many as keep what a program holds in registers: what codes of 4 bits become takes more while it is made."""
+    dims = kv.key_dim, kv.value_dim
+    is_wide = max(dims) > 128 or any(dim != padded(dim) for dim in dims)
+    return 8 if dtype is torch.float32 or (any(kv.halves) and is_wide) else 4
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -179,7 +179,8 @@ def _nvfp4_codes(
     return code | ((x < 0.0).to(tl.int32) << 3)
 
 
-@triton.jit
+# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_encode(
     qkv, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens, qkv_stride,
     key, value, key_scales, key_zeros, value_scales, value_zeros, keys_of_heads, values_of_heads, key_turn, value_turn,
@@ -217,7 +218,7 @@ def _rotate_and_encode(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _encode_vectors(
     new, slot_mapping, num_tokens, token_stride, new_head_stride,
     codes, scales, zeros, of_heads, turn, block_stride, head_stride, code_stride, block_bytes,

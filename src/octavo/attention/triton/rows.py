@@ -11,7 +11,8 @@ from octavo.attention.triton.launch import INTERPRETED, padded
 _GATED_AT_ONCE = 1024
 
 
-@triton.jit
+# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x, residual, weight, out, num_rows, x_stride, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
@@ -33,7 +34,7 @@ def _rms_norm(
     tl.store(out + rows[:, None] * WIDTH + columns[None, :], (normalised * of_weight[None, :]).to(element), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate(
     gate_up, out, num_rows, stride,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr,

@@ -34,7 +34,8 @@ def _put(
     tl.store(base[:, None] + across[None, :], rows.to(place.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _store(
     new_key, new_value, key, value, slot_mapping, num_tokens,
     new_key_token_stride, new_key_head_stride, new_key_dim_stride,
@@ -130,7 +131,7 @@ def rotate_queries(
         tl.store(heads[:, None] + 2 * HALF + j[None, :], rest.to(element), mask=present[:, None] & (j < REST)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_store(
     qkv, key, value, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens,
     qkv_stride,
