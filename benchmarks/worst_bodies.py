@@ -172,6 +172,8 @@ class Meter:
 def served(meter: Meter) -> Iterator[int]:
     """The port of a server whose engine and event loop are watched."""
     core = build_engine(EngineConfig(kv_cache_memory="1GiB"))
+    assert core.inputs.grammars is not None
+    core.inputs.grammars.prepare().result()  # as `octavo serve` does
     engine = AsyncEngine(core, "smollm2", idle_audit_seconds=1e6)
     meter.watch(engine)
     settle_interpreter()

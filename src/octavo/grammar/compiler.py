@@ -8,6 +8,7 @@ llguidance is imported with the first grammar.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,6 +23,8 @@ from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
 from octavo.option import flag
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # What the cache keeps, in compiled grammars and in bytes of their descriptions, whoever uses them.
 _KEPT, _KEPT_BYTES = 256, 1 << 20
@@ -95,6 +98,20 @@ class GrammarCompiler:
             weakref.WeakValueDictionary()
         )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="octavo-grammar")
+
+    def prepare(self) -> Future[None]:
+        """Begin what the first grammar would wait for: llguidance's import, and its reading of the tokenizer.
+
+        That holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it when it starts
+        and nobody waits yet. Compiling does not hold it.
+        """
+        return self._threads.submit(self._prepare)
+
+    def _prepare(self) -> None:
+        try:
+            self._tokenizer  # noqa: B018  kept
+        except RequestError as error:
+            logger.info("no structured outputs: %s", error)  # whoever asks for one is told
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         """The compiled grammar; waits for it.
