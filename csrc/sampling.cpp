@@ -84,9 +84,9 @@ class Row {
         constexpr int64_t kBlocks = kVocabChunk / kVocabBlock;
         double total = 0.0;
         for (int64_t chunk = 0; chunk * kVocabChunk < vocab_; ++chunk) {
-            const auto first = memory_.maxima.begin() + chunk * kBlocks;
-            const float most =
-                *std::max_element(first, std::min(first + kBlocks, memory_.maxima.end()));
+            const float* maxima = memory_.maxima.data();
+            const auto end = std::min((chunk + 1) * kBlocks, static_cast<int64_t>(memory_.maxima.size()));
+            const float most = *std::max_element(maxima + chunk * kBlocks, maxima + end);
             if ((most - most_) * scale > kMassless) {
                 const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
                 total += kernels().vocab_masses(x_ + begin, count, most_, scale, nullptr);

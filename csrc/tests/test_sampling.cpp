@@ -22,7 +22,7 @@ struct MaskedRow {
         const float scale = random_bool() ? 1.0f : 6.0f;
         for (int64_t i = 0; i < vocab; ++i) logits.as<float>()[i] = random_normal() * scale;
         for (int64_t i = 0; i < (vocab + 31) / 32; ++i)
-            words.as<uint32_t>()[i] = static_cast<uint32_t>(random_engine()()) & static_cast<uint32_t>(random_engine()());
+            words.as<uint32_t>()[i] = static_cast<uint32_t>(random_engine()() & random_engine()());
         allow(random_int(0, static_cast<int>(vocab) - 1));
     }
     void allow(int64_t token_id) { words.as<uint32_t>()[token_id / 32] |= 1u << token_id % 32; }
