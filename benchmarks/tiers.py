@@ -8,10 +8,10 @@ Two workloads, each of about 90,000 prompt tokens at scale 1:
   in order of arrival; 512 tokens of the trace are 32 here, so that they fit a small model's context;
 - documents: 20 documents of 2,000 tokens, asked about by Zipf's law, each question of 30 tokens.
 
-The device's pool holds 5 % of all different blocks of a workload (and the longest request), host memory 30 %; disk and
-Redis hold all. `--concurrency` requests are under way at any time. Each row is an engine of its own; a restart begins
-with what the row before it left on disk or in Redis, and with nothing else. Without `redis-server`, those rows are left
-out.
+The device's pool holds 5 % of all different blocks of a workload (and the longest request), host memory 30 % (and twice
+what the requests under way take); disk and Redis hold all. `--concurrency` requests are under way at any time. Each row
+is an engine of its own; a restart begins with what the row before it left on disk or in Redis, and with nothing else.
+Without `redis-server`, those rows are left out.
 """
 
 from __future__ import annotations
@@ -196,9 +196,11 @@ def run(name: str, requests: Sequence[BenchRequest], arguments: argparse.Namespa
     with LLM(arguments.model, num_blocks=64) as llm:
         spec = llm.core.scheduler.kv.spec
     each = spec.block_bytes + HostCache.bookkeeping_bytes(BLOCK_SIZE) + eviction_bytes("adaptive")
-    print(f"{name}: {len(requests)} requests, {blocks} blocks, pool {pool - 1}", flush=True)
+    print(f"{name}: {len(requests)} requests, {blocks} blocks", flush=True)
     device: dict[str, Any] = {"model": arguments.model, "num_blocks": pool}
-    host = device | {"kv_host_memory": max(int(IN_HOST * blocks), 64) * each}
+    # Requests that wait for a store may hold half of it.
+    slots = max(int(IN_HOST * blocks), 2 * arguments.concurrency * -(-longest // BLOCK_SIZE))
+    host = device | {"kv_host_memory": slots * each}
     rows = []
 
     def add(tiers: str, options: dict[str, Any], demotion: str = "all") -> None:

@@ -331,9 +331,11 @@ def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
     together.hit([NULL_BLOCK, *blocks, NULL_BLOCK], 0)
     for block in blocks:
         alone.hit([block], 0)
-    assert together._returns.sum() == 100
-    assert (together._returns == alone._returns).all()
-    assert (together._ends == alone._ends).all()
+    assert together._model is not None
+    assert alone._model is not None
+    assert together._model.returns.sum() == 100
+    assert (together._model.returns == alone._model.returns).all()
+    assert (together._model.ends == alone._model.ends).all()
     assert together._stamps == alone._stamps
     assert together._kinds == alone._kinds
 

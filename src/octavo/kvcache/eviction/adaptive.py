@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.eviction.recency import LruEviction
+from octavo.kvcache.eviction.return_rates import Ages, Kinds, ReturnRates
 from octavo.kvcache.hashing import DIGEST_BYTES
 
 _ONCE, _AGAIN = 0, 1
 _GHOSTS_PER_BLOCK = 4
-_PER_OCTAVE = 3
-_YOUNGEST = 32  # ages below pool / 32 are one bucket
-_FORGETTING = 0.95  # of what was counted, this much remains after as many uses as there are blocks
 _SHORTEST_PERIOD = 256
 _SAMPLE = 4096
 # A block that came back stands before those of its sequence that did not: without it they are lost too. So it leaves
@@ -35,15 +31,9 @@ class AdaptiveEviction:
         again  oldest <─> … <─> newest
 
     ARC (Megiddo and Modha 2003) moves a boundary between two such lists with every ghost that is hit. Here, ghosts
-    complete a count, by class and age, of returns and of the time that blocks spent at that age. The rate of return of
-    a block of age a is the Gittins index of its class,
-
-        max over b > a of   returns between a and b / time between a and b
-
-    which is the best hits per time that keeping it can bring (the hit density of LHD, Beckmann 2018, has b = infinity).
-    Time is counted in uses of blocks, so that load does not matter. Where both classes return alike, this is LRU; where
-    most blocks are never used again, those used once leave early; and where old conversations end, blocks that came
-    back leave too.
+    complete a count, by class and age, of what returned (`ReturnRates`). Time is counted in uses of blocks, so that
+    load does not matter. Where both classes return alike, this is LRU; where most blocks are never used again, those
+    used once leave early; and where old conversations end, blocks that came back leave too.
 
     The rates are computed anew after as many uses as there are blocks, from a sample, so that an operation is O(1).
     """
@@ -60,10 +50,7 @@ class AdaptiveEviction:
         self._clock = 0
         self._ghosts: GhostList | None = None
         self._due = 0
-        self._edges: list[float] = []
-        self._returns = np.zeros((2, 1))
-        self._ends = np.zeros((2, 1))  # of a block's time at rest: it came back, or was forgotten
-        self._rates: list[list[float]] = []
+        self._model: ReturnRates | None = None  # from the first eviction on, as the ghosts
 
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         self._reserve(block_id)
@@ -82,7 +69,7 @@ class AdaptiveEviction:
         kinds, stamps = self._kinds, self._stamps
         for block_id in block_ids:
             if block_id != NULL_BLOCK:
-                if self._edges:
+                if self._model is not None:
                     self._note(Ghost(stamps[block_id], kinds[block_id]), returned=True)
                 kinds[block_id] = _AGAIN
                 self._clock += 1
@@ -141,20 +128,17 @@ class AdaptiveEviction:
         run = block_ids[block_ids != NULL_BLOCK]
         kinds, stamps = np.frombuffer(self._kinds, np.uint8), np.frombuffer(self._stamps, np.int64)
         now = self._clock + np.arange(len(run))
-        if self._edges:
-            buckets = np.searchsorted(self._edges, now - stamps[run], side="right") - 1
-            for counts in (self._ends, self._returns):
-                np.add.at(counts, (kinds[run], buckets), 1)
+        if self._model is not None:
+            self._model.note_returns(kinds[run], now - stamps[run])
         kinds[run] = _AGAIN
         stamps[run] = now + 1
         self._clock += len(run)
 
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether, of the oldest of both classes, the one that came back is the victim."""
-        stamps = self._stamps
-        if self._rates:
-            ours = self._rates[_AGAIN][self._bucket(self._clock - stamps[again])]
-            theirs = self._rates[_ONCE][self._bucket(self._clock - stamps[once])]
+        stamps, now = self._stamps, self._clock
+        if self._model is not None and self._model.is_fitted:
+            ours, theirs = self._model.rate(_AGAIN, now - stamps[again]), self._model.rate(_ONCE, now - stamps[once])
             if stamps[again] >= stamps[once]:
                 return ours < _ORPHANS * theirs
             if ours != theirs:
@@ -173,13 +157,7 @@ class AdaptiveEviction:
     def _begin(self, num_ghosts: int) -> None:
         """Nothing is known of a pool of this size."""
         self._ghosts = GhostList(num_ghosts)
-        youngest = max(1.0, self._highest / _YOUNGEST)
-        oldest = num_ghosts + 2 * self._highest
-        self._edges = [0.0]
-        while self._edges[-1] < oldest:
-            self._edges.append(youngest * 2 ** ((len(self._edges) - 1) / _PER_OCTAVE))
-        self._returns, self._ends = np.zeros((2, len(self._edges))), np.zeros((2, len(self._edges)))
-        self._rates = []
+        self._model = ReturnRates(self._highest, num_ghosts + 2 * self._highest)
         self._due = self._clock + self._period
 
     @property
@@ -187,44 +165,23 @@ class AdaptiveEviction:
         return max(_SHORTEST_PERIOD, self._highest)
 
     def _note(self, ghost: Ghost, *, returned: bool) -> None:
-        bucket = self._bucket(self._clock - ghost.stamp)
-        self._ends[ghost.kind, bucket] += 1
-        if returned:
-            self._returns[ghost.kind, bucket] += 1
-
-    def _bucket(self, age: int) -> int:
-        return bisect_right(self._edges, age) - 1
+        assert self._model is not None
+        self._model.note(ghost.kind, self._clock - ghost.stamp, returned=returned)
 
     def _learn(self) -> None:
-        """Rates by class and age, of all that has ended and of what is still waiting to."""
-        ends = self._ends.copy()
-        for stamps, kinds, weight in self._waiting():
-            ages = np.searchsorted(self._edges, self._clock - stamps, side="right") - 1
-            np.add.at(ends, (kinds, ages), weight)
-        widths = np.diff(self._edges, append=2 * self._edges[-1])
-        # Who ends in a bucket has spent all of the younger ones in full, and half of its own.
-        reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
-        spent = (reached - ends) * widths + ends * widths / 2
-        self._rates = []
-        for returns, time in zip(self._returns, spent, strict=True):
-            # One return a pool's time is assumed of each class, so that few observations mean little.
-            rates = [
-                float(((np.cumsum(returns[b:]) + 1) / (np.cumsum(time[b:]) + self._highest)).max())
-                for b in range(len(widths))
-            ]
-            self._rates.append(rates)
-        self._returns *= _FORGETTING
-        self._ends *= _FORGETTING
+        assert self._model is not None
+        self._model.fit(self._waiting())
         self._due = self._clock + self._period
 
-    def _waiting(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float]]:
-        """Stamps and classes of ghosts and of blocks, a sample of each."""
+    def _waiting(self) -> Iterator[tuple[Kinds, Ages, float]]:
+        """Classes and ages of ghosts and of blocks, a sample of each, and how many an entry stands for."""
         assert self._ghosts is not None
-        yield self._ghosts.sample(_SAMPLE)
+        stamps, kinds, weight = self._ghosts.sample(_SAMPLE)
+        yield kinds, self._clock - stamps, weight
         step = max(1, self._highest // _SAMPLE)
         blocks = slice(1, self._highest + 1, step)
         kinds = np.frombuffer(self._kinds[blocks], np.uint8).astype(np.int64)
-        yield np.array(self._stamps[blocks], np.int64), kinds, float(step)
+        yield kinds, self._clock - np.array(self._stamps[blocks], np.int64), float(step)
 
     def _by_kind(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
         again = np.frombuffer(self._kinds, np.uint8)[block_ids] == _AGAIN
