@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config import EngineConfig
+from octavo.engine.tiers import _open_stores
 from octavo.errors import ConfigError
+from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.tiers import disk as disk_module
 from octavo.tiers.base import Reason, Store
 from octavo.tiers.disk import ALIGNMENT, DiskMedium, slots_within, stored_blocks
@@ -200,3 +204,14 @@ def test_what_lies_there_can_be_listed_and_proven_without_the_model(tmp_path: Pa
     found = list(stored_blocks(tmp_path / FINGERPRINT.hex()))
     assert [whole for _, whole in found].count(True) == 2
     assert all(isinstance(header, Header) for header, _ in found)
+
+
+def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) -> None:
+    spec = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)], block_size=16, dtype="float32")
+    for name, policy in (("adaptive", AdaptiveEviction), ("fifo", FifoEviction), ("cost", LruEviction)):
+        config = EngineConfig(kv_disk=str(tmp_path / name), eviction_policy=name)  # type: ignore[arg-type]
+        (store,) = _open_stores(config, spec, ("weights",))
+        try:
+            assert isinstance(store.medium._eviction, policy)  # type: ignore[attr-defined]
+        finally:
+            store.close()
