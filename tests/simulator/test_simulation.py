@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from octavo.bench.traces import TraceRequest
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import CacheError, ConfigError
 from octavo.planner.sources import find_shape
+from octavo.request import Request
+from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
 from octavo.simulator.setup import Plan
@@ -185,3 +188,51 @@ def test_host_memory_for_prefixes_gives_back_what_a_small_pool_evicts() -> None:
 def test_a_store_on_disk_is_said_not_to_be_simulated() -> None:
     with pytest.raises(ConfigError, match="not simulated yet"):
         plan(kv_disk="/tmp/x", kv_host_memory="1GiB")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "vtc"])
+def test_lighter_parts_of_the_scheduler_decide_as_those_that_serve(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = Demand(
+        count=80,
+        rate=40.0,
+        input_len="lognormal:60,0.8",
+        output_len="uniform:5-80",
+        prefix_len="48",
+        num_prefixes=3,
+        tenants=Tenants.parse("a:2,b:1"),
+    )
+    cramped = plan(num_blocks=65, scheduling_policy=policy, itl_slo_ms=40.0)
+
+    def figures() -> dict[str, Any]:
+        return {name: value for name, value in simulate(cramped, demand).report().items() if name != "simulated_in_s"}
+
+    light = figures()
+    monkeypatch.setattr("octavo.simulator.setup.SimulatedScheduler", Scheduler)
+    assert light == figures()
+    assert light["preemptions"] > 0
+    assert light["evictions"] > 0
+    assert light["cached_tokens"] > 0
+
+
+def test_a_simulation_leaves_no_request_to_the_garbage_collector() -> None:
+    def num_requests() -> int:
+        return sum(isinstance(one, Request) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_requests()
+        simulate(plan(), Demand(count=20, rate=20.0, output_len="8"))
+        assert num_requests() == before
+    finally:
+        gc.enable()
+
+
+def test_a_cache_that_explains_nothing_says_so_where_it_is_asked_whose_its_blocks_are() -> None:
+    server = plan().server()
+    Simulation(server, Demand(count=2, input_len="40").traffic()).run()
+    server.kv.audit()
+    with pytest.raises(CacheError, match="explains=False"):
+        server.kv.stock([])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain
@@ -290,6 +291,33 @@ class CacheLedger:
 
     def _source(self, block_id: int | None) -> _Source | None:
         return None if block_id is None else self._sources[block_id]
+
+
+class NullLedger(CacheLedger):
+    """Records nothing: every prompt is cold as far as it is not cached. A fifth of what a simulation takes."""
+
+    def __init__(
+        self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(0, tokens_of, clock)
+
+    def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
+        """See `CacheLedger.published`."""
+
+    def evicted(self, block_id: BlockId) -> None:
+        """See `CacheLedger.evicted`."""
+
+    def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
+        """See `CacheLedger.explain`."""
+        return CacheReport(len(request.prompt_token_ids), cached_blocks * chain.block_size, CacheOutcome.COLD)
+
+    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], int]]) -> Stock:
+        """Raises: cached blocks are nobody's here."""
+        raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
+
+    def check(self, pool: BlockPool) -> Findings:
+        """Nothing is recorded, so nothing can be wrong."""
+        yield None
 
 
 def _first_key(chain: TokenChain) -> bytes:

@@ -19,7 +19,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, Blo
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
 from octavo.kvcache.host_cache import HostCache, Label
-from octavo.kvcache.ledger import CacheLedger, Stock
+from octavo.kvcache.ledger import CacheLedger, NullLedger, Stock
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, label_of, split_tiers
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
@@ -66,6 +66,7 @@ class KVCacheManager:
         clock: seconds, never going back; for pins and the ledger.
         num_host_blocks: blocks of host memory for swapped sequences; with none, none is swapped.
         host_cache: host memory for prefixes that the device evicts; None: they are lost.
+        explains: whether the ledger records who computed what, to say why a prompt was not cached.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class KVCacheManager:
         pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         host_cache: HostCache | None = None,
+        explains: bool = True,
     ) -> None:
         self.spec = spec
         self.caches_prefixes = caches = not isinstance(prefix_cache, NullPrefixCache)
@@ -96,7 +98,8 @@ class KVCacheManager:
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
-        self.ledger = CacheLedger(num_blocks if caches else 0, prefix_cache.tokens, clock)
+        ledger = CacheLedger if explains else NullLedger
+        self.ledger = ledger(num_blocks if caches else 0, prefix_cache.tokens, clock)
         self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
         self._num_evicted = 0

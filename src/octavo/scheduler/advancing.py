@@ -10,7 +10,7 @@ from octavo.request import Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.decoding import BeamDecoding, Decoding, Sampling, SequenceMoves
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.running import RunningSet
+from octavo.scheduler.running import Place, RunningSet
 
 
 class Advancing:
@@ -98,20 +98,28 @@ class Advancing:
             return  # with a sibling whose own update failed
         try:
             seq.num_computed = num_computed
-            place, size = running.places[seq.seq_id], self._kv.spec.block_size
+            place = running.places[seq.seq_id]
             if self._turns is not None:
                 self._turns.computed(seq)
-            if num_computed >= place.publish_at:
-                self._kv.commit(seq)
-                place.publish_at = 0 if self._kv.slides else num_computed - num_computed % size + size
+            self._publish(seq, place)
             if drawing:
                 samples = [result.sample(draw + i) for i in range(len(drawing))]
                 self.decoding(seq).take(drawing, samples, self._moves, updates)
             request = seq.request
             if request.request_id not in self._searches and not request.params.needs_logprobs:
-                longest = min(seq.num_prompt_tokens + (request.params.max_tokens or 1), self._max_model_len)
                 # The last token's key and value are never computed.
-                place.attend_at = min(place.publish_at, longest - 1)
+                place.attend_at = min(place.publish_at, self._longest(seq) - 1)
                 place.ending_ids = request.ending_ids
         except Exception as error:
             self._fail(seq.request, error)
+
+    def _longest(self, seq: Sequence) -> int:
+        """Tokens that a sequence has at most."""
+        return min(seq.num_prompt_tokens + (seq.request.params.max_tokens or 1), self._max_model_len)
+
+    def _publish(self, seq: Sequence, place: Place) -> None:
+        """Let the cache hear of the tokens that are computed, where it must."""
+        if (computed := seq.num_computed) >= place.publish_at:
+            self._kv.commit(seq)
+            size = self._kv.spec.block_size
+            place.publish_at = 0 if self._kv.slides else computed - computed % size + size

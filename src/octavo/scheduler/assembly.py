@@ -48,6 +48,7 @@ def assemble_cache(
     cost: RecomputeCost | None = None,
     wrap_eviction: Callable[[EvictionPolicy], EvictionPolicy] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    explains: bool = True,
 ) -> KVCacheManager:
     """The KV cache manager that the options describe.
 
@@ -59,6 +60,7 @@ def assemble_cache(
         cost: of computing a block again, for the eviction policy "cost"; by default that of an 8B model.
         wrap_eviction: puts an observer around the eviction policy.
         clock: seconds, never going back.
+        explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
     """
     prefix_cache, eviction = make_prefix_cache(
         config.prefix_cache if config.enable_prefix_caching else None,
@@ -76,6 +78,7 @@ def assemble_cache(
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
+        explains=explains,
         host_cache=_host_cache(config, spec, num_blocks, num_host_blocks, num_prefix_blocks),
     )
 
@@ -97,19 +100,21 @@ def assemble_scheduler(
     restore_speed: RestoreSpeed | None = None,
     watermark: float = DEFAULT_WATERMARK,
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
+    scheduler_type: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     """The scheduler that the options describe, over a cache that `assemble_cache` made of the same options.
 
     Args:
         restore_speed: as measured or assumed; needed where `needs_restore_speed` says so.
         watermark, headroom_tokens: see `SchedulerConfig`.
+        scheduler_type: the simulator's has lighter parts.
 
     Raises:
         ConfigError: the speed is missing.
     """
     turns = make_turns(config.scheduling_policy, kv)
     victims = make_victim_policy(config.preemption_victim, kv.restore_cost)
-    return Scheduler(
+    return scheduler_type(
         SchedulerConfig(
             config.max_num_seqs,
             config.max_num_batched_tokens,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
@@ -78,7 +79,11 @@ class Scheduler:
         claims: who may take places and blocks of those that run; None: nobody.
         fetching: requests that wait for stores below host memory; None: there are none.
         on_admitted: told of each request once, when it is given its place for the first time.
+        builder_type, advancing_type: its parts that know plans and results in full; the simulator has lighter ones.
     """
+
+    builder_type: ClassVar[type[PlanBuilder]] = PlanBuilder
+    advancing_type: ClassVar[type[Advancing]] = Advancing
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class Scheduler:
         self.kv = kv
         self.turns = turns
         self.claims = claims
-        self._builder = PlanBuilder(kv)
+        self._builder = self.builder_type(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
         self._limits: Mapping[str, KVLimits] = {}
@@ -102,7 +107,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._pinning = Pinning(kv, self._fail)
         self._held_back = HeldBack()
-        self._advancing = Advancing(kv, self, turns, config.max_model_len, self._fail)
+        self._advancing = self.advancing_type(kv, self, turns, config.max_model_len, self._fail)
         self._noted: set[RequestId] = set()  # whose admission has been told
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None

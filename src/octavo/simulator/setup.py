@@ -27,6 +27,7 @@ from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
+from octavo.simulator.lean import SimulatedScheduler
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 
@@ -190,11 +191,18 @@ class Plan:
             num_prefix_blocks=self.num_prefix_blocks,
             cost=RecomputeCost(spec.block_size, self.shape.hidden_size),
             clock=clock,
+            explains=False,
         )
         times = speed.times
         per_token = (times.base + times.product_seconds(_RESTORED)) / _RESTORED
         per_block = times.per_moved_block or spec.block_size * times.per_context_token
-        scheduler = assemble_scheduler(config, kv, self.max_model_len, restore_speed=RestoreSpeed(per_token, per_block))
+        scheduler = assemble_scheduler(
+            config,
+            kv,
+            self.max_model_len,
+            restore_speed=RestoreSpeed(per_token, per_block),
+            scheduler_type=SimulatedScheduler,
+        )
         return SimulatedServer(scheduler, times, clock, speed.intake_s)
 
 
