@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.conftest import running_server
 from tests.server.fake_engine import FakeEngine
+from tests.server.real_engine import real_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -50,6 +51,20 @@ def test_shared_prefix_runs(example: Callable[..., str]) -> None:
 
 def test_samples_and_beams_runs(example: Callable[..., str], tiny_llama: Path) -> None:
     assert example("samples_and_beams", tiny_llama).count("log-probability") == 4 + 2 + 2
+
+
+def test_live_page_runs(example: Callable[..., str]) -> None:
+    with real_server(num_blocks=257) as server:
+        printed = example("live_page", server.url, 0)
+        server.assert_nothing_runs()
+    figures = re.findall(r"(\d+) of (\d+) prompt tokens came from the cache, (\d+) evictions", printed)
+    first, sharing, samples, others, too_late = (tuple(map(int, scene)) for scene in figures)
+    assert first == (0, 100, 0)
+    assert sharing == (3 * 96, 303, 0)
+    assert samples == (0, 72, 0)
+    assert others[0] == 0
+    assert others[2] > 100
+    assert too_late[0] == 0
 
 
 def test_pins_runs(example: Callable[..., str]) -> None:

@@ -243,3 +243,37 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer) -> None:
         page.press("ArrowRight")
         page.press("Enter")
         page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_a_page_survives_a_restart_of_the_server() -> None:
+    with chromium() as page:
+        with real_server(num_blocks=65) as first:
+            page.open(first.url)
+            page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+        page.wait_for("document.getElementById('status').textContent.includes('asking again')")
+        with real_server({"port": first.port}, num_blocks=33) as second:
+            page.wait_for("codes.length === 33 && document.getElementById('status').textContent === 'live'")
+            second.complete(STORY, max_tokens=4)
+            page.wait_for("codes.some((code) => code === 1)")  # what was computed is cached
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer) -> None:
+    with chromium() as page:
+        page.open(real.url)
+        page.wait_for("typeof take === 'function'")
+        page.value(
+            "take = () => 0; spec = {num_blocks: 100001, block_size: 16, block_bytes: 1024, host_blocks: 0}; layOut();"
+            "counters = [0, 0, 0, 0, 0, 0]; owners = new Uint16Array(100001);"
+            "codes = Uint8Array.from({length: 100001}, (_, block) => block % 11); paint()"
+        )
+        assert page.value("cell") == 2
+        at = "const x = (block - 1) % columns * cell, y = Math.floor((block - 1) / columns) * cell"
+        pixel = "new Uint32Array(context.getImageData(x, y, 1, 1).data.buffer)[0]"
+        wrong = page.value(
+            "(() => { const context = document.getElementById('blocks').getContext('2d'); let wrong = 0;"
+            f"for (let block = 1; block < 100001; block += 997) {{ {at}; "
+            f"if ({pixel} !== STATE_PIXELS[block % 11]) wrong++; }} return wrong; }})()"
+        )
+        assert wrong == 0
