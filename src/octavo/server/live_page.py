@@ -36,8 +36,8 @@ from octavo.server.route import Endpoint, json_response
 INTERVAL_S = 0.1
 MOST_PAGES = 8
 
-# Of the engine's time, that all looks of one page may take together.
-_SHARE = 0.01
+# Of the engine's time, that all looks of one page and putting them in words may take together.
+_SHARE = 0.009
 _QUIET_S = 2.0
 _FOLDER = Path(__file__).with_name("static")
 _HEADERS = {
@@ -135,7 +135,10 @@ class LivePage:
                 continue
             seen, looked_at = marks, now
             changes, took = await self._engine.inspect(lambda scheduler: _timed_look(view, scheduler))
-            yield _event(changes | _totals(stats))
+            began = time.perf_counter()
+            event = _event(changes | _totals(stats))
+            took += time.perf_counter() - began
+            yield event
             await asyncio.sleep(max(INTERVAL_S, took / _SHARE))
 
 
