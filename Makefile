@@ -45,8 +45,8 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# The C++ kernels without Python: tests at every instruction-set level that this machine has, the same under sanitizers,
-# and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
+# The C++ kernels without Python: each header alone, tests at every instruction-set level that this machine has, the same
+# under sanitizers, and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
 CCACHE := $(shell command -v ccache 2>/dev/null)
 CONFIGURE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DOCTAVO_BINDINGS=OFF \
     -DOCTAVO_TESTS=ON $(if $(CCACHE),-DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE))
@@ -57,7 +57,7 @@ $(BIN)/cmake:
 
 test-native: $(BIN)/cmake
 	$(CONFIGURE) -B build/native
-	$(BIN)/cmake --build build/native
+	$(BIN)/cmake --build build/native --target all headers
 	build/native/native_tests $(ARGS)
 
 # AddressSanitizer sees each buffer's last byte: those of the tests are exactly as long as they must be.

@@ -137,8 +137,8 @@ int64_t state_lines(const AttendTask& task) {
 int cut(Plan& plan) {
     int64_t splits = 0;
     for (const Item& item : plan.items) splits += item.task.split_end - item.task.split_begin;
-    const auto most = static_cast<int>(
-        std::bit_floor(static_cast<uint64_t>(std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread)))));
+    const int64_t fair = std::max<int64_t>(1, splits / (int64_t{num_threads()} * kTasksPerThread));
+    const auto most = static_cast<int>(std::bit_floor(static_cast<uint64_t>(fair)));
     int64_t lines = 0;
     for (int index = 0; index < static_cast<int>(plan.items.size()); ++index) {
         Item& item = plan.items[index];

@@ -115,7 +115,8 @@ bool isa_is_supported(Isa isa) {
         case kAvx512: return avx512;
         case kAvx512Vnni: return vnni;
         case kAvx512Bf16: return vnni && __builtin_cpu_supports("avx512bf16");
-        case kAmx: return vnni && __builtin_cpu_supports("avx512bf16") && tiles;
+        case kAmx:
+            return vnni && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && tiles;
         default: return false;
     }
 #elif defined(OCTAVO_ARM)

@@ -21,7 +21,8 @@ enum Activation { kSilu, kGeluTanh, kNumActivations };
 // How keys or values are coded (storage/codec/); plain: floats.
 enum Code { kCodePlain, kCodeE4m3, kCodeE5m2, kCodeInt8, kCodeInt4, kNumCodes };
 
-// The keys or the values of a coded layer. A field is a number beside each vector's codes: [block][kv_head][block_size].
+// The keys or the values of a coded layer. A field is a number beside each vector's codes:
+// [block][kv_head][block_size].
 struct CodedSide {
     Code code;
     int64_t code_bytes;      // of one vector
@@ -89,6 +90,10 @@ struct alignas(64) AttendScratch {
     float states[kTreeStates * kMaxTaskRows * (kMaxHeadDim + kRowState)];
     float query_scale[kMaxTaskRows];  // of coded_attention.h's integers, and their sums
     int32_t query_zero[kMaxTaskRows * 2];
+    // Of tile_coded_attention.h: a tile's keys, sums of rows' queries, what their values are too large by, in lanes.
+    alignas(64) uint32_t keys[kTile / 2 * kMaxHeadDim];
+    float query_sum[kMaxTaskRows];
+    float excess[kMaxTaskRows * 16];
 };
 
 struct RopeTask {

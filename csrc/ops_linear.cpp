@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "level/interleave.h"
 #include "linear.h"
 #include "thread_pool.h"
 
@@ -95,10 +96,6 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
     });
 }
 
-// clang-format off
-#include "level/with_constant.h"
-#include "level/interleave.h"
-// clang-format on
 constexpr int kMostGroupRows = 32;
 
 // The rows of a group; their number.
@@ -144,7 +141,7 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
         const int64_t count = rows_of(x, task.groups, group, rows);
         uint32_t* to = packed.units() + row * packed_units;
         if (tiles) return level.pack_tile_rows(rows, count, row_bytes, to);
-        interleave(rows, count, units - odd, to);
+        portable::interleave(rows, count, units - odd, to);
         for (int64_t r = 0; odd && r < count; ++r) {
             uint32_t& last = to[(units - 1) * count + r];
             last = 0;

@@ -91,8 +91,8 @@ CodedSide coded_side(Code code, const CodedArguments& arguments, const char* nam
         side.field_head_stride[index] = field.stride[1];
     };
     const bool calibrated = code == kCodeE4m3 || code == kCodeE5m2;
-    require(scale.is_null() == calibrated && zero.is_null() == (code != kCodeInt4) && head_scales.is_null() != calibrated,
-            std::string(name) + " must have the fields of their codec");
+    const bool fits = scale.is_null() == calibrated && zero.is_null() == (code != kCodeInt4);
+    require(fits && head_scales.is_null() != calibrated, std::string(name) + " must have the fields of their codec");
     if (!scale.is_null()) add(0, scale, 2);
     if (!zero.is_null()) add(1, zero, 1);
     if (calibrated) {
@@ -135,7 +135,8 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
     require(heads > 0 && block_size > 0, "a coded layer needs heads and tokens");
     for (const int dim : {kv.key_units, kv.value_dim})
         require(dim > 0 && dim % 16 == 0 && dim <= kMaxHeadDim,
-                "heads of coded layers must have a multiple of 16 and at most 256 dimensions, got " + std::to_string(dim));
+                "heads of coded layers must have a multiple of 16 and at most 256 dimensions, got " +
+                    std::to_string(dim));
     require(value_code != kCodeInt4 || kv.value_dim % 32 == 0,
             "value_dim of int4 must be a multiple of 32, got " + std::to_string(kv.value_dim));
     kv.key_side = coded_side(key_code, keys, "keys", blocks, heads, block_size, key_bytes);

@@ -20,7 +20,7 @@ namespace {
 
 void attend_layer(const LayerKV& kv, const Tensor& query, const Tensor& out, const Tensor& block_tables,
                   const Tensor& table_rows, const Tensor& query_start, const Tensor& context_lens, float scale,
-                  int window, float softcap, const Tensor& sinks) {
+                  int window, float softcap, const Tensor& sinks, bool exact) {
     AttentionCall call{};
     call.kv = kv;
     const int pair = kv.storage == kBf16 && !kv.coded() ? 2 : 1;
@@ -65,23 +65,26 @@ void attend_layer(const LayerKV& kv, const Tensor& query, const Tensor& out, con
     call.num_seqs = static_cast<int>(seqs);
     call.num_heads = static_cast<int>(heads);
     call.window = window;
+    call.exact = exact;
     nb::gil_scoped_release release;
     attend(call);
 }
 
 void py_attend(const Tensor& key, const Tensor& value, const Tensor& query, const Tensor& out,
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-               const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks) {
+               const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
+               bool exact) {
     attend_layer(layer_kv(key, value), query, out, block_tables, table_rows, query_start, context_lens, scale, window,
-                 softcap, sinks);
+                 softcap, sinks, exact);
 }
 
 void py_attend_coded(const CodedArguments& keys, const CodedArguments& values, const Tensor& query, const Tensor& out,
                      const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
-                     const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks) {
+                     const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks,
+                     bool exact) {
     storage_of(query, "query");
     attend_layer(coded_layer_kv(keys, values, query.dtype), query, out, block_tables, table_rows, query_start,
-                 context_lens, scale, window, softcap, sinks);
+                 context_lens, scale, window, softcap, sinks, exact);
 }
 
 void rope_write_layer(const LayerKV& kv, const Tensor& qkv, const Tensor& cos, const Tensor& sin,
@@ -207,12 +210,12 @@ void py_set_num_threads(int count) {
 NB_MODULE(_native, m) {
     using namespace octavo;
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is none
-    m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a, "query_start"_a,
-          "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
+    m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
+          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a);
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("attend_coded", &py_attend_coded, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
-          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none());
+          "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a);
     m.def("rope_write_coded", &py_rope_write_coded, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a,
           "slots"_a, "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a);
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);

@@ -1,5 +1,9 @@
-// The running state of attention: how states of parts of a context become one, and the output. Included inside an
-// instruction set's namespace.
+// The running state of attention: how states of parts of a context become one, and the output.
+#pragma once
+
+#include "level/hadamard.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are
 
@@ -96,3 +100,5 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total) 
         for (int d = 0; d < task.kv->value_dim; d += 16) (F16::load(total.values(r) + d) * factor).store(out + d);
     }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

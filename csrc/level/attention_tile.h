@@ -1,4 +1,4 @@
-// Attention of up to 48 query rows over the blocks of their KV heads. Included inside an instruction set's namespace.
+// Attention of up to 48 query rows over the blocks of their KV heads.
 //
 // A tile is 64 tokens. A row's scores of one tile live in four vectors, then as 32-bit units of weights:
 //
@@ -12,6 +12,12 @@
 //
 // Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
 // the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
+#pragma once
+
+#include "level/attention_state.h"
+#include "level/with_constant.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr float kMasked = -1e33f;  // weighs exactly nothing against any maximum, whatever they are scaled by
 constexpr int kVectors = kTile / 16;
@@ -166,39 +172,36 @@ inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, 
     return visible;
 }
 
-// scratch.scores of rows [first_row, first_row + count) -> scratch.weights. Moves the rows' maximum; `rescale` is what
-// their state is to be multiplied by for that.
-template <Storage S, bool Ask>
-[[gnu::always_inline]] inline void weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible,
-                                              int first_row, int count, const Rows& rows, AttendScratch& scratch,
-                                              float* rescale) {
-    const int begin = tiles.now.begin, first_vector = visible.first_vector, end_vector = visible.end_vector;
+// The softmax of rows [first_row, first_row + count) over a tile: score(r, vector) -> weigh(r, vector, two vectors of
+// weights). Moves the rows' maximum; `rescale` is what their state is to be multiplied by for that. `meanwhile(r)` is
+// done between.
+template <Storage S, class Score, class Meanwhile, class Weigh>
+[[gnu::always_inline]] inline void soften_rows(const AttendTask& task, int begin, const Visible& visible, int first_row,
+                                               int count, const Rows& rows, float* rescale, const Score& score,
+                                               const Meanwhile& meanwhile, const Weigh& weigh) {
     // But for a cap, scores are scaled by the way: rounding keeps their order, so the maximum is found before.
     const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
     const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
     for (int r = 0; r < count; ++r) {
-        const float* row_scores = scratch.scores + r * kTile;
         F16 s[kVectors], top = F16::set1(kNoScore);
         if (visible.whole) {
             for (int v = 0; v < kVectors; ++v) {
-                s[v] = F16::load(row_scores + v * 16);
+                s[v] = score(r, v);
                 top = max(top, s[v]);
             }
         } else {
             const TokenRange seen = tokens_seen(task, begin, first_row + r);
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
-                if (v < first_vector || v >= end_vector) continue;
-                s[v] = F16::load(row_scores + v * 16);
+                if (v < visible.first_vector || v >= visible.end_vector) continue;
+                s[v] = score(r, v);
                 if (task.softcap != 0.0f) s[v] = tanh16(s[v] * F16::set1(into_cap)) * F16::set1(cap);
                 if (seen.low > v * 16 || seen.high < v * 16 + 16)
                     s[v] = keep_lanes(s[v], seen.low - v * 16, seen.high - v * 16, F16::set1(kMasked));
                 top = max(top, s[v]);
             }
         }
-        if constexpr (Ask)
-            for (int line = 0; line < kLinesAskedTwice; ++line)
-                __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
+        meanwhile(r);
         // The maximum seldom moves after the first tiles: to see that is cheaper than to find the tile's, and nothing
         // waits for a factor that is 1.
         top = top * factor;
@@ -210,12 +213,26 @@ template <Storage S, bool Ask>
             row_max = new_max;
         }
         const F16 less = F16::set1(-row_max);
-        auto* weights = reinterpret_cast<Element<S>*>(scratch.weights + r * kTile);
-        for (int v = 0; v < kVectors; v += 2) {
-            const F16 w[2] = {exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less))};
-            store_both(w[0], w[1], weights + v * 16);
-        }
+        for (int v = 0; v < kVectors; v += 2)
+            weigh(r, v, exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less)));
     }
+}
+
+// The same, scratch.scores -> scratch.weights.
+template <Storage S, bool Ask>
+[[gnu::always_inline]] inline void weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible,
+                                              int first_row, int count, const Rows& rows, AttendScratch& scratch,
+                                              float* rescale) {
+    const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); };
+    const auto ask = [&](int r) {
+        if constexpr (Ask)
+            for (int line = 0; line < kLinesAskedTwice; ++line)
+                __builtin_prefetch(tiles.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
+    };
+    const auto weigh = [&](int r, int v, F16 low, F16 high) {
+        store_both(low, high, reinterpret_cast<Element<S>*>(scratch.weights + r * kTile) + v * 16);
+    };
+    soften_rows<S>(task, tiles.now.begin, visible, first_row, count, rows, rescale, score, ask, weigh);
 }
 
 // One tile for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
@@ -379,10 +396,4 @@ template <Storage S> void merge(const AttendTask& task, int first_node, int coun
     write_rows<S>(task, tree.total());
 }
 
-#ifdef OCTAVO_TILES
-#include "level/tile_attention.h"
-#else
-template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
-    attend_by<S>(task, scratch, RowPasses<S>{});
-}
-#endif
+}  // namespace octavo::OCTAVO_LEVEL

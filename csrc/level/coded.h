@@ -1,4 +1,4 @@
-// bf16 weights in twelve bits, without loss. Included inside an instruction set's namespace.
+// bf16 weights in twelve bits, without loss.
 //
 // A trained matrix' exponents hardly differ: 15 neighbouring ones cover all but a few weights in ten thousand. Four
 // bits say which; sign and mantissa stay as they are. What other exponents there are is listed beside: the escapes. A
@@ -9,6 +9,11 @@
 // Bytes lie as unpacking to 16 bits within 128-bit lanes wants them, see coded_position. Code 0 is exponent 0, code c
 // the exponent base + c. Every group of rows decodes anew, in registers: the multiplier leaves time for it, and writing
 // a decoded panel for the other groups to read takes longer.
+#pragma once
+
+#include "level/gemm.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 #ifndef OCTAVO_DECODES_CODES
 struct CodeTables {
@@ -95,3 +100,5 @@ inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_
             });
         }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,19 +1,24 @@
 // Attention over coded keys and values (storage/codec/): codes go from blocks into registers, never through a decoded
-// copy. Included inside an instruction set's namespace.
+// copy.
 //
 // A tile is 64 tokens, as in attention_tile.h. Keys of 16 tokens lie together, codes of one token's dimensions in
 // units; values lie token by token:
 //
 //     fp8    K [dim][16 tokens]              floats times float32 queries
-//     int8   K [dim / 4][16 tokens][4]       integers times integers: a query is q ≈ s (256 h + l), h and l signed bytes,
-//     int4   K [dim / 8][16 tokens][4]       which is 15 bits, so that sums are exact and rounding is the query's alone
+//     int8   K [dim / 4][16 tokens][4]       integers times integers: a query is q ≈ s (256 h + l), h and l signed
+//     int4   K [dim / 8][16 tokens][4]       bytes, which is 15 bits: sums are exact, rounding is the query's alone
 //
 // Scores are multiplied by their token's scale, weights by that of their token's value, in float32, and so are sums of
 // values. A token that a row does not see weighs zero; nobody reads one that no row of a pass sees.
+#pragma once
+
+#include "level/attention_tile.h"
+#include "level/coded_codes.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 // What a stored code is a multiple of, beside its scale: e4m3 is decoded as the half whose exponent is 8 less.
 constexpr float code_unit(Code code) { return code == kCodeE4m3 ? 256.0f : 1.0f; }
-constexpr bool is_fp8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
 
 // 32 codes -> two vectors, in their order.
 template <Code C> inline void decode32(const char* p, F16& low, F16& high) {
@@ -56,7 +61,8 @@ inline CodedTile locate_coded(const AttendTask& task, int head, int begin, int e
     for (int v = 0; v < kVectors; ++v) {
         const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
         const int64_t block = task.block_table[position / kv.block_size], offset = position % kv.block_size;
-        tile.key[v] = kv.key + block * kv.key_block_stride + head * kv.key_head_stride + offset * kv.key_side.code_bytes;
+        tile.key[v] =
+            kv.key + block * kv.key_block_stride + head * kv.key_head_stride + offset * kv.key_side.code_bytes;
         tile.value[v] =
             kv.value + block * kv.value_block_stride + head * kv.value_head_stride + offset * kv.value_side.code_bytes;
         for (int f = 0; f < 2; ++f) {
@@ -68,7 +74,7 @@ inline CodedTile locate_coded(const AttendTask& task, int head, int begin, int e
 }
 
 // Scores of rows [0, R) and vectors [first, first + N), times the queries' scales but not yet their tokens'.
-template <Code C, int R, int N, bool Ask>
+template <Code C, int R, int N>
 inline void coded_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
                          const float* query_scale, const int32_t* query_zero, float* scores) {
     const char* key[N];
@@ -85,8 +91,7 @@ inline void coded_scores(const LayerKV& kv, const CodedTilePair& tiles, int firs
             for (int n = 0; n < N; ++n) {
                 F16 even, odd;
                 decode32<C>(key[n] + dim * 16, even, odd);
-                if constexpr (Ask)
-                    if (dim % 4 == 0) __builtin_prefetch(next[n] + dim * 16, 0, 2);
+                if (dim % 4 == 0) __builtin_prefetch(next[n] + dim * 16, 0, 2);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
@@ -114,7 +119,7 @@ inline void coded_scores(const LayerKV& kv, const CodedTilePair& tiles, int firs
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) {
                 const U16 codes = U16::load(key[n] + unit * 64);
-                if constexpr (Ask) __builtin_prefetch(next[n] + unit * 64, 0, 2);
+                __builtin_prefetch(next[n] + unit * 64, 0, 2);
                 if constexpr (C == kCodeInt8) {
                     const U16 bytes = codes ^ U16::set1(0x80808080u);
 #pragma GCC unroll 8
@@ -153,7 +158,7 @@ inline void coded_scores(const LayerKV& kv, const CodedTilePair& tiles, int firs
 }
 
 // values[r][d ..] = values[r][d ..] * rescale[r] - zeros[r] + weights[r] . codes, over tokens [low, high) of the tile.
-template <Code C, int R, int N, bool Ask>
+template <Code C, int R, int N>
 inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int dim,
                          const float* weights, const float* rescale, const float* zeros, const Rows& rows,
                          int first_row) {
@@ -174,7 +179,7 @@ inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low,
         const int64_t offset = (token - vector * 16) * stride + dim;
         const char *from = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
         for (; token < stop; ++token, from += stride, next += stride) {
-            if constexpr (Ask) __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next, 0, 2);
             F16 x[N];
             if constexpr (C == kCodeInt4) {
 #pragma GCC unroll 4
@@ -203,62 +208,68 @@ inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low,
         for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + place(n));
 }
 
-template <Code K, int R, bool Ask>
-inline void all_scores(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible, const uint32_t* query,
-                       const float* query_scale, const int32_t* query_zero, float* scores) {
+// One function for each code and number of rows, not one for each pair of codes: they take most of the time that this
+// file compiles.
+template <Code K, int R>
+[[gnu::noinline]] void all_scores(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+                                  const uint32_t* query, const float* query_scale, const int32_t* query_zero,
+                                  float* scores) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : is_fp8(K) || R <= 3 ? 4 : 2;  // what registers hold
     int v = visible.first_vector;
     if constexpr (N > 1)
         for (; v + N <= visible.end_vector; v += N)
-            coded_scores<K, R, N, Ask>(kv, tiles, v, query, query_scale, query_zero, scores);
+            coded_scores<K, R, N>(kv, tiles, v, query, query_scale, query_zero, scores);
     for (; v < visible.end_vector; ++v)
-        coded_scores<K, R, 1, Ask>(kv, tiles, v, query, query_scale, query_zero, scores);
+        coded_scores<K, R, 1>(kv, tiles, v, query, query_scale, query_zero, scores);
 }
 
-template <Code V, int R, bool Ask>
-inline void all_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible, const float* weights,
-                       const float* rescale, const float* zeros, const Rows& rows, int first_row) {
+template <Code V, int R>
+[[gnu::noinline]] void all_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+                                  const float* weights, const float* rescale, const float* zeros, const Rows& rows,
+                                  int first_row) {
     const int low = visible.low, high = visible.high;
     constexpr int N = V == kCodeInt4 ? (kVectorsPerPass == 1 ? 2 : 4) : kVectorsPerPass;
     constexpr int kStep = V == kCodeInt4 ? N / 2 * 16 : N * 16, kLeast = V == kCodeInt4 ? 2 : 1;
     const int end = V == kCodeInt4 ? kv.value_dim / 2 : kv.value_dim;
     int dim = 0;
     for (; dim + kStep <= end; dim += kStep)
-        coded_values<V, R, N, Ask>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
+        coded_values<V, R, N>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
     if constexpr (N > kLeast)
         for (; dim < end; dim += 16)
-            coded_values<V, R, kLeast, Ask>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
+            coded_values<V, R, kLeast>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
 }
 
 inline F16 token_scale(const char* field) { return F16::load(reinterpret_cast<const bf16*>(field)); }
 
-// One tile for rows [first_row, first_row + R).
-template <Code K, Code V, int R, bool Ask>
-void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, int first_row, const uint32_t* query,
-                const Rows& rows, AttendScratch& scratch) {
+// One tile for rows [first_row, first_row + num_rows), at most kMaxRows.
+template <Code K, Code V>
+void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, int first_row, int num_rows,
+                const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
-    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
+    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, num_rows);
     if (visible.nothing()) return;
     const int row = head * task.rows_per_head() + first_row;
-    all_scores<K, R, Ask>(kv, tiles, visible, query, scratch.query_scale + row, scratch.query_zero + 2 * row,
-                          scratch.scores);
+    with_constant<kMaxRows>(num_rows, [&](auto constant) {
+        all_scores<K, constant>(kv, tiles, visible, query, scratch.query_scale + row, scratch.query_zero + 2 * row,
+                                scratch.scores);
+    });
     const float head_scale = kv.key_side.scale(task.kv_head + head) * code_unit(K);
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
-        if constexpr (Ask) __builtin_prefetch(tiles.next.key_field[v][0], 0, 2);
+        __builtin_prefetch(tiles.next.key_field[v][0], 0, 2);
         F16 scale = F16::set1(head_scale);
         if constexpr (!is_fp8(K)) scale = token_scale(tiles.now.key_field[v][0]);
-        for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < num_rows; ++r) {
             float* scores = scratch.scores + r * kTile + v * 16;
             (F16::load(scores) * scale).store(scores);
         }
     }
     TilePair place;
     place.now.begin = tiles.now.begin;
-    float rescale[R], zeros[R] = {};
-    weigh_rows<kF32, false>(task, place, visible, first_row, R, rows, scratch, rescale);
+    float rescale[kMaxRows], zeros[kMaxRows] = {};
+    weigh_rows<kF32, false>(task, place, visible, first_row, num_rows, rows, scratch, rescale);
     auto* weights = reinterpret_cast<float*>(scratch.weights);
     const F16 value_scale = F16::set1(kv.value_side.scale(task.kv_head + head) * code_unit(V));
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < num_rows; ++r) {
         const TokenRange seen = tokens_seen(task, tiles.now.begin, first_row + r);
         F16 sum = F16::zero(), zero = F16::zero();
         for (int v = 0; v < kVectors; ++v) {
@@ -280,22 +291,20 @@ void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, in
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
-    all_values<V, R, Ask>(kv, tiles, visible, weights, rescale, zeros, rows, first_row);
+    with_constant<kMaxRows>(num_rows, [&](auto constant) {
+        all_values<V, constant>(kv, tiles, visible, weights, rescale, zeros, rows, first_row);
+    });
 }
 
 template <Code K, Code V>
-void coded_head(const AttendTask& task, const CodedTilePair& tiles, int head, const uint32_t* query, const Rows& rows,
+void coded_head(const AttendTask& task, CodedTilePair tiles, int head, const uint32_t* query, const Rows& rows,
                 AttendScratch& scratch) {
     const int num_rows = task.rows_per_head();
     for (int first = 0; first < num_rows; first += kMaxRows) {
         const int count = min(num_rows - first, kMaxRows);
-        with_constant<kMaxRows>(count, [&](auto constant) {
-            if (num_rows <= kMaxRows)
-                coded_rows<K, V, constant, true>(task, tiles, head, first, query, rows, scratch);
-            else
-                coded_rows<K, V, constant, false>(task, tiles, head, first, query, rows, scratch);
-        });
+        coded_rows<K, V>(task, tiles, head, first, count, query, rows, scratch);
         query += task.kv->key_units * count;
+        tiles.next = tiles.now;  // one asking is enough
     }
 }
 
@@ -321,7 +330,8 @@ inline float split_query(const float* query, int dim, int8_t* high, int8_t* low)
     for (int d = 0; d < dim; d += 16) {
         const F16 whole = F16::load(query + d) * inverse;
         round_to_int8(whole * F16::set1(1.0f / 256.0f), high + d);
-        const F16 rest = whole - F16::from_int(widen_signed(reinterpret_cast<const uint8_t*>(high + d))) * F16::set1(256.0f);
+        const F16 upper = F16::from_int(widen_signed(reinterpret_cast<const uint8_t*>(high + d)));
+        const F16 rest = whole - upper * F16::set1(256.0f);
         round_to_int8(min(rest, F16::set1(127.0f)), low + d);
     }
     // What is no number must come out as none: a sum over bytes would hide it.
@@ -358,11 +368,25 @@ inline void pack_coded_query(const AttendTask& task, int head, uint32_t* packed,
     }
 }
 
-template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratch& scratch) {
+// All rows of one KV head over one tile of the context, in vectors.
+template <Code K, Code V> struct CodedRowPasses {
+    static void pack(const AttendTask& task, int head, uint32_t* query, AttendScratch& scratch) {
+        pack_coded_query(task, head, query, scratch);
+    }
+    static void begin_split(const AttendTask&, AttendScratch&) {}
+    static void add(const AttendTask& task, const CodedTilePair& tiles, int head, const uint32_t* query,
+                    const Rows& rows, AttendScratch& scratch) {
+        coded_head<K, V>(task, tiles, head, query, rows, scratch);
+    }
+    static void end_split(const AttendTask&, const Rows&, const AttendScratch&) {}
+    static void finish(const AttendTask&, const Rows&) {}
+};
+
+template <class Pass> void attend_coded_by(const AttendTask& task, AttendScratch& scratch, Pass pass) {
     const LayerKV& kv = *task.kv;
     const int rows_per_head = task.rows_per_head(), units = kv.key_units;
     for (int head = 0; head < task.kv_heads; ++head)
-        pack_coded_query(task, head, scratch.query + head * rows_per_head * units, scratch);
+        pass.pack(task, head, scratch.query + head * rows_per_head * units, scratch);
     StateTree tree(scratch.states, task.kv_heads * rows_per_head, kv.value_dim);
     const int end_position = task.first_position + task.num_tokens;
     const int first_seen = max(task.first_position - task.window + 1, 0);
@@ -371,6 +395,7 @@ template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratc
         const int start = max(split * kSplit, first_seen) / kTile * kTile;
         const int end = end_position - split * kSplit < kSplit ? end_position : (split + 1) * kSplit;
         rows.clear(task.kv_heads * rows_per_head);
+        pass.begin_split(task, scratch);
         CodedTilePair tiles;
         tiles.next = locate_coded(task, 0, start, end_position);
         for (int begin = start; begin < end; begin += kTile)
@@ -380,12 +405,14 @@ template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratc
                 if (!last_head || !last_tile)
                     tiles.next =
                         locate_coded(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
-                coded_head<K, V>(task, tiles, head, scratch.query + head * rows_per_head * units,
-                                 Rows{rows.values(head * rows_per_head), rows.value_dim}, scratch);
+                pass.add(task, tiles, head, scratch.query + head * rows_per_head * units,
+                         Rows{rows.values(head * rows_per_head), rows.value_dim}, scratch);
             }
+        pass.end_split(task, rows, scratch);
         tree.add(split);
     }
     const Rows total = tree.total();
+    pass.finish(task, total);
     if (task.partial)
         __builtin_memcpy(task.partial, total.base, sizeof(float) * task.kv_heads * rows_per_head * total.stride());
     else if (kv.storage == kBf16)
@@ -394,13 +421,4 @@ template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratc
         write_rows<kF32>(task, total);
 }
 
-inline void attend_any_code(const AttendTask& task, AttendScratch& scratch) {
-    switch (task.kv->key_side.code) {
-        case kCodeE4m3: return attend_coded<kCodeE4m3, kCodeE4m3>(task, scratch);
-        case kCodeE5m2: return attend_coded<kCodeE5m2, kCodeE5m2>(task, scratch);
-        case kCodeInt4: return attend_coded<kCodeInt4, kCodeInt4>(task, scratch);
-        default:
-            if (task.kv->value_side.code == kCodeInt4) return attend_coded<kCodeInt8, kCodeInt4>(task, scratch);
-            return attend_coded<kCodeInt8, kCodeInt8>(task, scratch);
-    }
-}
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,5 +1,10 @@
 // New keys and values into coded blocks, in the pass that rotates them; what storage/codec/ says, with the same bits.
-// Included inside an instruction set's namespace.
+#pragma once
+
+#include "level/coded_codes.h"
+#include "level/hadamard.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr float kLeastScale = 0x1p-100f;
 
@@ -40,18 +45,20 @@ inline float encode_vector(Code code, float* x, int dim, float head_scale, uint8
         }
         return head_scale;
     }
-    F16 least = F16::zero(), most = F16::zero();
+    F16 least = F16::zero(), most = F16::zero(), check = F16::zero();
     if (code == kCodeInt4) rotate_head(x, dim);
     for (int d = 0; d < dim; d += 16) {
         const F16 value = F16::load(x + d);
         least = min(value, least);
         most = max(code == kCodeInt4 ? value : as_float(as_bits(value) & size), most);
+        check = fma(value, F16::zero(), check);
     }
     const float top = reduce_max(most), bottom = code == kCodeInt4 ? -reduce_max(F16::zero() - least) : 0.0f;
     float scale = code == kCodeInt4 ? (top - bottom) / 15.0f : top / 127.0f;
     // Comparisons above pass over what is no number: the scale must not.
-    for (int d = 0; d < dim; ++d)
-        if (x[d] != x[d]) scale = x[d];
+    if (reduce_add(check) != 0.0f)
+        for (int d = 0; d < dim; ++d)
+            if (x[d] != x[d]) scale = x[d];
     scale = bf16_to_float(ceil_bf16(scale < kLeastScale ? kLeastScale : scale));
     auto* rounded = reinterpret_cast<int8_t*>(codes);
     for (int d = 0; d < dim; d += 16) round_to_int8(F16::load(x + d) / F16::set1(scale), rounded + d);
@@ -76,7 +83,8 @@ template <class T> inline void widen_head(const T* from, int dim, float* to) {
     for (int d = 0; d < dim; d += 16) F16::load(from + d).store(to + d);
 }
 
-template <class T> void write_coded_key(const LayerKV& kv, const T* key, int dim, int64_t block, int head, int64_t offset) {
+template <class T>
+void write_coded_key(const LayerKV& kv, const T* key, int dim, int64_t block, int head, int64_t offset) {
     const CodedSide& side = kv.key_side;
     float x[kMaxHeadDim];
     uint8_t codes[kMaxHeadDim], zero = 0;
@@ -111,3 +119,5 @@ template <class T> void write_coded_value(const LayerKV& kv, const T* value, int
     __builtin_memcpy(token, codes, side.code_bytes);
     write_fields(side, block, head, offset, scale, zero);
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

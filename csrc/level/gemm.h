@@ -1,4 +1,4 @@
-// Matrix products of any number of rows with packed weights. Included inside an instruction set's namespace.
+// Matrix products of any number of rows with packed weights.
 //
 // A unit is four bytes: a pair of bf16 of neighbouring inputs, or one float. Weights lie in panels of 32 outputs, the
 // last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read in one straight
@@ -12,6 +12,12 @@
 //     u=1     [w w w ..]    [w w w ..]
 //
 // Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
+#pragma once
+
+#include "level/linear_output.h"
+#include "level/with_constant.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 // What the groups that read a panel ask for of the next one, an equal part at each of their steps: in one rush by the
 // last group, more would be on its way than a core has buffers for.
@@ -82,3 +88,5 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
         }
     }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,6 +1,11 @@
 // The randomised Hadamard rotation of storage/codec/hadamard.py, with the same bits: that file says in which order sums
-// are made. Included inside an instruction set's namespace. Dimensions are multiples of 16, hence so is every power of
-// two among them.
+// are made. Dimensions are multiples of 16, hence so is every power of two among them.
+#pragma once
+
+#include "kernels.h"
+#include "level/simd/types.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr uint32_t kSignBits[] = {0x8A5CD789, 0xD4E9AC3F, 0x2D1B7F46, 0x61E80B95,
                                   0xB7A39E12, 0x0C5D48F6, 0x93F2616B, 0x4E879AD0};
@@ -10,7 +15,8 @@ struct HadamardTables {
     float signs[kMaxHeadDim] = {};
     constexpr HadamardTables() {
         for (int i = 0; i < 16; ++i)
-            for (int j = 0; j < 16; ++j) rows[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
+            for (int j = 0; j < 16; ++j)
+                rows[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
         for (int i = 0; i < kMaxHeadDim; ++i) signs[i] = kSignBits[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
     }
 };
@@ -51,3 +57,5 @@ inline void rotate_head_back(float* x, int dim) {
     hadamard(x, dim);
     flip_signs(x, dim);
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,11 @@
-// Rows of 32-bit units, dealt into one line: [row][unit] -> [unit][row]. Included inside a namespace.
+// Rows of 32-bit units, dealt into one line: [row][unit] -> [unit][row].
+#pragma once
+
+#include <cstdint>
+
+#include "level/with_constant.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 using Quad [[gnu::vector_size(16)]] = uint32_t;
 
@@ -34,3 +41,5 @@ inline void interleave(const char* const* rows, int64_t count, int64_t units, ui
     with_constant<kMostInterleavedRows>(static_cast<int>(count),
                                         [&](auto constant) { interleave_rows<constant>(rows, units, packed); });
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

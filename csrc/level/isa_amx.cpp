@@ -5,7 +5,4 @@
 #define OCTAVO_TILES "level/simd/amx.h"
 #define OCTAVO_HAS_VNNI
 #define OCTAVO_HAS_BF16
-// The intrinsics' headers belong outside the level's namespace.
-#include <immintrin.h>
-
 #include "level/level.inl"

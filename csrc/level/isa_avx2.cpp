@@ -2,7 +2,4 @@
 #define OCTAVO_NAME "avx2"
 #define OCTAVO_SIMD "level/simd/avx2.h"
 #define OCTAVO_TABLE kKernelsAvx2
-// The intrinsics' headers belong outside the level's namespace.
-#include <immintrin.h>
-
 #include "level/level.inl"

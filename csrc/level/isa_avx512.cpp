@@ -2,7 +2,4 @@
 #define OCTAVO_NAME "avx512"
 #define OCTAVO_SIMD "level/simd/avx512.h"
 #define OCTAVO_TABLE kKernelsAvx512
-// The intrinsics' headers belong outside the level's namespace.
-#include <immintrin.h>
-
 #include "level/level.inl"

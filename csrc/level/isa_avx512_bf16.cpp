@@ -4,7 +4,4 @@
 #define OCTAVO_TABLE kKernelsAvx512Bf16
 #define OCTAVO_HAS_VNNI
 #define OCTAVO_HAS_BF16
-// The intrinsics' headers belong outside the level's namespace.
-#include <immintrin.h>
-
 #include "level/level.inl"

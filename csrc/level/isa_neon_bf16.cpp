@@ -4,7 +4,4 @@
 #define OCTAVO_TABLE kKernelsNeonBf16
 #define OCTAVO_HAS_BF16
 #define OCTAVO_HAS_I8MM
-// The intrinsics' headers belong outside the level's namespace.
-#include <arm_neon.h>
-
 #include "level/level.inl"

@@ -1,45 +1,22 @@
 // One instruction-set level: this file is compiled once per level, under that level's compiler flags, with
 // OCTAVO_LEVEL naming its namespace, OCTAVO_SIMD its vector header and OCTAVO_TABLE the table it fills.
-#include <cstdint>
-#include <type_traits>
-#include <utility>
-
 #include "kernels.h"
-
-namespace octavo {
-namespace OCTAVO_LEVEL {
-
-// Each may use what stands before it.
-// clang-format off
-#include "level/simd/common.h"
-#include OCTAVO_SIMD
-#include "level/simd/types.h"
-#include "level/with_constant.h"
-#ifdef OCTAVO_TILES
-#include OCTAVO_TILES
-#endif
-#include "level/hadamard.h"
-#include "level/attention_state.h"
-#include "level/attention_tile.h"
-#include "level/coded_attention.h"
-#include "level/coded_write.h"
-#include "level/rowwise.h"
-#include "level/vocab.h"
-#include "level/rope.h"
-#include "level/linear_output.h"
-#include "level/gemm.h"
+#include "level/attend.h"
 #include "level/coded.h"
+#include "level/gemm.h"
 #include "level/interleave.h"
 #include "level/quant.h"
+#include "level/rope.h"
+#include "level/rowwise.h"
+#include "level/vocab.h"
 #ifdef OCTAVO_TILES
 #include "level/tile_gemm.h"
 #include "level/tile_quant.h"
 #endif
-// clang-format on
 
-static_assert(kGemmRows <= kMostInterleavedRows);
+namespace octavo {
 
-}  // namespace OCTAVO_LEVEL
+static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
 
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {

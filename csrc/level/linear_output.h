@@ -1,4 +1,10 @@
-// What becomes of a product's sums: bias, gate, rounding. Included inside an instruction set's namespace.
+// What becomes of a product's sums: bias, gate, rounding.
+#pragma once
+
+#include "kernels.h"
+#include "level/rowwise.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 template <class T> inline void store_sixteen(const LinearOutput& out, int64_t row, int64_t column, F16 sum) {
     const int64_t count = out.width - column;
@@ -77,3 +83,5 @@ template <int R>
     for (int r = 0; r < R; ++r) copy[r][0] = sums[r][0], copy[r][1] = sums[r][1];
     store_rows(out, row, pair, copy);
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

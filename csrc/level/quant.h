@@ -1,4 +1,4 @@
-// Matrix products with quantised weights, for any number of rows. Included inside an instruction set's namespace.
+// Matrix products with quantised weights, for any number of rows.
 //
 // GGUF's Q4_0, Q4_1 and Q8_0 (32 weights share a scale) are dealt into tiles of 16 outputs, one lane each, so that
 // nothing is summed across lanes. One tile, one block of 32 inputs:
@@ -14,6 +14,14 @@
 //     sum (d q + m) x  =  s / 2^24 (2^(24-k) d (sum(q xq) - z sum(xq)) + m 2^(24-k) sum(xq)),
 //     z = 8 in Q4_0, 128 in Q8_0, m in Q4_1 only
 // They lie in groups of up to kQuantRows rows as in gemm.h, a unit being four of them.
+#pragma once
+
+#include <utility>
+
+#include "level/gemm.h"
+#include "level/interleave.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 template <QuantFormat F> constexpr int kQuantVectors = F == kQ8_0 ? 8 : 4;
 constexpr int quant_zero(QuantFormat format) { return format == kQ4_0 ? 8 : format == kQ8_0 ? 128 : 0; }
@@ -207,3 +215,5 @@ void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end,
         }
     }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,9 +1,14 @@
-// New keys and values into blocks, with the rotation (and the per-head norm) on the way. Included inside an instruction
-// set's namespace.
+// New keys and values into blocks, with the rotation (and the per-head norm) on the way.
 //
 //     qkv row   | q0 q1 .. | k0 .. | v0 .. |        one token
 //                 rotated    rotated, then key   [block][head][unit][offset]     one unit every block_size units
 //                 in place   as they are, value  [block][head][offset / pair][dim][offset % pair]
+#pragma once
+
+#include "level/coded_write.h"
+#include "level/rowwise.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 // The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b half a rotation apart.
 template <class T> inline void rotate(T* head, const float* cos, const float* sin, int rotary_dim) {
@@ -61,3 +66,5 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
         }
     }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

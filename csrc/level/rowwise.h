@@ -1,5 +1,13 @@
-// Kernels that work on one row at a time: norms, gated activations, argmax. Included inside an instruction set's
-// namespace. Widths need not be multiples of sixteen: the last vector is padded with zeros.
+// Kernels that work on one row at a time: norms, gated activations, argmax. Widths need not be multiples of sixteen:
+// the last vector is padded with zeros.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels.h"
+#include "level/simd/types.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 inline F16 load_some(const float* p, int64_t count) {
     if (count >= 16) return F16::load(p);
@@ -101,3 +109,5 @@ template <Storage S> int64_t argmax(const char* bytes, int64_t count, float* val
     *value = best;
     return best_index;
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

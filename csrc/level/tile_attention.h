@@ -1,5 +1,4 @@
-// Attention in bf16 tiles: a prompt's and, where its bits must not depend on that, a decode's. Included inside an
-// instruction set's namespace, by attention_tile.h.
+// Attention in bf16 tiles: a prompt's and, where its bits must not depend on that, a decode's.
 //
 //     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; half a step
 //                                              at the end, where a head has eight units more, in tiles 6 and 7
@@ -14,6 +13,12 @@
 //                        pair 1    | ..                            |
 //
 // Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
+#pragma once
+
+#include "level/attention_tile.h"
+#include "level/simd/tiles.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileRows = 16;
 constexpr int kTileTokens = 32;  // of one step of values
@@ -205,9 +210,4 @@ class TilePasses {
     int configured_ = 0;
 };
 
-template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
-    if constexpr (S == kBf16)
-        if (task.exact || task.num_tokens > 1)
-            return attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
-    attend_by<S>(task, scratch, RowPasses<S>{});
-}
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,4 @@
-// Matrix products in bf16 tiles, for any number of rows. Included inside an instruction set's namespace.
+// Matrix products in bf16 tiles, for any number of rows.
 //
 // The panels are those of gemm.h, [units][32 outputs]: sixteen units of sixteen outputs are a tile as they lie.
 // Activations are packed in steps of sixteen units, rows padded with zeros to whole steps:
@@ -11,6 +11,13 @@
 //
 // A sum takes its inputs in order, a step at a time, whatever rows share the tile: its bits depend on its own row
 // alone. Weights that are not bf16 panels are decoded into one, which all the groups of a task then read.
+#pragma once
+
+#include "level/coded.h"
+#include "level/gemm.h"
+#include "level/simd/tiles.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileUnits = 16, kTileGroupRows = 32;
 constexpr int kTilePrefetch = 4096;  // bytes, see kGemmPrefetch
@@ -202,3 +209,5 @@ inline void pack_tile_rows(const char* const* rows, int64_t count, int64_t row_b
         }
     }
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,4 @@
-// Products of many rows with quantised weights, in bf16 tiles. Included inside an instruction set's namespace.
+// Products of many rows with quantised weights, in bf16 tiles.
 //
 // A pair of the tiles of quant.h is dequantised into a bf16 panel, which all the groups of a task read; activations
 // stay bf16. Of few rows the integers of quant.h are sooner done: these are other numbers, within rounding of each
@@ -6,6 +6,14 @@
 //
 // Bits of a lane become a number without a conversion: the quant is put into the mantissa of a power of two, 2^7 + q or
 // 2^15 + q, and what was added goes with the minimum, exactly: (2^7 + q) d + (m - 2^7 d).
+#pragma once
+
+#include <utility>
+
+#include "level/quant.h"
+#include "level/tile_gemm.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 template <int Shift> inline U16 shifted(U16 a) {
     if constexpr (Shift > 0)
@@ -75,3 +83,5 @@ void tile_gemm_quant(const GemmTask& task, int64_t group_begin, int64_t group_en
     }
     release_tiles();
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,9 @@
-// Passes over a row of logits. Included inside an instruction set's namespace.
+// Passes over a row of logits.
+#pragma once
+
+#include "level/rowwise.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 // The next sixteen; past the end -inf.
 inline F16 load_logits(const float* p, int64_t count) {
@@ -47,3 +52,5 @@ inline int64_t count_above(const float* x, int64_t count, float value) {
     }
     return above;
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,11 @@
-// A number known at run time as an argument of a template. Included inside a namespace.
+// A number known at run time as an argument of a template.
+#pragma once
+
+#include <type_traits>
+
+#include "level/simd/name.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 // Calls f with `n`, which is 1 to Max, as a std::integral_constant.
 template <int Max, class F> [[gnu::always_inline]] inline void with_constant(int n, const F& f) {
@@ -7,3 +14,5 @@ template <int Max, class F> [[gnu::always_inline]] inline void with_constant(int
         if (n < Max) return with_constant<Max - 1>(n, f);
     f(std::integral_constant<int, Max>{});
 }
+
+}  // namespace octavo::OCTAVO_LEVEL

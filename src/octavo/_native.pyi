@@ -13,6 +13,7 @@ def attend(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    exact: bool,
 ) -> None: ...
 
 _Coded = tuple[str, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -30,6 +31,7 @@ def attend_coded(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    exact: bool,
 ) -> None: ...
 def rope_write_coded(
     qkv: Tensor,

@@ -1,5 +1,11 @@
 // Sixteen lanes in two AVX2 registers (with FMA and F16C). OCTAVO_HAS_VNNI adds AVX-VNNI's vpdpbusd.
+#pragma once
+
 #include <immintrin.h>
+
+#include "level/simd/common.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 struct U16 {
     __m256i lo, hi;
@@ -212,3 +218,5 @@ constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 3;  // times two vectors of outputs
 constexpr int kQuantRows = 2, kQuantTiles = 1;
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,6 +1,13 @@
 // Sixteen lanes in one AVX-512 register. OCTAVO_HAS_BF16 adds vdpbf16ps and vcvtneps2bf16, OCTAVO_HAS_VNNI
 // vpdpbusd.
+#pragma once
+
 #include <immintrin.h>
+#include <type_traits>
+
+#include "level/simd/common.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 struct U16 {  // 16 x 32 bits: pairs of bf16, floats or quads of int8, as the layouts store them
     __m512i v;
@@ -152,8 +159,9 @@ inline F16 load_e5m2(const uint8_t* p) {
     return {_mm512_cvtph_ps(_mm256_slli_epi16(wide, 8))};
 }
 inline F16 load_e4m3(const uint8_t* p) {
-    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7);
-    return {_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))))};
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), mask))};
 }
 inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
     const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -161,7 +169,8 @@ inline void load_e5m2(const uint8_t* p, F16& low, F16& high) {
 }
 inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    load_halves(_mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<int16_t>(0xbf80))), low, high);
+    const __m512i mask = _mm512_set1_epi16(static_cast<int16_t>(0xbf80));
+    load_halves(_mm512_and_si512(_mm512_slli_epi16(wide, 7), mask), low, high);
 }
 
 inline void store(U16 x, void* p) { _mm512_storeu_si512(p, x.v); }
@@ -193,3 +202,5 @@ constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumul
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12;                   // times two vectors of outputs
 constexpr int kQuantRows = 8, kQuantTiles = 2;  // sums stay in registers, what they add up to does not
+
+}  // namespace octavo::OCTAVO_LEVEL

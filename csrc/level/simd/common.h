@@ -1,5 +1,12 @@
-// What every instruction-set level shares. Included inside the level's own namespace, so that the linker never replaces
-// one level's code by another's.
+// What every instruction-set level shares: inside the level's own namespace, so that the linker never replaces one
+// level's code by another's.
+#pragma once
+
+#include <cstdint>
+
+#include "level/simd/name.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 using bf16 = uint16_t;  // the upper half of a float
 
@@ -40,3 +47,5 @@ constexpr float kExp2CoarsePoly[] = {1.0f, 0.6932828426f, 0.2422086746f, 0.05500
 // that far ahead of what the hardware foresees; of more rows, the last group to read a panel asks for the next one.
 constexpr int kGemmRowsThatWait = 4, kQuantRowsThatWait = 4;
 constexpr int kGemmPrefetch = 4096, kQuantPrefetch = 2048;
+
+}  // namespace octavo::OCTAVO_LEVEL

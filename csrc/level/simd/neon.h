@@ -1,5 +1,11 @@
 // Sixteen lanes in four NEON registers. OCTAVO_HAS_BF16 adds bfdot, OCTAVO_HAS_I8MM usdot.
+#pragma once
+
 #include <arm_neon.h>
+
+#include "level/simd/common.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 #define OCTAVO_QUARTERS for (int i = 0; i < 4; ++i)
 
@@ -245,8 +251,8 @@ inline void narrow(U16 x, uint8_t* p) {
     vst1q_u8(p, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
 
-// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8 less
-// there. What is subnormal comes out right.
+// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
+// less there. What is subnormal comes out right.
 inline F16 load_e5m2(const uint8_t* p) {
     uint16_t halves[16];
     for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(p[i] << 8);
@@ -278,3 +284,5 @@ constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 2;  // times two vectors of outputs
 constexpr int kQuantRows = 2, kQuantTiles = 1;
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,4 +1,9 @@
 // Sixteen lanes as plain C++: what any compiler can vectorise for any machine.
+#pragma once
+
+#include "level/simd/common.h"
+
+namespace octavo::OCTAVO_LEVEL {
 
 #define OCTAVO_LANES for (int i = 0; i < 16; ++i)
 
@@ -229,8 +234,8 @@ inline U16 widen_signed(const uint8_t* p) {
 }
 inline void narrow(U16 x, uint8_t* p) { OCTAVO_LANES p[i] = static_cast<uint8_t>(x.v[i]); }
 
-// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8 less
-// there.
+// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
+// less there.
 inline F16 load_e5m2(const uint8_t* p) {
     F16 out;
     OCTAVO_LANES out.v[i] = half_to_float(static_cast<uint16_t>(p[i] << 8));
@@ -256,6 +261,13 @@ inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
 inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
 
 constexpr int kVectorsPerPass = 1;
-constexpr int kMaxRows = 4;
-constexpr int kGemmRows = 4;  // times two vectors of outputs
-constexpr int kQuantRows = 4, kQuantTiles = 1;
+#ifdef OCTAVO_TILES  // for tests alone, which spend more time on compiling kernels for more rows than on running them
+constexpr int kMostRows = 2;
+#else
+constexpr int kMostRows = 4;
+#endif
+constexpr int kMaxRows = kMostRows;
+constexpr int kGemmRows = kMostRows;  // times two vectors of outputs
+constexpr int kQuantRows = kMostRows, kQuantTiles = 1;
+
+}  // namespace octavo::OCTAVO_LEVEL

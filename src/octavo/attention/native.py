@@ -17,11 +17,15 @@ _CODES = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 class NativeAttention(AttentionBackend):
-    """A token's result has the same bits whatever the batch, the chunk and the number of threads."""
+    """
+    Args:
+        exact: a token's result has the same bits whatever the batch, the chunk and the number of threads.
+    """
 
     name = "native"
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = True) -> None:
+        self._exact = exact
         self._reference = ReferenceAttention()
         # Asked once per layer, not per call: a step of one sequence has microseconds for each layer. Holding the layer
         # keeps its id from being taken by another.
@@ -73,6 +77,7 @@ class NativeAttention(AttentionBackend):
                 window=kv.sliding_window,
                 softcap=softcap,
                 sinks=None if sinks is None else sinks.float(),
+                exact=self._exact,
             )
         if not known[1] or not isinstance(kv, FloatKV) or query.dtype is not kv.key.dtype:
             return self._reference.attend(kv, query, batch, scale=scale, softcap=softcap, sinks=sinks)
@@ -85,6 +90,7 @@ class NativeAttention(AttentionBackend):
             window=kv.sliding_window,
             softcap=softcap,
             sinks=None if sinks is None else sinks.float(),
+            exact=self._exact,
         )
 
 

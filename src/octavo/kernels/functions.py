@@ -44,6 +44,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    exact: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged new tokens over paged keys and values (FlashAttention's online softmax).
@@ -55,9 +56,9 @@ def attend(
         block_tables: int32 [rows, max_blocks]; table_rows: int64 [num_seqs], each sequence's row of them.
         query_start: int32 [num_seqs + 1]; context_lens: int32 [num_seqs].
         sinks: float32 [num_heads].
+        exact: a token's result has the same bits whatever batch, chunk and number of threads it is computed with.
+            Without it, where that is faster, a token that comes alone may be computed otherwise than a prompt's.
         out: [num_tokens, num_heads, value_dim] in the query's dtype; made when absent.
-
-    The result of a token has the same bits whatever batch, chunk and number of threads it is computed with.
 
     Raises:
         ValueError: block_size or value_dim is no multiple of 16, a head over 256 dimensions, mismatched shapes or
@@ -81,6 +82,7 @@ def attend(
         window or 0,
         softcap or 0.0,
         sinks,
+        exact,
     )
     return out
 
@@ -99,8 +101,9 @@ def attend_coded(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    exact: bool = True,
 ) -> torch.Tensor:
-    """`attend` over keys and values in a codec, which are decoded in registers.
+    """`attend` over keys and values in a codec, which are never decoded into memory.
 
     Args:
         keys, values: `CodedSide.for_kernels`.
@@ -111,7 +114,7 @@ def attend_coded(
     """
     out = query.new_empty(query.shape[0], query.shape[1], value_dim)
     tables = (block_tables, table_rows, query_start, context_lens)
-    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks)
+    native.attend_coded(keys, values, query, out, *tables, scale, window or 0, softcap or 0.0, sinks, exact)
     return out
 
 

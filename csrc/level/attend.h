@@ -1,0 +1,40 @@
+// Which kernel of attention serves a task.
+#pragma once
+
+#include "level/attention_tile.h"
+#include "level/coded_attention.h"
+#ifdef OCTAVO_TILES
+#include "level/tile_attention.h"
+#include "level/tile_coded_attention.h"
+#endif
+
+namespace octavo::OCTAVO_LEVEL {
+
+template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch) {
+#ifdef OCTAVO_TILES
+    if constexpr (S == kBf16)
+        if (task.exact || task.num_tokens > 1)
+            return attend_by<S>(task, scratch, TilePasses(task.kv->value_dim, scratch));
+#endif
+    attend_by<S>(task, scratch, RowPasses<S>{});
+}
+
+template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratch& scratch) {
+#ifdef OCTAVO_TILES
+    if (attends_codes_in_tiles(task)) return attend_coded_by(task, scratch, CodedTilePasses<K, V>{});
+#endif
+    attend_coded_by(task, scratch, CodedRowPasses<K, V>{});
+}
+
+inline void attend_any_code(const AttendTask& task, AttendScratch& scratch) {
+    switch (task.kv->key_side.code) {
+        case kCodeE4m3: return attend_coded<kCodeE4m3, kCodeE4m3>(task, scratch);
+        case kCodeE5m2: return attend_coded<kCodeE5m2, kCodeE5m2>(task, scratch);
+        case kCodeInt4: return attend_coded<kCodeInt4, kCodeInt4>(task, scratch);
+        default:
+            if (task.kv->value_side.code == kCodeInt4) return attend_coded<kCodeInt8, kCodeInt4>(task, scratch);
+            return attend_coded<kCodeInt8, kCodeInt8>(task, scratch);
+    }
+}
+
+}  // namespace octavo::OCTAVO_LEVEL
