@@ -80,8 +80,8 @@ class AttentionCase:
         """The number of layers, at least 1, whose keys and values together take `working_set` bytes."""
         return max(1, -(-working_set // self.kv_bytes))
 
-    def calls(self, block_size: BlockSize, num_layers: int) -> list[Call]:
-        """One call for each layer of a new arena."""
+    def calls(self, block_size: BlockSize, num_layers: int, backend: AttentionBackend | None = None) -> list[Call]:
+        """One call for each layer of a new arena, by `backend` or else the one of that name."""
         spec = self._spec(block_tokens(block_size, self.context), num_layers)
         per_seq = spec.blocks_for_tokens(self.context)
         arena = KVArena(spec, self.seqs * per_seq + 1)
@@ -99,7 +99,7 @@ class AttentionCase:
         query = torch.randn(batch.num_tokens, self.heads.query, self.heads.dim).to(
             arena.dtype if spec.format.plain else torch.bfloat16
         )
-        backend = make_backend(self.backend, "cpu")
+        backend = backend or make_backend(self.backend, "cpu")
         return [partial(_attend, backend, layer, query, batch) for layer in arena.layers]
 
     def _spec(self, block_size: int, num_layers: int) -> KVCacheSpec:

@@ -1,0 +1,154 @@
+"""Speed of every KV-cache codec beside bfloat16: `python benchmarks/kv_codecs.py [--only decode|prefill|engine]`.
+
+Three parts, under five minutes together on two cores, all in turns so that a busy minute falls on all codecs alike:
+
+    decode     attention alone, 64 sequences of 4,000 tokens from DRAM, one new token each
+    prefill    attention alone, the last 2,048 tokens of a prompt
+    engine     whole requests of SmolLM2-135M, short ones and long ones
+
+Ratios are speeds relative to bfloat16's: the median over the rounds of the ratio within a round. Prints tables, and one
+JSON object on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+from octavo import LLM, kernels
+from octavo.attention.native import NativeAttention
+from octavo.bench.attention import LARGE, SMALL, AttentionCase, HeadCounts
+from octavo.bench.limits import DRAM_BYTES, read_bandwidth
+from octavo.bench.report import columns
+from octavo.bench.throughput import run_once
+from octavo.bench.timing import Timing, interleaved, paired_ratio, threads
+from octavo.bench.workload import BenchRequest
+from octavo.planner.machine import default_num_threads
+
+CODECS = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
+TARGETS = {"fp8_e4m3": 1.6, "fp8_e5m2": 1.6, "int8": 1.6, "int4": 2.4}
+PARTS = ("decode", "prefill", "engine")
+# Requests of the engine part: how many, prompt tokens, output tokens.
+WORKLOADS = {"short": (24, 64, 32), "long": (6, 2000, 48)}
+
+Row = dict[str, object]
+
+
+def attention(kind: str, heads: HeadCounts, seqs: int, context: int, seconds: float, exact: bool) -> list[Row]:
+    new_tokens = 1 if kind == "decode" else min(2048, context)
+    cases = {
+        codec: AttentionCase(
+            "decode" if kind == "decode" else "prefill", "native", heads, codec, seqs, context, new_tokens
+        )
+        for codec in CODECS
+    }
+    backend = NativeAttention(exact=exact)
+    calls = {codec: case.calls(16, case.num_layers(DRAM_BYTES), backend) for codec, case in cases.items()}
+    timings = interleaved(calls, seconds=seconds)
+    return [attention_row(cases[codec], timings[codec], timings[CODECS[0]]) for codec in CODECS]
+
+
+def attention_row(case: AttentionCase, timing: Timing, bfloat16: Timing) -> Row:
+    return {
+        "what": f"{case.kind} {case.seqs} x {case.context}, {case.heads.query}/{case.heads.kv} x {case.heads.dim}",
+        "cache": case.dtype,
+        "ms": round(timing.median * 1e3, 2),
+        "best ms": round(timing.best * 1e3, 2),
+        "GB/s": round(case.kv_bytes / timing.median / 1e9, 1) if case.new_tokens == 1 else "-",
+        "of bfloat16": round(1 / paired_ratio(timing, bfloat16), 2),
+        "target": TARGETS.get(case.dtype, "-") if case.new_tokens == 1 and case.heads == SMALL else "-",
+    }
+
+
+def engine(model: str, rounds: int, deterministic: bool) -> list[Row]:
+    chance = random.Random(0)
+    workloads = {
+        name: [BenchRequest([chance.randrange(1000, 40000) for _ in range(prompt)], output) for _ in range(count)]
+        for name, (count, prompt, output) in WORKLOADS.items()
+    }
+    llms = {
+        codec: LLM(
+            model,
+            kv_cache_dtype="auto" if codec == "bfloat16" else codec,
+            kv_cache_memory="512MiB",
+            max_num_seqs=64,
+            enable_prefix_caching=False,
+            deterministic=deterministic,
+        )
+        for codec in CODECS
+    }
+    rows: list[Row] = []
+    for name, requests in workloads.items():
+        taken: dict[str, list[float]] = {codec: [] for codec in CODECS}
+        for codec in CODECS:
+            run_once(llms[codec], [BenchRequest(requests[0].prompt_token_ids[:64], 4)])
+        for number in range(rounds):
+            for codec in CODECS if number % 2 == 0 else reversed(CODECS):
+                start = time.perf_counter()
+                run_once(llms[codec], requests)
+                taken[codec].append(time.perf_counter() - start)
+        count, prompt, output = WORKLOADS[name]
+        rows += [
+            {
+                "what": f"engine, {name}: {count} x {prompt} + {output}",
+                "cache": codec,
+                "s": round(statistics.median(taken[codec]), 2),
+                "tokens/s": round(count * (prompt + output) / statistics.median(taken[codec])),
+                "of bfloat16": round(
+                    statistics.median(a / b for a, b in zip(taken[CODECS[0]], taken[codec], strict=True)), 3
+                ),
+            }
+            for codec in CODECS
+        ]
+    return rows
+
+
+def show(rows: Sequence[Row]) -> None:
+    for what in dict.fromkeys(row["what"] for row in rows):
+        of_case = [row for row in rows if row["what"] == what]
+        names = [name for name in of_case[0] if name != "what"]
+        print(f"\n{what}")
+        print("\n".join(columns(names, [tuple(row[name] for name in names) for row in of_case])), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=PARTS, action="append", help="may be given twice (default: all parts)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each codec and case of attention (2)")
+    parser.add_argument("--rounds", type=int, default=2, help="of the engine part (2)")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--deterministic", action="store_true", help="everything as under the engine's --deterministic")
+    parser.add_argument("--wide", action="store_true", help="also attention with Llama 3.1 8B's heads")
+    arguments = parser.parse_args()
+    parts = arguments.only or PARTS
+    count = default_num_threads()
+    rows: list[Row] = []
+
+    def add(new: list[Row]) -> None:
+        show(new)
+        rows.extend(new)
+
+    with threads(count):
+        read = read_bandwidth("read", DRAM_BYTES, count, seconds=1.0).value
+        print(f"{kernels.isa()}, {count} threads, {read:.1f} GB/s read")
+        for heads in (SMALL, LARGE) if arguments.wide else (SMALL,):
+            if "decode" in parts:
+                add(
+                    attention(
+                        "decode", heads, 64 if heads == SMALL else 8, 4000, arguments.seconds, arguments.deterministic
+                    )
+                )
+            if "prefill" in parts:
+                for context in (512, 2048, 8192):
+                    add(attention("prefill", heads, 1, context, arguments.seconds / 2, arguments.deterministic))
+    if "engine" in parts:
+        add(engine(arguments.model, arguments.rounds, arguments.deterministic))
+    print(json.dumps({"bench": "kv_codecs", "isa": kernels.isa(), "threads": count, "read_gb_s": read, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
