@@ -81,5 +81,15 @@ def test_a_part_that_ends_its_process_says_how(script: ModuleType, capsys: pytes
         run("import time; time.sleep(9)", 0.1)
 
 
+def test_a_file_of_tests_that_is_not_done_in_time_is_a_failure_of_its_own(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "TESTS_S", 0.0)  # a second each
+    report = script.run_tests(["tests/engine/test_core.py"])
+    assert report == {
+        "passed": 0, "failed": 1, "skipped": 0, "failures": ["tests/engine/test_core.py: not done after 1 s"],
+    }  # fmt: skip
+
+
 def test_the_tests_it_runs_are_there(script: ModuleType) -> None:
     assert all((ROOT / path).is_file() for path in script.TESTS)

@@ -20,7 +20,15 @@ import triton.language as tl
 
 from octavo.attention.base import AttentionBatch
 from octavo.attention.triton.decode import score_factors
-from octavo.attention.triton.launch import INTERPRETED, MIN_DOT, ReadKV, computes_in_float32, padded, tile_tokens
+from octavo.attention.triton.launch import (
+    INTERPRETED,
+    MIN_DOT,
+    ReadKV,
+    compute_capability,
+    computes_in_float32,
+    padded,
+    tile_tokens,
+)
 from octavo.attention.triton.tiles import load_tile, scores_of, soften
 
 
@@ -209,8 +217,9 @@ def attend_chunks(
     scales = kv.scales or (out, out)
     share = num_heads // kv_heads
     wide = max(key_dim, value_dim) > 128
-    rows = padded(share, MIN_DOT if INTERPRETED else _rows(wide, query.dtype))
+    rows = padded(share, MIN_DOT if INTERPRETED else _rows(kv, wide, query.dtype))
     block_q = rows // share
+    crowded = wide or query.dtype is torch.float32 or _decodes_before_hopper(kv)
     _attend_chunk[(batch.num_tokens // block_q + batch.num_seqs, kv_heads)](
         out,
         query,
@@ -249,12 +258,17 @@ def attend_chunks(
         SINKS=sinks is not None,
         DECODES_APART=decodes_apart,
         UPCAST=computes_in_float32(query.dtype),
-        num_warps=4 if rows <= 64 and not wide and query.dtype is not torch.float32 else 8,
+        num_warps=4 if rows <= 64 and not crowded else 8,
         num_stages=2,
     )
 
 
-def _rows(wide: bool, dtype: torch.dtype) -> int:
+def _rows(kv: ReadKV, wide: bool, dtype: torch.dtype) -> int:
     """Rows of a program, so that its sums stay in registers."""
     rows = 64 if wide else 128
-    return rows // 2 if dtype is torch.float32 else rows
+    return rows // 2 if dtype is torch.float32 or _decodes_before_hopper(kv) else rows
+
+
+def _decodes_before_hopper(kv: ReadKV) -> bool:
+    """Whether codes become floats in the registers that products take their operands from."""
+    return kv.codes != ("float", "float") and compute_capability() < 90

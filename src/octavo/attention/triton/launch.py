@@ -166,4 +166,9 @@ def _shared_memory(device: int) -> int:
 
 def converts_e4m3() -> bool:
     """Whether the GPU has instructions for fp8_e4m3: from compute capability 8.9 on."""
-    return INTERPRETED or bool(driver.active.get_current_target().arch >= 89)
+    return compute_capability() >= 89
+
+
+def compute_capability() -> int:
+    """Of the current GPU: 90 is Hopper's; of what the interpreter stands for, too."""
+    return 90 if INTERPRETED else int(driver.active.get_current_target().arch)
