@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -18,9 +19,9 @@ constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kSteepest = 1e30;
 // 2^-150 is no float: what lies so far below the largest has no mass.
 constexpr float kMassless = -151.0f;
-// How far below the largest, in units of x / temperature, top_p looks for all that it keeps: first, and twice as far
-// each time that this was not enough.
-constexpr float kFirstReach = 3.0f;
+// Masses are sorted by their exponent and the first bits behind it: few share a bin with the last one that top_p
+// keeps. They are at most 1.
+constexpr int kBinShift = 19, kBins = 2048;
 
 // A token that filters may keep.
 struct Candidate {
@@ -38,7 +39,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
 struct Scratch {
     std::vector<float> allowed_logits, maxima, values;
     std::vector<Candidate> candidates, by_mass;
-    std::vector<double> cumulative;
+    std::vector<double> cumulative, bins;
 };
 
 Scratch& scratch() {
@@ -77,8 +78,9 @@ class Row {
         return std::find(x_ + block * kVocabBlock, x_ + vocab_, most_) - x_;
     }
 
-    // Sums of the masses of each chunk, in `memory.cumulative` one by one added up; returns the total.
-    double add_up_masses(float scale) {
+    // Sums of the masses of each chunk, one by one added up, in `memory.cumulative`; returns the total. `masses` is
+    // [vocab] or null.
+    double add_up_masses(float scale, float* masses = nullptr) {
         auto& cumulative = memory_.cumulative;
         cumulative.resize(static_cast<size_t>(divided_up(vocab_, kVocabChunk)));
         constexpr int64_t kBlocks = kVocabChunk / kVocabBlock;
@@ -87,26 +89,28 @@ class Row {
             const float* maxima = memory_.maxima.data();
             const auto end = std::min((chunk + 1) * kBlocks, static_cast<int64_t>(memory_.maxima.size()));
             const float most = *std::max_element(maxima + chunk * kBlocks, maxima + end);
-            if ((most - most_) * scale > kMassless) {
-                const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
-                total += kernels().vocab_masses(x_ + begin, count, most_, scale, nullptr);
-            }
+            const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
+            if ((most - most_) * scale > kMassless)
+                total += kernels().vocab_masses(x_ + begin, count, most_, scale, masses ? masses + begin : nullptr);
+            else if (masses)
+                std::fill(masses + begin, masses + begin + count, 0.0f);
             cumulative[static_cast<size_t>(chunk)] = total;
         }
         return total;
     }
 
-    // Inverts the distribution function that `add_up_masses` has left behind.
-    int64_t draw(double uniform, float scale) {
+    // Inverts the distribution function that `add_up_masses` has left behind; masses: of all tokens, or null.
+    int64_t draw(double uniform, float scale, const float* masses = nullptr) {
         const auto& chunks = memory_.cumulative;
         double share;
         const int64_t chunk =
             invert(chunks.data(), static_cast<int64_t>(chunks.size()), uniform * chunks.back(), &share);
         const int64_t begin = chunk * kVocabChunk, count = std::min(vocab_ - begin, int64_t{kVocabChunk});
-        float masses[kVocabChunk];
+        float computed[kVocabChunk];
         double cumulative[kVocabChunk], total = 0.0;
-        kernels().vocab_masses(x_ + begin, count, most_, scale, masses);
-        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += masses[i];
+        if (!masses) kernels().vocab_masses(x_ + begin, count, most_, scale, computed);
+        const float* inside = masses ? masses + begin : computed;
+        for (int64_t i = 0; i < count; ++i) cumulative[i] = total += inside[i];
         return begin + invert(cumulative, count, share * total, nullptr);
     }
 
@@ -131,6 +135,7 @@ class Row {
     }
 
     float operator[](int64_t i) const { return x_[i]; }
+    int64_t vocab() const { return vocab_; }
 
   private:
     const float* x_;
@@ -167,51 +172,78 @@ Candidate last_of_nucleus(std::vector<Candidate>& all, double wanted) {
     return low == all.begin() ? *low : *(low - 1);
 }
 
+int bin_of(float mass) {
+    uint32_t bits;
+    std::memcpy(&bits, &mass, 4);
+    return std::min(static_cast<int>(bits >> kBinShift), kBins - 1);
+}
+
+// A draw under top_p alone, which may keep most of the vocabulary: no list is made of what it keeps.
+int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
+    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
+    const int64_t vocab = row.vocab();
+    auto& masses = memory.values;
+    masses.resize(static_cast<size_t>(vocab));
+    const double wanted = draw.top_p * row.add_up_masses(scale, masses.data());
+    auto& bins = memory.bins;
+    bins.assign(kBins, 0.0);
+    for (const float mass : masses) bins[static_cast<size_t>(bin_of(mass))] += mass;
+    int last_bin = kBins - 1;
+    double above = 0.0;
+    for (; last_bin > 0 && above + bins[static_cast<size_t>(last_bin)] < wanted; --last_bin)
+        above += bins[static_cast<size_t>(last_bin)];
+    auto& sharers = memory.by_mass;
+    sharers.clear();
+    for (int64_t i = 0; i < vocab; ++i)
+        if (const float mass = masses[static_cast<size_t>(i)]; bin_of(mass) == last_bin)
+            sharers.push_back({row[i] / draw.temperature, static_cast<int32_t>(i), mass});
+    if (!sharers.empty()) {
+        const Candidate last = last_of_nucleus(sharers, wanted - above);
+        for (const Candidate& each : sharers)
+            if (comes_before(last, each)) masses[static_cast<size_t>(each.token_id)] = 0.0f;
+    }
+    auto& cumulative = memory.cumulative;
+    double kept = 0.0;
+    for (size_t chunk = 0; chunk < cumulative.size(); ++chunk) {
+        const int64_t begin = static_cast<int64_t>(chunk) * kVocabChunk, end = std::min(begin + kVocabChunk, vocab);
+        double sums[4] = {};
+        for (int64_t i = begin; i < end; ++i) {
+            float& mass = masses[static_cast<size_t>(i)];
+            if (bin_of(mass) < last_bin) mass = 0.0f;
+            sums[i % 4] += mass;
+        }
+        cumulative[chunk] = kept += sums[0] + sums[1] + (sums[2] + sums[3]);
+    }
+    return row.draw(draw.uniform, scale, masses.data());
+}
+
 // A draw under top_k, top_p or min_p, among the tokens that these may keep.
 int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
+    if (!draw.top_k && !(draw.min_p > 0.0f)) return draw_nucleus(row, draw, memory);
     const float temperature = draw.temperature, best = row.most() / temperature;
     const float cut = draw.min_p > 0.0f ? best + std::log(draw.min_p) : -kInfinity;
-    const bool has_top_p = draw.top_p < 1.0;
     // In logits, and a little lower: several of them may be equal when divided by the temperature.
     const auto below = [](float x) { return std::isfinite(x) ? x - std::fabs(x) * 1e-6f : -kInfinity; };
     auto& candidates = memory.candidates;
-    double mass = 0.0;
-    const auto collect = [&](float from, float least) {
-        candidates.clear();
-        mass = 0.0;
-        row.each_from(below(from), [&](int32_t token_id) {
-            const float x = row[token_id] / temperature;
-            if (x == -kInfinity || x < least) return;
-            const double each = std::exp(static_cast<double>(x - best));
-            candidates.push_back({x, token_id, each});
-            mass += each;
-        });
-    };
-    double total = 0.0;
-    if (has_top_p && !draw.top_k && !(draw.min_p > 0.0f)) {
-        const auto scale = static_cast<float>(std::min(kLog2E / temperature, kSteepest));
-        total = row.add_up_masses(scale);
-        for (float reach = kFirstReach;; reach *= 2.0f) {
-            const bool everything = reach > 200.0f;
-            const float least = everything ? -kInfinity : best - reach;
-            collect(least * temperature, least);
-            if (everything || mass >= draw.top_p * total) break;
-        }
-    } else {
-        const float reached = draw.top_k ? row.reached_by(draw.top_k) : -kInfinity;
-        collect(std::max(cut * temperature, reached), cut);
-        float kth = -kInfinity;
-        if (draw.top_k && draw.top_k < static_cast<int64_t>(candidates.size())) {
-            auto& values = memory.values;
-            values.clear();
-            for (const Candidate& each : candidates) values.push_back(each.x);
-            std::nth_element(values.begin(), values.begin() + (draw.top_k - 1), values.end(), std::greater<float>());
-            kth = values[static_cast<size_t>(draw.top_k - 1)];
-        }
-        std::erase_if(candidates, [&](const Candidate& each) { return each.x < kth; });
-        for (const Candidate& each : candidates) total += each.mass;
+    candidates.clear();
+    const float reached = draw.top_k ? row.reached_by(draw.top_k) : -kInfinity;
+    row.each_from(below(std::max(cut * temperature, reached)), [&](int32_t token_id) {
+        const float x = row[token_id] / temperature;
+        if (x == -kInfinity || x < cut) return;
+        candidates.push_back({x, token_id, std::exp(static_cast<double>(x - best))});
+    });
+    float kth = -kInfinity;
+    if (draw.top_k && draw.top_k < static_cast<int64_t>(candidates.size())) {
+        auto& values = memory.values;
+        values.clear();
+        for (const Candidate& each : candidates) values.push_back(each.x);
+        std::nth_element(values.begin(), values.begin() + (draw.top_k - 1), values.end(), std::greater<float>());
+        kth = values[static_cast<size_t>(draw.top_k - 1)];
     }
-    if (has_top_p) {
+    std::erase_if(candidates, [&](const Candidate& each) { return each.x < kth; });
+    if (draw.top_p < 1.0) {
+        double total = 0.0;
+        for (const Candidate& each : candidates) total += each.mass;
         memory.by_mass = candidates;
         const Candidate last = last_of_nucleus(memory.by_mass, draw.top_p * total);
         std::erase_if(candidates, [&](const Candidate& each) { return comes_before(last, each); });
