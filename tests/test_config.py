@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from octavo.attention import BACKENDS
-from octavo.config import KV_CACHE_ALIASES, EngineConfig, parse_count
+from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, EngineConfig, parse_count
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.prefix import make_prefix_cache
@@ -42,7 +42,7 @@ def test_the_dtypes_offered_are_those_whose_weights_have_a_size() -> None:
 
 
 def test_the_kv_cache_dtypes_offered_are_the_codecs_and_their_other_names() -> None:
-    assert set(choices("kv_cache_dtype")) == {"auto", *KV_FORMATS, *KV_CACHE_ALIASES}
+    assert set(KV_CACHE_DTYPES) == {"auto", *KV_FORMATS, *KV_CACHE_ALIASES}
     assert tuple(CODECS) == tuple(KV_FORMATS)
     assert EngineConfig(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
 

@@ -16,6 +16,12 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_EVICTION_POLICY: Literal["adaptive"] = "adaptive"
 
 KV_CACHE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8_e4m3"}
+KV_CACHE_DTYPES = (
+    *("auto", "bfloat16", "float16", "float32", *KV_CACHE_ALIASES),
+    *("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4", "nvfp4"),
+)
+KV_CACHE_TABLE = ".toml"
+"""How the name of a file with codecs for each layer ends."""
 
 # Read with the package's first import, hence before torch's: its OpenMP may bind the thread that loads it to one CPU.
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
@@ -76,25 +82,16 @@ class EngineConfig(RequestLimits):
     )
     num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
-    kv_cache_dtype: Literal[
+    kv_cache_dtype: str = option(
         "auto",
-        "bfloat16",
-        "float16",
-        "float32",
-        "bf16",
-        "fp16",
-        "fp32",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
-        "int8",
-        "k8v4",
-        "int4",
-        "nvfp4",
-    ] = option(
-        "auto",
-        "how keys and values are kept (docs/kv_codecs.md); auto: the model's dtype; fp8: fp8_e4m3; k8v4: keys in int8, "
-        "values in int4",
+        f"how keys and values are kept (docs/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a file with codecs for "
+        "each layer, as octavo calibrate --search writes it (TABLE.toml); auto: the checkpoint's kv_cache_scheme, or "
+        "the model's dtype; k8v4: keys in int8, values in int4",
+    )
+    kv_scales: str | None = option(
+        None,
+        "scales of an fp8 or nvfp4 cache, as octavo calibrate writes them; default: the file that it wrote beside the "
+        "model, or the checkpoint's own",
     )
     calculate_kv_scales: bool = option(
         False, "choose the scales of an fp8 or nvfp4 cache by the first tokens that are computed, not the checkpoint's"
@@ -191,8 +188,9 @@ class EngineConfig(RequestLimits):
             if isinstance(value, str) and value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
-        kv_cache_dtype = KV_CACHE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
-        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", checked_kv_cache_dtype(self.kv_cache_dtype))
+        if self.kv_scales is not None and self.calculate_kv_scales:
+            raise ConfigError("kv_scales and calculate_kv_scales contradict each other: give one of them")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "block_size"):
             value = getattr(self, name)
             if value is not None and value != "max" and (isinstance(value, bool) or not isinstance(value, int)):
@@ -268,6 +266,18 @@ class EngineConfig(RequestLimits):
 
     def replace(self, **changes: Any) -> EngineConfig:
         return replace(self, **changes)
+
+
+def checked_kv_cache_dtype(name: str) -> str:
+    """A codec's name without aliases, or the path of a table.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if name in KV_CACHE_DTYPES or (isinstance(name, str) and name.endswith(KV_CACHE_TABLE)):
+        return KV_CACHE_ALIASES.get(name, name)
+    known = ", ".join(KV_CACHE_DTYPES)
+    raise ConfigError(f"kv_cache_dtype must be one of {known}, or a file that ends in {KV_CACHE_TABLE}, got {name!r}")
 
 
 def _literal_choices() -> dict[str, tuple[Any, ...]]:

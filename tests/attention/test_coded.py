@@ -82,6 +82,9 @@ def test_what_no_kernel_reads_goes_to_the_reference() -> None:
         ("int8", LayerKVSpec(2, 24, 64), 16),
         ("int8", LayerKVSpec(2, 64, 64), 8),
         ("int4", LayerKVSpec(2, 64, 48), 16),
+        ("int4/int8", LayerKVSpec(2, 64, 64), 16),
+        ("fp8_e4m3/int8", LayerKVSpec(2, 64, 64), 16),
+        ("bfloat16/int8", LayerKVSpec(2, 64, 64), 16),
     ):
         assert not NativeAttention.supports(KVArena(KVCacheSpec.build([layer], size, codec), 2).layers[0])
 

@@ -71,7 +71,7 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
         value = torch.randn(batch.num_tokens, layer.num_kv_heads, layer.value_dim, generator=generator)
         kv.write(key, value, batch.groups[kv.group].slot_mapping)
     dim = sequences.spec.layers[0].key_dim
-    return torch.randn(batch.num_tokens, heads, dim, generator=generator).to(sequences.arena.dtype)
+    return torch.randn(batch.num_tokens, heads, dim, generator=generator).to(sequences.arena.float_layers[0].key.dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

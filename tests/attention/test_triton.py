@@ -40,7 +40,9 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
     layer, kv = sequences.spec.layers[0], sequences.kv[0]
     shapes = ((layer.num_kv_heads, layer.key_dim), (layer.num_kv_heads, layer.value_dim), (heads, layer.key_dim))
     key, value, query = (
-        torch.randn(batch.num_tokens, *shape, generator=generator).to(sequences.arena.dtype).to(DEVICE)
+        torch.randn(batch.num_tokens, *shape, generator=generator)
+        .to(sequences.arena.float_layers[0].key.dtype)
+        .to(DEVICE)
         for shape in shapes
     )
     make_backend("triton", DEVICE).write(kv, key, value, batch)
@@ -153,7 +155,7 @@ def test_attention_over_codes_is_that_over_what_they_decode_to(codec: str) -> No
     dims, window = ((80, 48), 30) if codec in ("fp8_e5m2", "int4", "nvfp4") else ((64, 32), None)
     sequences = paged(LayerKVSpec(2, *dims, window), 16, 2, 60, dtype=codec, layout=BlockLayout.TOKENS)
     (kv,) = sequences.kv
-    if sequences.spec.format.calibrated:
+    if sequences.arena.calibrated_layers:
         kv.set_scales(torch.tensor([0.01, 0.02]), torch.tensor([0.03, 0.005]))
     assert TritonAttention.reads(kv)
     for step in ({0: 40}, {0: 1, 1: 9}):

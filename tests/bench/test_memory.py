@@ -137,9 +137,53 @@ def test_the_real_engine_plays_the_same_comparison(
     assert paged["waste"] < contiguous["waste"]
 
 
+def test_codecs_hold_more_sequences_in_the_same_memory(octavo_command: OctavoCommand, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    argv = [
+        "--workload",
+        "mixed64",
+        "--contiguous-seqs",
+        2,
+        "--codecs",
+        "all",
+        "--json",
+        "--output",
+        tmp_path / "codecs",
+    ]
+    code, out, err = octavo_command("bench", "memory", *SIMULATE, *argv)
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    plain, *coded = result["workloads"][0]["rows"]
+    assert plain["kv_cache_dtype"] == "bfloat16"
+    least = {"fp8_e4m3": 2.0, "fp8_e5m2": 2.0, "int8": 1.9, "k8v4": 2.5, "int4": 3.5, "nvfp4": 3.5}
+    assert {row["kv_cache_dtype"] for row in coded} == set(least)
+    for row in coded:  # heads of 128 dimensions
+        assert row["usable_blocks"] / plain["usable_blocks"] >= least[row["kv_cache_dtype"]]
+        assert row["running_ratio"] > 1.5
+        assert row["throughput_ratio"] > 1.0
+    assert "| KV cache | bytes a token |" in (tmp_path / "codecs.md").read_text()
+    assert (tmp_path / "codecs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_real_engine_plays_with_each_codec(
+    octavo_command: OctavoCommand, tiny_llama: Path, same_threads: None
+) -> None:
+    argv = ["--model", tiny_llama, "--device", "cpu", "--dtype", "float32", "--num-threads", 1, "--max-model-len", 128]
+    argv += ["--workload", "alpaca6", "--contiguous-seqs", 2, "--codecs", "int8,k8v4", "--json"]
+    code, out, err = octavo_command("bench", "memory", *argv)
+    assert code == 0, err
+    plain, int8, k8v4 = json.loads(out.splitlines()[-1])["workloads"][0]["rows"]
+    assert (plain["kv_cache_dtype"], plain["running_ratio"]) == ("float32", 1.0)
+    assert plain["usable_blocks"] < int8["usable_blocks"] < k8v4["usable_blocks"]
+    assert plain["running_mean"] <= int8["running_mean"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--codecs", "int8", "--block-sizes", "16"], "leave out --block-sizes"),
+        (["--codecs", "int8", "--kv-cache-dtype", "int8"], "leave out --kv-cache-dtype"),
+        (["--codecs", "int3"], "got 'int3'"),
         (["--block-size", "16"], "use --block-sizes"),
         (["--num-blocks", "9"], "use --kv-cache-memory"),
         (["--max-model-len", "999999"], "supports at most 4096"),

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.planner.deployment import Deployment, PlanOptions
+from octavo.planner.sources import find_shape
 from octavo.sampling_params import SamplingParams
+from octavo.storage.arena import KVArena
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
 
@@ -49,7 +53,7 @@ def test_the_cache_the_chunks_and_preemption_change_no_token(
         assert tight.core.scheduler.counters.num_preemptions > 0 or model == "tiny_mistral"
 
 
-@pytest.mark.parametrize("codec", ["fp8_e4m3", "int4"])
+@pytest.mark.parametrize("codec", CODED)
 def test_samples_and_beams_copy_a_shared_block_before_they_write(
     make_llm: MakeLLM, tiny_llama: Path, codec: str
 ) -> None:
@@ -75,3 +79,29 @@ def test_blocks_of_one_codec_are_never_found_by_another(make_llm: MakeLLM, tiny_
         keys.add(bytes(core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys))
         assert core.kv_report()["block_bytes"] == core.runner.arena.spec.block_bytes
     assert len(keys) == 1 + len(CODED)
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+def test_the_plan_and_the_ledger_count_the_bytes_that_are_there(
+    make_llm: MakeLLM, request: pytest.FixtureRequest, tmp_path: Path, model: str
+) -> None:
+    folder: Path = request.getfixturevalue(model)
+    (table := tmp_path / "table.toml").write_text('keys = ["int8", "auto"]\nvalues = ["int4", "nvfp4"]')
+    for codec in (*CODED, str(table)):
+        core = make_llm(folder, kv_cache_dtype=codec, num_blocks=9, max_model_len=64).core
+        options = PlanOptions(kv_cache_dtype=codec, dtype="float32", max_model_len=64)
+        arena, planned = core.runner.arena, Deployment(find_shape(str(folder)), options)
+        assert planned.spec == arena.spec
+        assert arena.nbytes == 9 * planned.report()["block_bytes_per_device"]
+        report = core.kv_report()
+        assert report["block_bytes"] * (report["num_blocks"] + 1) == arena.nbytes
+        fresh = KVArena(arena.spec, 3)
+        for layer in fresh.layers:  # inside the block that its slot is in
+            layer.write(*_ones(layer, 1), torch.tensor([layer.block_size]))
+        assert fresh.read_blocks([1]).any()
+        assert not fresh.read_blocks([0, 2]).any()
+
+
+def _ones(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = layer.gather(torch.tensor([0]), tokens)
+    return torch.ones_like(key), torch.ones_like(value)

@@ -105,7 +105,7 @@ def test_keys_and_values_are_encoded_on_the_way_as_the_codec_does(codec: str) ->
             [LayerKVSpec(2, dim, value_dim)], 16, 1, 60, dtype=codec, device=DEVICE, layout=BlockLayout.TOKENS
         )
         (kv,) = sequences.kv
-        if sequences.spec.format.calibrated:
+        if sequences.arena.calibrated_layers:
             kv.set_scales(torch.tensor([0.5, 0.02]), torch.tensor(0.1))
         attention = TritonAttention(DEVICE)
         assert attention.encoder(kv) is not None

@@ -46,8 +46,8 @@ def test_what_is_written_through_slots_is_gathered_through_the_table(
             written.append((layer, key, value))
     for layer, key, value in written:
         gathered_key, gathered_value = layer.gather(table, num_tokens)
-        assert torch.equal(gathered_key, key.to(pool.dtype))
-        assert torch.equal(gathered_value, value.to(pool.dtype))
+        assert torch.equal(gathered_key, key.to(getattr(torch, dtype)))
+        assert torch.equal(gathered_value, value.to(getattr(torch, dtype)))
 
 
 def test_half_types_lie_in_pairs() -> None:

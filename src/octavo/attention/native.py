@@ -13,7 +13,8 @@ from octavo.storage.layer_kv import LayerKV
 
 _TILE = 16  # tokens and dimensions to a vector
 _MAX_HEAD_DIM = 256
-_CODES = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
+# Codes of keys and of values.
+_PAIRS = {(code, code) for code in ("fp8_e4m3", "fp8_e5m2", "int8", "int4")} | {("int8", "int4")}
 
 
 class NativeAttention(AttentionBackend):
@@ -99,7 +100,7 @@ def _supports_codes(kv: CodedKV) -> bool:
     return (
         kernels.available()
         and kv.values.codes.device.type == "cpu"
-        and all(side.codec.format.name in _CODES for side in (kv.keys, kv.values))
+        and (kv.keys.codec.format.name, kv.values.codec.format.name) in _PAIRS
         and kv.block_size % _TILE == 0
         and not kv.by_tokens
         and kv.keys.dim % _TILE == 0

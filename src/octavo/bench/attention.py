@@ -97,7 +97,7 @@ class AttentionCase:
         shuffled = torch.randperm(self.seqs * per_seq, generator=torch.Generator().manual_seed(0)) + 1
         batch = self._batch(shuffled.view(self.seqs, per_seq).int())
         query = torch.randn(batch.num_tokens, self.heads.query, self.heads.dim).to(
-            arena.dtype if spec.format.plain else torch.bfloat16
+            getattr(torch, spec.dtype) if spec.plain else torch.bfloat16
         )
         backend = backend or make_backend(self.backend, "cpu")
         return [partial(_attend, backend, layer, query, batch) for layer in arena.layers]

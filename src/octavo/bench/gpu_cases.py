@@ -103,7 +103,7 @@ class _Step:
         spec = KVCacheSpec.build([LayerKVSpec(kv_heads, *dims, window)], 16, name)
         self.backend = TritonAttention("cuda")
         (self.kv,) = KVArena(spec, 4, "cpu", self.backend.layout).layers
-        self.dtype: torch.dtype = getattr(torch, name) if spec.format.plain else torch.bfloat16
+        self.dtype: torch.dtype = getattr(torch, name) if spec.plain else torch.bfloat16
         tokens = num_seqs * queries
         self.batch = AttentionBatch(
             query_start=torch.zeros(num_seqs + 1, dtype=torch.int32),

@@ -72,7 +72,7 @@ class CacheBudget:
         max_model_len = config.max_model_len or min(limit, 2048)
         if max_model_len > limit:
             raise ConfigError(f"max_model_len is {max_model_len}, but {shape.name} supports at most {limit}")
-        kv_dtype = next((d for d in (config.kv_cache_dtype, config.dtype) if d != "auto"), "bfloat16")
+        kv_dtype = shape.kv_dtype(config.kv_cache_dtype, cost_dtype(config))
         budget = cls(shape, kv_dtype, 0, max_model_len)
         reserved = budget.spec(CONTIGUOUS)
         one = len(reserved.groups) * reserved.block_bytes

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from octavo.bench import memory_codecs
 from octavo.bench.memory import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.bench.report import show
 from octavo.config import format_bytes
@@ -80,6 +81,9 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             f"{workload['output_tokens']:,} out{_scaled(workload)}"
         )
         yield ""
+        if result["axis"] == "codec":
+            yield from _table(*memory_codecs.HEADING, memory_codecs.cells(workload["rows"]))
+            continue
         yield from _table(
             ("block size", "waste", "sequences at once (max)", "of the budget: tokens", "reserved", "internal"),
             ("external", "preemptions", "output tok/s", "× contiguous"),
@@ -167,12 +171,18 @@ def _beside(output: Path, suffix: str) -> Path:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """One row of three plots per workload: memory by state, waste, and speed-up over contiguous."""
+    """One row of three plots per workload: memory by state, waste, and speed-up over contiguous.
+
+    Of codecs: bytes a token, sequences at once, and throughput.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if result["axis"] == "codec":
+        _save(memory_codecs.figure(result, _plot_bars), result, path)
+        return
     workloads = result["workloads"]
     figure, axes = pyplot.subplots(
         len(workloads), 3, figsize=(13, 0.9 + 3.3 * len(workloads)), squeeze=False, width_ratios=(1.5, 1, 1)
@@ -194,6 +204,12 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
     handles, states = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, states, loc="lower center", ncols=len(states), fontsize=8, frameon=False)
+    _save(figure, result, path)
+
+
+def _save(figure: Any, result: Mapping[str, Any], path: Path) -> None:
+    from matplotlib import pyplot
+
     figure.suptitle(
         f"{result['model']}, {format_bytes(result['kv_bytes'])} of keys and values, contexts up to "
         f"{result['max_model_len']:,} tokens ({'measured' if result['mode'] == 'real' else 'simulated'})",

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.bench.forward_text import CHUNK, logits_of_chunks
 from octavo.llm import LLM
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 
-CHUNK = 64
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = 8
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -126,34 +125,10 @@ def measure(
     return results
 
 
-@torch.inference_mode()
 def next_token_log_probs(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
-    """float32 [tokens, vocab_size] of one sequence, in chunks, over blocks from 1 on."""
-    spec = runner.arena.spec
-    per_group = spec.blocks_for_tokens(len(tokens))
-    tables = [torch.arange(per_group) + 1 + group * per_group for group in range(len(spec.groups))]
-    rows = []
-    for first in range(0, len(tokens), CHUNK):
-        positions = torch.arange(first, min(first + CHUNK, len(tokens)))
-        count, context = len(positions), int(positions[-1]) + 1
-        slots = [
-            table[positions // spec.block_size] * spec.block_size + positions % spec.block_size for table in tables
-        ]
-        batch = AttentionBatch(
-            query_start=torch.tensor([0, count], dtype=torch.int32),
-            context_lens=torch.tensor([context], dtype=torch.int32),
-            table_rows=torch.zeros(1, dtype=torch.int64),
-            positions=positions,
-            groups=tuple(GroupBatch(t.int()[None], s) for t, s in zip(tables, slots, strict=True)),
-            num_seqs=1,
-            num_tokens=count,
-            max_query_len=count,
-            max_context_len=context,
-        )
-        step = (torch.tensor(tokens[first : first + count]), batch, runner.arena.layers, runner.attention)
-        logits = runner.model.forward(*step, torch.arange(count))
-        rows.append(logits.log_softmax(1))
-    return torch.cat(rows)
+    """float32 [tokens, vocab_size] of one sequence, in chunks."""
+    chunks = logits_of_chunks(runner.model, runner.arena, runner.attention, tokens)
+    return torch.cat([logits.log_softmax(1).cpu() for logits in chunks])
 
 
 def _needle(llm: LLM, tokens: list[int], lengths: Sequence[int]) -> float:

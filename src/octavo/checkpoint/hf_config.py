@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
+from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
     NATIVE_ACTIVATIONS,
     NATIVE_ARCHITECTURES,
@@ -80,6 +81,7 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         dtype=_dtype(fields, folder),
         bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
         eos_token_ids=_eos_token_ids(fields, native, folder),
+        kv_cache_dtype=kv_cache_scheme_dtype(fields.get("quantization_config"), str(path)),
         transformers_reason=reason,
     )
 
@@ -128,7 +130,8 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return "a partial rotary factor"
     if (activation := fields.get("hidden_act", "silu")) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
-    if quantization := fields.get("quantization_config"):
+    quantization = fields.get("quantization_config")
+    if quantization and not only_kv_cache_scheme(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         return f"weights quantised by {method!r}"
     if native.windowed == "by_layer":

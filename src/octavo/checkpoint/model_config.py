@@ -113,6 +113,7 @@ class ModelConfig:
             before it), or None for full attention.
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
         eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
+        kv_cache_dtype: the codec of keys and values that the checkpoint asks for (`kv_cache_scheme`); None: none.
         transformers_reason: why the native decoder cannot run it and transformers must; None: it runs natively.
             Where it is set, `rope` is not filled and `layer_windows` only as far as the configuration spells it out.
     """
@@ -139,6 +140,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    kv_cache_dtype: str | None = None
     transformers_reason: str | None = None
 
     def __post_init__(self) -> None:

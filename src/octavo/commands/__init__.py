@@ -5,6 +5,7 @@ from __future__ import annotations
 from octavo.commands import (
     bench,
     cache,
+    calibrate,
     calibrate_speed,
     chat,
     completion,
@@ -24,6 +25,7 @@ COMMANDS: tuple[Command, ...] = (
     bench.COMMAND,
     plan.COMMAND,
     quality.COMMAND,
+    calibrate.COMMAND,
     simulate.COMMAND,
     calibrate_speed.COMMAND,
     top.COMMAND,

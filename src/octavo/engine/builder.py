@@ -221,8 +221,14 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     if config.deterministic:
         _require_deterministic(model, arena, attention)
     kv_scales = ""
-    if spec.format.calibrated:
-        kv_scales = choose_scales(arena.coded_layers, source, spec.dtype, calculate=config.calculate_kv_scales)
+    if calibrated := arena.calibrated_layers:
+        kv_scales = choose_scales(
+            calibrated, source, spec.dtype, file=config.kv_scales, calculate=config.calculate_kv_scales
+        )
+    elif config.kv_scales is not None:
+        raise ConfigError(
+            f"kv_scales is for fp8 and nvfp4; a KV cache in {spec.dtype} has no scales that are chosen beforehand"
+        )
     runner = ModelRunner(
         model,
         arena,
@@ -247,9 +253,9 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
         layout=arena.layout.value,
         restore_speed=_restore_speed(config, runner, host, num_host_blocks),
     )
-    for layer in arena.coded_layers:
+    for layer in calibrated.values():
         # Only now: what was computed to measure speeds was no text.
-        layer.finds_scales = spec.format.calibrated and config.calculate_kv_scales
+        layer.finds_scales = config.calculate_kv_scales
     return runner, facts
 
 

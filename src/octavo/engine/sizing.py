@@ -31,11 +31,12 @@ def size_before_loading(
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
     native = model_config.runs_natively and NativeDecoder.supports(model_config, dtype, device)
     native = native and config.attention_backend not in ("reference", "triton")
+    shape = _promised_shape(source, model_config)
     sizing = StartSizing(
         config=config,
-        shape=_promised_shape(source, model_config),
-        dtype=str(dtype).removeprefix("torch."),
-        kv_dtype=_kv_dtype(config, dtype),
+        shape=shape,
+        dtype=_name(dtype),
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(dtype)),
         available=limited_memory(available_memory() if on_cpu else _available_on_gpu(config, device)),
         cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
         tied_head_copied=model_config.runs_natively and packed and not native,
@@ -48,10 +49,11 @@ def size_before_loading(
 
 def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
     """The sizes with the actual memory of the loaded model."""
+    shape = replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings)
     return replace(
         sizing,
-        shape=replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings),
-        kv_dtype=_kv_dtype(config, model.dtype),
+        shape=shape,
+        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, _name(model.dtype)),
         loaded_weights=model.weight_bytes,
     )
 
@@ -71,8 +73,8 @@ def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShap
         return shape_of_checkpoint(source.name, model_config, 0)
 
 
-def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _available_on_gpu(config: EngineConfig, device: torch.device) -> int:

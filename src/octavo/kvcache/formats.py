@@ -12,11 +12,19 @@ A codec turns one token's vector of one head into codes, and numbers beside them
     nvfp4         4 bits             4 bits         scale (e4m3) each 16 elements  36 /  72
 
 `storage/codec/` has the codecs themselves, which are held to these numbers by a test.
+
+A cache's dtype is the name of one format, or it spells one for each layer, a run of equal layers at a time:
+
+    int8                                every layer
+    int8*2,k8v4*27,int8/fp8_e4m3        30 layers; keys/values where the pair has no name of its own
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 from octavo.errors import ConfigError
 
@@ -98,12 +106,57 @@ KV_FORMATS: dict[str, KVFormat] = {
 }
 
 
+CODES = {code.name: code for format in KV_FORMATS.values() for code in (format.keys, format.values)}
+_NAMED = {(format.keys.name, format.values.name): format for format in KV_FORMATS.values()}
+
+
 def kv_format(name: str) -> KVFormat:
-    """The format called `name`.
+    """The format called `name`, which may also be the codec of keys and that of values: `int8/fp8_e4m3`.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in KV_FORMATS:
+    if name in KV_FORMATS:
+        return KV_FORMATS[name]
+    keys, slash, values = name.partition("/")
+    if not slash:
         raise ConfigError(f"KV cache dtype {name!r} is not one of {', '.join(KV_FORMATS)}")
-    return KV_FORMATS[name]
+    return pair_format(keys, values)
+
+
+def pair_format(keys: str, values: str) -> KVFormat:
+    """Keys in one code, values in another, under the pair's own name where it has one.
+
+    Raises:
+        ConfigError: one of them is no code.
+    """
+    for side, name in (("keys", keys), ("values", values)):
+        if name not in CODES:
+            raise ConfigError(f"KV cache dtype {name!r} of {side} is not one of {', '.join(CODES)}")
+    return _NAMED.get((keys, values)) or KVFormat(f"{keys}/{values}", CODES[keys], CODES[values])
+
+
+def spelled(formats: Sequence[KVFormat]) -> str:
+    """The dtype of a cache whose layers have these formats."""
+    runs = [(name, len(list(run))) for name, run in groupby(format.name for format in formats)]
+    if len(runs) == 1:
+        return runs[0][0]
+    return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
+
+
+@lru_cache(maxsize=64)
+def layer_formats(dtype: str, num_layers: int) -> tuple[KVFormat, ...]:
+    """The format of each layer.
+
+    Raises:
+        ConfigError: an unknown format, or formats of another number of layers.
+    """
+    if "," not in dtype and "*" not in dtype:
+        return (kv_format(dtype),) * num_layers
+    formats: list[KVFormat] = []
+    for run in dtype.split(","):
+        name, _, count = run.partition("*")
+        formats += [kv_format(name)] * int(count or 1)
+    if len(formats) != num_layers:
+        raise ConfigError(f"KV cache dtype {dtype!r} is of {len(formats)} layers, the model has {num_layers}")
+    return tuple(formats)

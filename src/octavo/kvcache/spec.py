@@ -11,10 +11,10 @@ as large as the smallest kind of layer allows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
-from octavo.kvcache.formats import ALIGNMENT, KVFormat, kv_format
+from octavo.kvcache.formats import ALIGNMENT, KVFormat, layer_formats
 
 # Measured over both prefix caches at their least favourable number of blocks, and held to by a test.
 BOOKKEEPING_BYTES = 220
@@ -63,7 +63,7 @@ class KVCacheSpec:
     """The shape of a cache: pure numbers, from which arena, manager and calculator are built.
 
     Attributes:
-        dtype: the codec of keys and values, a name of `kvcache/formats.py`.
+        dtype: the codec of keys and values, or of each layer's; spelled as in `kvcache/formats.py`.
         block_bytes: bytes of one block, all layers of one group, keys and values; a multiple of `ALIGNMENT`.
     """
 
@@ -78,19 +78,32 @@ class KVCacheSpec:
         """Group `layers` and size the blocks.
 
         Raises:
-            ConfigError: no layers, a block size below 1, or an unknown dtype.
+            ConfigError: no layers, a block size below 1, an unknown dtype, or one of another number of layers.
         """
         if not layers:
             raise ConfigError("a KV cache needs at least one attention layer")
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
-        format, groups = kv_format(dtype), _group_layers(layers)
-        used = max(sum(layers[i].block_bytes(format, block_size) for i in group.layer_indices) for group in groups)
-        return cls(tuple(layers), groups, block_size, dtype, -(-used // ALIGNMENT) * ALIGNMENT)
+        groups = _group_layers(layers)
+        unsized = cls(tuple(layers), groups, block_size, dtype, 0)
+        used = max(sum(unsized.layer_bytes(index) for index in group.layer_indices) for group in groups)
+        return replace(unsized, block_bytes=-(-used // ALIGNMENT) * ALIGNMENT)
 
     @property
-    def format(self) -> KVFormat:
-        return kv_format(self.dtype)
+    def formats(self) -> tuple[KVFormat, ...]:
+        """How each layer keeps its keys and values."""
+        return layer_formats(self.dtype, len(self.layers))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers are kept as floats."""
+        return all(format.plain for format in self.formats)
+
+    def layer_bytes(self, index: int) -> int:
+        """Bytes of a layer's part of a block."""
+        num_bytes = self.layers[index].block_bytes(self.formats[index], self.block_size)
+        # Layers of floats may lie end to end, but not before codes, whose parts begin on cache lines.
+        return num_bytes if self.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def bookkeeping_bytes(self) -> int:
@@ -100,7 +113,7 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers, scales included, without padding."""
-        return sum(layer.token_bytes(self.format) for layer in self.layers)
+        return sum(layer.token_bytes(format) for layer, format in zip(self.layers, self.formats, strict=True))
 
     def blocks_for_tokens(self, num_tokens: int) -> int:
         """Blocks of one full-attention table that holds `num_tokens` tokens."""

@@ -1,4 +1,4 @@
-"""Scales of calibrated KV codecs: from a checkpoint, or from the first tokens that are stored.
+"""Scales of calibrated KV codecs: from a file, a checkpoint, or the first tokens that are stored.
 
 llm-compressor writes `model.layers.N.self_attn.k_scale` and `v_scale` (`kv_cache_scheme` in the configuration's
 `quantization_config`): one number for a layer, or one for each head.
@@ -10,20 +10,18 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.errors import CorruptModelError, ModelError
-from octavo.storage.coded_kv import CodedKV
+from octavo.models.kv_scale_file import Scales, path_beside, read_scales
+from octavo.storage.coded_kv import CodedKV, CodedSide
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|attention|attn)\.([kv])_scale$")
-
-Scales = dict[int, dict[str, torch.Tensor]]
-"""By layer: "k" and "v", each one number or float32 [kv_heads]."""
 
 
 def checkpoint_scales(names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Scales:
@@ -35,17 +33,21 @@ def checkpoint_scales(names: Iterable[str], read: Callable[[str], torch.Tensor])
     return found
 
 
-def apply_scales(layers: list[CodedKV], scales: Scales, source: str) -> str:
+def calibrated_sides(layer: CodedKV) -> dict[str, CodedSide]:
+    """Those of a layer's sides, "k" and "v", that have scales."""
+    return {name: side for name, side in (("k", layer.keys), ("v", layer.values)) if side.codec.format.calibrated}
+
+
+def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> str:
     """Give each layer its scales; returns what tells blocks with these scales from others'.
 
     Raises:
         CorruptModelError: a layer without a scale, of another number of heads, or one that is not positive.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for index, layer in enumerate(layers):
-        sides = []
-        for kind in ("k", "v"):
-            scale, heads = scales.get(index, {}).get(kind), len(layer.keys.scale)
+    for index, layer in layers.items():
+        for kind, side in calibrated_sides(layer).items():
+            scale, heads = scales.get(index, {}).get(kind), len(side.scale)
             if scale is None:
                 raise CorruptModelError(f"{source} has KV scales, but no {kind}_scale of layer {index}")
             if scale.numel() not in (1, heads):
@@ -54,25 +56,44 @@ def apply_scales(layers: list[CodedKV], scales: Scales, source: str) -> str:
                 )
             if not bool(((scale > 0) & scale.isfinite()).all()):
                 raise CorruptModelError(f"{source}: {kind}_scale of layer {index} is not positive: {scale.tolist()}")
-            sides.append(scale)
-        layer.set_scales(*sides)
-        digest.update(layer.keys.scale.cpu().numpy().tobytes() + layer.values.scale.cpu().numpy().tobytes())
+            side.scale.copy_(scale)  # in place: the kernels hold the tensor
+            digest.update(side.scale.cpu().numpy().tobytes())
     logger.info("KV cache scales: from %s", source)
     return digest.hexdigest()
 
 
-def choose_scales(layers: list[CodedKV], source: ModelSource, dtype: str, *, calculate: bool) -> str:
-    """Choose the scales of calibrated layers; returns their part of every block's key."""
+def choose_scales(
+    layers: Mapping[int, CodedKV], source: ModelSource, dtype: str, *, file: str | None = None, calculate: bool = False
+) -> str:
+    """Choose the scales of calibrated layers; returns their part of every block's key.
+
+    Args:
+        layers: those with calibrated sides, by their index in the model.
+        file: of `octavo calibrate`; None: the one that lies beside the model, if there is one.
+
+    Raises:
+        ConfigError: a file that is not for this model, codec or shape.
+        CorruptModelError: see `apply_scales`.
+    """
     if calculate:
         logger.info("KV cache scales: from the first tokens that are computed")
         return f"calculated {secrets.token_hex(8)}"  # nobody else's, so nobody else's blocks are found
+    beside = path_beside(source, dtype)
+    if file is None and beside.is_file():
+        file = str(beside)
+    if file is not None:
+        heads = {
+            index: {name: len(side.scale) for name, side in calibrated_sides(layer).items()}
+            for index, layer in layers.items()
+        }
+        return apply_scales(layers, *read_scales(file, source, dtype, heads))
     scales = _from(source)
     if scales:
         return apply_scales(layers, scales, str(source.path))
     logger.warning(
         "KV CACHE SCALES ARE 1.0, WHICH NOBODY CHOSE: %s brings no k_scale and v_scale for kv_cache_dtype %s. Numbers "
-        "beyond what the codec reaches are cut off, small ones are coarse: give --calculate-kv-scales, or use int8, "
-        "which needs no scales",
+        "beyond what the codec reaches are cut off, small ones are coarse: run octavo calibrate, give "
+        "--calculate-kv-scales, or use int8, which needs no scales",
         source.path,
         dtype,
     )

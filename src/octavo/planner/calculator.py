@@ -212,8 +212,8 @@ class SequenceCost:
     @classmethod
     def of(cls, spec: KVCacheSpec, num_tokens: int, max_step: int) -> SequenceCost:
         needed = sum(
-            layer.token_bytes(spec.format) * min(num_tokens, layer.sliding_window or num_tokens)
-            for layer in spec.layers
+            layer.token_bytes(format) * min(num_tokens, layer.sliding_window or num_tokens)
+            for layer, format in zip(spec.layers, spec.formats, strict=True)
         )
         return cls(spec, num_tokens, spec.peak_blocks(num_tokens, 1), spec.peak_blocks(num_tokens, max_step), needed)
 

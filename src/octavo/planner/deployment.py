@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import DEFAULT_EVICTION_POLICY, KV_CACHE_ALIASES, format_bytes, parse_bytes, parse_swap
+from octavo.config import DEFAULT_EVICTION_POLICY, checked_kv_cache_dtype, format_bytes, parse_bytes, parse_swap
 from octavo.errors import ConfigError
-from octavo.kvcache.formats import KV_FORMATS, kv_format
+from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.option import option
 from octavo.planner.calculator import (
@@ -50,7 +50,11 @@ class PlanOptions:
         1, "devices that share the model, heads and matrices divided among them; a plan only: octavo serve uses one"
     )
     dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
-    kv_cache_dtype: str = option("auto", f"keys and values: {', '.join(KV_FORMATS)}; auto: as dtype; fp8: fp8_e4m3")
+    kv_cache_dtype: str = option(
+        "auto",
+        f"keys and values: {', '.join(KV_FORMATS)}, or a file of codecs by layer; auto: as the checkpoint says, or as "
+        "dtype; fp8: fp8_e4m3",
+    )
     block_size: int | Literal["max"] = option(16, "tokens per block; 'max': one block of max_model_len per sequence")
     max_model_len: int | None = option(
         None, "what a contiguous allocator reserves for each sequence; default: the model's own limit"
@@ -78,10 +82,7 @@ class PlanOptions:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", *DTYPE_BYTES):
             raise ConfigError(f"dtype must be one of auto, {_DTYPES}, got {self.dtype!r}")
-        object.__setattr__(self, "kv_cache_dtype", KV_CACHE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype))
-        if self.kv_cache_dtype not in ("auto", *KV_FORMATS):
-            known = ", ".join(KV_FORMATS)
-            raise ConfigError(f"kv_cache_dtype must be one of auto, {known}, got {self.kv_cache_dtype!r}")
+        object.__setattr__(self, "kv_cache_dtype", checked_kv_cache_dtype(self.kv_cache_dtype))
         for name in ("memory", "kv_cache_memory"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, value := parse_bytes(value))
@@ -131,7 +132,7 @@ class Deployment:
 
     @property
     def kv_dtype(self) -> str:
-        return self.dtype if self.options.kv_cache_dtype == "auto" else self.options.kv_cache_dtype
+        return self.model.kv_dtype(self.options.kv_cache_dtype, self.dtype)
 
     @property
     def max_model_len(self) -> int:
@@ -367,8 +368,9 @@ class Deployment:
         if devices > kv_heads:
             notes.append(f"each of the {kv_heads} KV heads is kept by {devices // kv_heads} of the {devices} devices")
         if (latents := self.model.latent_elements_per_token) is not None:
+            bits = layer_formats(self.kv_dtype, len(self.model.kv_layers))[0].keys.bits
             notes.append(
-                f"a cache of latents would take {latents * kv_format(self.kv_dtype).keys.bits // 8:,} bytes a token, "
+                f"a cache of latents would take {latents * bits // 8:,} bytes a token, "
                 f"not {devices * self.spec.bytes_per_token:,}"
             )
         if (budget := self.budget) is not None and budget.left < 0:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
+from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import NATIVE_ARCHITECTURES, ModelConfig
 from octavo.errors import UnsupportedModelError
+from octavo.kvcache.codec_table import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
 
 
@@ -50,6 +52,7 @@ class ModelShape:
         mlp_width: the same in the MLP: gate and up, and their product (of the experts a token visits).
         latent_elements_per_token: what a cache of DeepSeek's compressed latents would hold per token over all layers,
             which Octavo does not do: it stores the keys and values they expand to. None for other models.
+        kv_cache_dtype: the codec that the checkpoint asks for; None: it asks for none.
         notes: how something is counted that a reader could expect otherwise.
     """
 
@@ -65,11 +68,20 @@ class ModelShape:
     attention_width: int
     mlp_width: int
     latent_elements_per_token: int | None = None
+    kv_cache_dtype: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def num_kv_heads(self) -> int:
         return self.kv_layers[0].num_kv_heads
+
+    def kv_dtype(self, option: str, dtype: str) -> str:
+        """The dtype of a cache under `kv_cache_dtype`; `dtype` is that of activations.
+
+        Raises:
+            ConfigError: see `codec_table.kv_dtype`.
+        """
+        return kv_dtype(option, self.kv_cache_dtype or dtype, len(self.kv_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +139,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     fields = ConfigFields({**(raw or {}), **(raw or {}).get("text_config", {})}, name)
     counter = _Counter(config, _FAMILIES.get(architecture, _Family(qk_norm=config.qk_norm)), fields)
     notes = ["the text model alone, without the vision tower"] if multimodal else []
-    if "quantization_config" in fields.content:
+    if fields.content.get("quantization_config") and not only_kv_cache_scheme(fields.content["quantization_config"]):
         notes.append("weights are counted unquantised, in the dtype")
     latent = None
     if counter.family.latent:
@@ -149,6 +161,7 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         attention_width=counter.attention_width(),
         mlp_width=3 * counter.active_inner_size(),
         latent_elements_per_token=latent,
+        kv_cache_dtype=config.kv_cache_dtype,
         notes=tuple(notes),
     )
 
@@ -174,6 +187,7 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
         ),
         attention_width=config.num_heads * (2 * config.head_dim + config.value_dim) + kv,
         mlp_width=3 * config.intermediate_size,
+        kv_cache_dtype=config.kv_cache_dtype,
         notes=(f"{config.architecture}: parameters counted from the files, keys and values from the configuration",),
     )
 

@@ -54,7 +54,7 @@ class ModelRunner(Executor):
     ) -> None:
         self.model = model
         self.arena = arena
-        self._calibrated = arena.coded_layers if arena.spec.format.calibrated else []
+        self._calibrated = list(arena.calibrated_layers.values())
         self.attention = attention
         self.host = host
         self.max_model_len = max_model_len

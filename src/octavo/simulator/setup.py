@@ -10,7 +10,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import RecomputeCost
-from octavo.kvcache.formats import kv_format
+from octavo.kvcache.formats import layer_formats
 from octavo.kvcache.host_cache import HostCache
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.planner.calculator import (
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str:
-        return self.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype
+        return self.shape.kv_dtype(self.config.kv_cache_dtype, self.dtype)
 
     @property
     def spec(self) -> KVCacheSpec:
@@ -100,7 +100,9 @@ class Plan:
     @property
     def _bits_ratio(self) -> float:
         """Bytes of keys and values over those of `kv_dtype`."""
-        return 1.0 if self.kv_bits is None else self.kv_bits / kv_format(self.kv_dtype).keys.bits
+        formats = layer_formats(self.kv_dtype, len(self.shape.kv_layers))
+        bits = sum(format.keys.bits + format.values.bits for format in formats) / (2 * len(formats))
+        return 1.0 if self.kv_bits is None else self.kv_bits / bits
 
     @property
     def num_blocks(self) -> int:

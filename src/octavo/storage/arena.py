@@ -27,7 +27,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.storage.codec import CODECS
+from octavo.storage.codec import codecs_of
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 from octavo.storage.pages import zero_pages
@@ -93,7 +93,6 @@ class KVArena:
 
     Attributes:
         layers: one view for each of `spec.layers`, in their order.
-        dtype: that attention reads: floats' own, and float32 where a codec is decoded.
 
     Raises:
         ConfigError: fewer than 2 blocks; block 0 is the null block, which no sequence owns.
@@ -111,7 +110,6 @@ class KVArena:
         self.spec = spec
         self.num_blocks = num_blocks
         self.layout = layout
-        self.dtype: torch.dtype = getattr(torch, spec.dtype) if spec.format.plain else torch.float32
         # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
         if torch.device(device).type == "cpu":
             self._bytes = torch.frombuffer(zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
@@ -146,34 +144,45 @@ class KVArena:
 
     @property
     def float_layers(self) -> list[FloatKV]:
-        """Those of `layers` that hold floats: all or none."""
+        """Those of `layers` that hold floats."""
         return [layer for layer in self.layers if isinstance(layer, FloatKV)]
 
     @property
     def coded_layers(self) -> list[CodedKV]:
-        """Those of `layers` that hold codes: all or none."""
+        """Those of `layers` that hold codes."""
         return [layer for layer in self.layers if isinstance(layer, CodedKV)]
 
+    @property
+    def calibrated_layers(self) -> dict[int, CodedKV]:
+        """Those of `layers` with scales that are chosen before anything is stored, by their index."""
+        return {
+            index: layer
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, CodedKV) and self.spec.formats[index].calibrated
+        }
+
     def _layer_views(self) -> list[LayerKV]:
-        spec, format = self.spec, self.spec.format
+        spec = self.spec
         views: dict[int, LayerKV] = {}
         for group_index, group in enumerate(spec.groups):
             offset = 0
             for index in group.layer_indices:
+                format = spec.formats[index]
                 if format.plain:
                     views[index] = self._float_view(index, group_index, offset)
                 else:
                     views[index] = CodedKV.view(
-                        self._bytes, offset, spec.layers[index], CODECS[spec.dtype], spec.block_size, group_index,
+                        self._bytes, offset, spec.layers[index], codecs_of(format), spec.block_size, group_index,
                         by_tokens=self.layout is BlockLayout.TOKENS,
                     )  # fmt: skip
-                offset += spec.layers[index].block_bytes(format, spec.block_size)
+                offset += spec.layer_bytes(index)
         return [views[index] for index in range(len(spec.layers))]
 
     def _float_view(self, index: int, group: int, offset: int) -> FloatKV:
         spec, layer = self.spec, self.spec.layers[index]
-        element = self.dtype.itemsize
-        typed = self._bytes.view(-1).view(self.dtype)
+        dtype: torch.dtype = getattr(torch, spec.formats[index].name)
+        element = dtype.itemsize
+        typed = self._bytes.view(-1).view(dtype)
         block_stride, first = spec.block_bytes // element, offset // element
         heads, size = layer.num_kv_heads, spec.block_size
         if self.layout is BlockLayout.TOKENS:

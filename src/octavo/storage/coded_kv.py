@@ -156,6 +156,8 @@ class CodedKV(LayerKV):
     def _find_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Scales that cut off nothing of these tokens, nor of others twice as large: floats lose nothing by room."""
         for side, x in ((self.keys, key), (self.values, value)):
+            if not side.codec.format.calibrated:
+                continue
             most = x.float().abs().nan_to_num(0.0, posinf=0.0).amax((0, 2))
             side.scale.copy_(torch.where(most > 0, 2 * most / side.codec.largest, 1.0))
         self.finds_scales = False

@@ -12,6 +12,7 @@ from triton.runtime.driver import driver
 from octavo.attention.triton.interpreter import let_loops_end_at_tensors
 from octavo.storage.arena import FloatKV
 from octavo.storage.codec import VectorCodec
+from octavo.storage.codec.floats import FloatCodec
 from octavo.storage.codec.fp8 import Float8Codec
 from octavo.storage.codec.hadamard import rotate
 from octavo.storage.codec.int4 import Int4Codec
@@ -81,6 +82,8 @@ def read_kv(kv: LayerKV) -> ReadKV | None:
     if not isinstance(kv, CodedKV) or not kv.by_tokens:
         return None
     keys, values = kv.keys, kv.values
+    if isinstance(keys.codec, FloatCodec) or isinstance(values.codec, FloatCodec):
+        return None  # floats beside codes, in a table of codecs by layer
     if any(f.shape[-1] == 2 and f.storage_offset() % 2 for f in (*keys.fields, *values.fields)):
         return None
     of_keys, of_values = keys.codes.stride(), values.codes.stride()

@@ -1,4 +1,4 @@
-"""`octavo bench memory`: the paged cache against a contiguous one, at one memory budget."""
+"""`octavo bench memory`: the paged cache against a contiguous one, or codecs, at one memory budget."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=block_sizes,
         metavar="N|max,…",
         help="(default: 16,max; with --simulate 1,2,4,…,256,max). Kernels want multiples of 16",
+    )
+    group.add_argument(
+        "--codecs",
+        metavar="NAME,…",
+        help="compare codecs of the KV cache instead of block sizes, with the model's own type; 'all' for all of them. "
+        "No kernel reads nvfp4 on a CPU: slow, unless with --simulate",
     )
     group.add_argument(
         "--contiguous-seqs",
@@ -86,5 +92,5 @@ COMMAND = Command(
     run,
     "Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of "
     "max_model_len tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, "
-    "whichever is less.",
+    "whichever is less. With --codecs, the same with several codecs of the KV cache.",
 )

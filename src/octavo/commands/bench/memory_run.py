@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import memory_report, report, traces, workload
+from octavo.bench import memory_codecs, memory_report, report, traces, workload
 from octavo.bench.memory import (
     CONTIGUOUS,
     BenchEngine,
@@ -26,6 +26,7 @@ from octavo.bench.workload import BenchRequest
 from octavo.commands.options import engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
 
@@ -59,6 +60,12 @@ class _Bench:
             return real_engine(self.budget, block_size, {**self.options, **changes})
         return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), *self.speeds))
 
+    def with_codec(self, name: str) -> _Bench:
+        """The same bytes for keys and values kept in another way."""
+        dtype = self.budget.shape.kv_dtype(self.config(kv_cache_dtype=name).kv_cache_dtype, cost_dtype(self.config()))
+        options = {**self.options, "kv_cache_dtype": name}
+        return replace(self, budget=replace(self.budget, kv_dtype=dtype), options=options)
+
     def play(self, block_size: BlockSize, work: _Work, n: int = 1, **changes: Any) -> Played:
         with self.engine(block_size, **changes) as engine:
             return play(engine, work.requests, self.budget, n)
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for name, instead in (("block_size", "--block-sizes"), ("num_blocks", "--kv-cache-memory")):
         if name in options:
             raise ConfigError(f"{name} is what this benchmark compares: use {instead}")
+    codecs = _codecs(args, options)
     if args.output:
         memory_report.require_matplotlib()
     config = EngineConfig.from_options(options)
@@ -93,14 +101,19 @@ def run(args: argparse.Namespace) -> int:
         "max_model_len": budget.max_model_len,
         "contiguous_seqs": budget.contiguous_seqs,
         "step_cost": cost,
+        "axis": "codec" if codecs else "block size",
         "workloads": [
-            _compare(bench, work, args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, "max"]), args.runs)
+            _compare_codecs(bench, work, codecs, args.runs)
+            if codecs
+            else _compare(
+                bench, work, args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, "max"]), args.runs
+            )
             for work in works
         ],
         "sharing": [],
         "machine": report.machine(),
     }
-    if args.simulate if args.sharing is None else args.sharing:
+    if args.simulate and not codecs if args.sharing is None else args.sharing:
         result["sharing"] = list(_sharing(bench, works, args.samples, shape.vocab_size, args.workload_seed))
     line = report.as_json_line(result)
     if args.output:
@@ -125,6 +138,36 @@ def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> d
         memory_report.row(size, bench.budget, bench.budget.pool(size, bench.config()).usable_blocks, played[size])
         for size in sizes
     ]
+    return {**_described(work), "rows": memory_report.with_ratios(rows)}
+
+
+def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
+    """The codecs to compare, the model's own type first; none: block sizes are compared."""
+    if args.codecs is None:
+        return []
+    for name, given in (("--block-sizes", args.block_sizes), ("--kv-cache-dtype", options.get("kv_cache_dtype"))):
+        if given is not None:
+            raise ConfigError(f"--codecs compares codecs at blocks of {_PAGED} tokens: leave out {name}")
+    coded = [name for name, format in KV_FORMATS.items() if not format.plain]
+    return ["auto", *(coded if args.codecs == "all" else args.codecs.split(","))]
+
+
+def _compare_codecs(bench: _Bench, work: _Work, codecs: list[str], runs: int) -> dict[str, Any]:
+    assert isinstance(_PAGED, int)
+    benches = {name: bench.with_codec(name) for name in codecs}
+    played: dict[str, list[Played]] = {name: [] for name in codecs}
+    for _ in range(runs):
+        for name, each in benches.items():
+            played[name].append(each.play(_PAGED, work))
+            print(f"{work.name}, {each.budget.kv_dtype}: {played[name][-1].seconds:.1f} s", file=sys.stderr)
+    rows = [
+        memory_codecs.row(each.budget, each.budget.pool(_PAGED, each.config()).usable_blocks, _PAGED, played[name])
+        for name, each in benches.items()
+    ]
+    return {**_described(work), "rows": memory_codecs.with_ratios(rows)}
+
+
+def _described(work: _Work) -> dict[str, Any]:
     return {
         "name": work.name,
         "requests": len(work.requests),
@@ -132,7 +175,6 @@ def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> d
         "output_tokens": sum(request.max_tokens for request in work.requests),
         "scale": work.scale,
         "clipped": work.clipped,
-        "rows": memory_report.with_ratios(rows),
     }
 
 

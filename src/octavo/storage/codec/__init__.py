@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from octavo.kvcache.formats import KVFormat
 from octavo.storage.codec.base import Coded, VectorCodec
 from octavo.storage.codec.bf16 import BF16
 from octavo.storage.codec.fp8_e4m3 import FP8_E4M3
@@ -28,4 +29,13 @@ CODECS: Mapping[str, tuple[VectorCodec, VectorCodec]] = {
 }
 """The codec of keys and the codec of values, by `kvcache.formats.KV_FORMATS`' names."""
 
-__all__ = ["CODECS", "Coded", "VectorCodec"]
+_KEYS = {keys.format.name: keys for keys, _ in CODECS.values()}
+_VALUES = {values.format.name: values for _, values in CODECS.values()}
+
+
+def codecs_of(format: KVFormat) -> tuple[VectorCodec, VectorCodec]:
+    """The codec of keys and the codec of values."""
+    return _KEYS[format.keys.name], _VALUES[format.values.name]
+
+
+__all__ = ["CODECS", "Coded", "VectorCodec", "codecs_of"]

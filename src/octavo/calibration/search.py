@@ -1,0 +1,258 @@
+"""A codec for the keys and the values of each layer: the assignment that loses least for a number of bits.
+
+Sensitivity first: everything in the widest codec but one layer, whose values, or keys too, are in a narrower one, and
+what that adds to the KL divergence of next-token distributions from the unquantised cache's. Then, as if these added
+up, the least sum for every budget at once (a knapsack by dynamic programming): the Pareto frontier. That they add up is
+an approximation, so that the table at the budget is measured, and improved by giving bits of one layer to another where
+that measures better. After KVTuner (Li et al. 2025) and KVmix (2025), which search per layer and side too.
+
+Keys get no fewer bits than values: an error in a key moves every weight of a softmax, and no kernel reads such a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.bench.forward_text import logits_of_chunks
+from octavo.errors import ConfigError
+from octavo.kvcache.formats import CODES, KVFormat, kv_format, pair_format, spelled
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.models.base import CausalLM
+from octavo.storage.arena import KVArena
+
+_NEAREST = 24  # exchanges to draw from: those that the sensitivities say cost least
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a cache in some codecs answers, beside the unquantised one.
+
+    Attributes:
+        kl: mean KL divergence of the next token's distribution, nats.
+        nll: mean negative log-likelihood of the next token.
+        agreement: share of positions whose likeliest token is the same.
+    """
+
+    kl: float
+    nll: float
+    agreement: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll)
+
+
+class Probe:
+    """Measures caches over the same windows of text.
+
+    Args:
+        make_attention: a new backend, which may remember the layers that it saw.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        make_attention: Callable[[], AttentionBackend],
+        windows: Sequence[Sequence[int]],
+        block_size: int = 16,
+    ) -> None:
+        self._model = model
+        self._make_attention = make_attention
+        self._windows = windows
+        self._block_size = block_size
+        own = str(model.dtype).removeprefix("torch.")
+        self._plain = [torch.cat([x.log_softmax(1).cpu() for x in self._logits(own, window)]) for window in windows]
+        self.runs = 0
+        self.plain = self.loss(own)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self._windows))
+
+    def bytes_per_token(self, dtype: str) -> int:
+        return KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype).bytes_per_token
+
+    def loss(self, dtype: str) -> Loss:
+        """Of a cache in `dtype`, which may spell a codec for each layer."""
+        self.runs += 1
+        kl = nll = 0.0
+        agreed = count = guessed = 0
+        for window, plain in zip(self._windows, self._plain, strict=True):
+            first = 0
+            for logits in self._logits(dtype, window):
+                ours, theirs = logits.log_softmax(1).cpu(), plain[first : first + len(logits)]
+                kl += (theirs.exp() * (theirs - ours)).sum().item()
+                agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
+                following = torch.tensor(window[first + 1 : first + 1 + len(ours)])
+                nll -= ours[: len(following)].gather(1, following[:, None]).sum().item()
+                first, count, guessed = first + len(ours), count + len(ours), guessed + len(following)
+        return Loss(max(0.0, kl / count), nll / guessed, agreed / count)
+
+    def _logits(self, dtype: str, window: Sequence[int]) -> Iterator[torch.Tensor]:
+        spec = KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype)
+        attention = self._make_attention()
+        num_blocks = 1 + len(spec.groups) * spec.blocks_for_tokens(len(window))
+        arena = KVArena(spec, num_blocks, self._model.device, attention.layout)
+        return logits_of_chunks(self._model, arena, attention, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        formats: of each layer.
+        bits: mean of the codes, scales apart.
+        predicted: what the sensitivities say that the table, before any exchange, adds to the KL divergence.
+        costs: for each layer, what it adds in each of the formats that it may have.
+        frontier: (mean bits, dtype) of the least predicted loss, from the fewest bits to the most.
+    """
+
+    formats: tuple[KVFormat, ...]
+    bits: float
+    loss: Loss
+    predicted: float
+    costs: list[dict[str, float]]
+    frontier: list[tuple[float, str]]
+
+    @property
+    def dtype(self) -> str:
+        return spelled(self.formats)
+
+
+def search(
+    probe: Probe,
+    layers: Sequence[LayerKVSpec],
+    candidates: Sequence[str],
+    bits: float,
+    *,
+    exchanges: int = 12,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """The table of `candidates` that loses least at a mean of `bits` a number.
+
+    Args:
+        exchanges: measured attempts to improve on what the sensitivities predict.
+
+    Raises:
+        ConfigError: no table of the candidates is that small, or a candidate is unknown or needs scales.
+    """
+    for name in candidates:
+        if name not in CODES or CODES[name].calibrated:
+            known = ", ".join(name for name, code in CODES.items() if not code.calibrated)
+            raise ConfigError(f"{name!r} is no codec that can be searched: those without calibrated scales are {known}")
+    codes = sorted({CODES[name] for name in candidates}, key=lambda code: -code.bits)
+    if bits < codes[-1].bits:
+        raise ConfigError(
+            f"{bits:g} bits a number are fewer than the {codes[-1].bits} of {codes[-1].name}, the smallest candidate"
+        )
+    formats = [pair_format(k.name, v.name) for k in codes for v in codes if k.bits >= v.bits]
+    sizes = [{format.name: _bits(layer, format) for format in formats} for layer in layers]
+    elements = sum(layer.elements_per_token for layer in layers)
+    costs = _sensitivities(probe, len(layers), formats, say)
+    frontier = _frontier(sizes, costs, int(bits * elements + 1e-6))
+    size, predicted, names = frontier[-1]
+    loss = probe.loss(_dtype(names))
+    say(f"{size / elements:.2f} bits as predicted ({predicted:+.5f}): KL {loss.kl:.5f}")
+    names, loss = _exchange(probe, names, loss, sizes, costs, exchanges, say)
+    return Found(
+        tuple(map(kv_format, names)),
+        sum(size[name] for size, name in zip(sizes, names, strict=True)) / elements,
+        loss,
+        predicted,
+        costs,
+        [(size / elements, _dtype(names)) for size, _, names in frontier],
+    )
+
+
+def _bits(layer: LayerKVSpec, format: KVFormat) -> int:
+    """Bits of one token's codes."""
+    return layer.num_kv_heads * (layer.key_dim * format.keys.bits + layer.value_dim * format.values.bits)
+
+
+def _dtype(names: Sequence[str]) -> str:
+    return spelled([kv_format(name) for name in names])
+
+
+def _sensitivities(
+    probe: Probe, num_layers: int, formats: Sequence[KVFormat], say: Callable[[str], None]
+) -> list[dict[str, float]]:
+    widest = formats[0].name
+    base = probe.loss(_dtype([widest] * num_layers)).kl
+    say(f"everything in {widest}: KL {base:.5f}")
+    costs: list[dict[str, float]] = []
+    for index in range(num_layers):
+        costs.append({widest: 0.0})
+        for format in formats[1:]:
+            names = [widest] * index + [format.name] + [widest] * (num_layers - index - 1)
+            costs[-1][format.name] = probe.loss(_dtype(names)).kl - base
+        told = ", ".join(f"{name} {cost:+.5f}" for name, cost in costs[-1].items() if name != widest)
+        say(f"layer {index}: {told}")
+    return costs
+
+
+def _frontier(
+    sizes: Sequence[Mapping[str, int]], costs: Sequence[Mapping[str, float]], most: int
+) -> list[tuple[int, float, tuple[str, ...]]]:
+    """(bits, predicted loss, formats) of the least loss for every number of bits up to `most`, layer by layer."""
+    reached: dict[int, tuple[float, tuple[str, ...]]] = {0: (0.0, ())}
+    for size, cost in zip(sizes, costs, strict=True):
+        grown: dict[int, tuple[float, tuple[str, ...]]] = {}
+        for used, (total, chosen) in reached.items():
+            for name, bits in size.items():
+                if used + bits <= most and (used + bits not in grown or total + cost[name] < grown[used + bits][0]):
+                    grown[used + bits] = total + cost[name], (*chosen, name)
+        reached = grown
+    frontier: list[tuple[int, float, tuple[str, ...]]] = []
+    for bits, (total, chosen) in sorted(reached.items()):
+        if not frontier or total < frontier[-1][1]:
+            frontier.append((bits, total, chosen))
+    return frontier
+
+
+def _exchange(
+    probe: Probe,
+    names: tuple[str, ...],
+    loss: Loss,
+    sizes: Sequence[Mapping[str, int]],
+    costs: Sequence[Mapping[str, float]],
+    exchanges: int,
+    say: Callable[[str], None],
+) -> tuple[tuple[str, ...], Loss]:
+    """Give one layer another format, and a second layer one that makes up for its bits, while it measures better."""
+    rng, tried = random.Random(0), {names}
+    for _ in range(exchanges):
+        moves = [
+            (costs[index][name] - costs[index][now], sizes[index][name] - sizes[index][now], index, name)
+            for index, now in enumerate(names)
+            for name in sizes[index]
+            if name != now
+        ]
+        pairs = [
+            (first[0] + second[0], first[2:], second[2:])
+            for first in moves
+            for second in moves
+            if first[2] < second[2] and first[1] + second[1] == 0
+        ]
+        others = []
+        for _, *changes in sorted(pairs):
+            other = list(names)
+            for index, name in changes:
+                other[index] = name
+            if tuple(other) not in tried:
+                others.append(tuple(other))
+        if not others:
+            break
+        other = rng.choice(others[:_NEAREST])
+        tried.add(other)
+        found = probe.loss(_dtype(other))
+        if found.kl < loss.kl:
+            names, loss = other, found
+            say(f"better by an exchange: KL {loss.kl:.5f}")
+    return names, loss

@@ -1,0 +1,54 @@
+"""The text that a model is calibrated with, and the part of it that is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.bench.quality import english
+from octavo.errors import ConfigError
+
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, and what it is called in reports."""
+
+    name: str
+    content: str
+
+
+def read_text(path: str | None) -> Text:
+    """The text in a file; without one, Python's own documentation of its language.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than 64 MiB, or is not UTF-8.
+    """
+    if path is None:
+        return Text("pydoc_data.topics", english())
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the text {path}: {error.strerror or error}") from error
+    if len(raw) > _MOST_BYTES:
+        raise ConfigError(f"the text {path} holds more than {_MOST_BYTES:,} bytes: a part of it is enough")
+    try:
+        return Text(path, raw.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the text {path} is not UTF-8: {error}") from error
+
+
+def windows_of(tokens: Sequence[int], count: int, length: int, what: str) -> list[list[int]]:
+    """`count` windows of `length` tokens, spread evenly; one, and shorter, where the text has no more.
+
+    Raises:
+        ConfigError: the text has fewer than 32 tokens.
+    """
+    if len(tokens) < 32:
+        raise ConfigError(f"{what} has {len(tokens)} tokens; calibration needs at least 32")
+    length = min(length, len(tokens))
+    count = max(1, min(count, len(tokens) // length))
+    last = len(tokens) - length
+    return [list(tokens[last * i // max(1, count - 1) :][:length]) for i in range(count)]

@@ -1,0 +1,74 @@
+"""A file that says how each layer keeps its keys and values, and the dtype that the options come to.
+
+TOML. A codec's name, or one name for each layer; "auto" is the model's own type:
+
+    keys = ["int8", "int8", "int4"]
+    values = "int4"
+
+`octavo calibrate --search` writes such files, with what it measured under [measured], which is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.config import KV_CACHE_ALIASES, KV_CACHE_TABLE
+from octavo.errors import ConfigError
+from octavo.kvcache.formats import CODES, pair_format, spelled
+from octavo.toml_file import read_toml
+
+_MOST_BYTES = 1 << 20
+
+
+def kv_dtype(option: str, own: str, num_layers: int) -> str:
+    """The dtype of a cache, as `KVCacheSpec.build` takes it.
+
+    Args:
+        option: `kv_cache_dtype`: a codec's name, "auto", or the path of a table.
+        own: what "auto" is.
+
+    Raises:
+        ConfigError: a table that cannot be read, or is for a model of another number of layers.
+    """
+    if option == "auto":
+        return own
+    return _table_dtype(option, own, num_layers) if option.endswith(KV_CACHE_TABLE) else option
+
+
+def _table_dtype(path: str, own: str, num_layers: int) -> str:
+    what = f"the codec table {path}"
+    parsed = read_toml(path, "the codec table", _MOST_BYTES).parsed
+    if unknown := sorted(set(parsed) - {"keys", "values", "model", "measured"}):
+        raise ConfigError(f"{what} has an unknown entry {unknown[0]!r}; known: keys, values, model, measured")
+    sides = [_names(what, side, parsed.get(side), own, num_layers) for side in ("keys", "values")]
+    return spelled([pair_format(keys, values) for keys, values in zip(*sides, strict=True)])
+
+
+def _names(what: str, side: str, given: Any, own: str, num_layers: int) -> list[str]:
+    names = [given] * num_layers if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{what}: {side} must be a codec's name or a list of one name for each layer")
+    if len(names) != num_layers:
+        raise ConfigError(f"{what} has codecs for the {side} of {len(names)} layers, the model has {num_layers} layers")
+    own = own if own in CODES else "bfloat16"
+    found = [own if name == "auto" else KV_CACHE_ALIASES.get(name, name) for name in names]
+    if unknown := next((name for name in found if name not in CODES), None):
+        raise ConfigError(f"{what}: {side} in {unknown!r}; a codec of one side is one of auto, {', '.join(CODES)}")
+    return found
+
+
+def write_table(path: Path, keys: list[str], values: list[str], model: str, measured: list[str]) -> None:
+    """Write a table; `measured` are lines of TOML beneath its heading."""
+    quoted = model.replace("\\", "\\\\").replace('"', '\\"')
+    lines = [
+        "# Codecs of the KV cache by layer: octavo serve MODEL --kv-cache-dtype THIS_FILE",
+        f'model = "{quoted}"',
+        f"keys = {json.dumps(keys)}",
+        f"values = {json.dumps(values)}",
+        "",
+        "[measured]",
+        *measured,
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
