@@ -39,6 +39,16 @@ def test_each_codec_is_compared_with_the_unquantised_cache(
     assert plain["perplexity"] > 1
 
 
+def test_a_table_of_codecs_by_layer_is_compared_too(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (table := tmp_path / "mine.toml").write_text('keys = "int8"\nvalues = ["int8", "int4"]')
+    code, answer = ask(capsys, str(tiny_llama), "--codecs", f"k8v4,{table}", "--max-model-len", "256")
+    plain, uniform, mine = answer["codecs"]
+    assert (code, mine["kv_cache_dtype"]) == (0, "mine.toml")
+    assert plain["bytes_per_token"] > mine["bytes_per_token"] > uniform["bytes_per_token"]
+
+
 def test_a_limit_on_the_increase_of_perplexity_is_the_exit_code(
     tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,11 +15,13 @@ import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.bench.forward_text import CHUNK, logits_of_chunks
+from octavo.config import KV_CACHE_TABLE
 from octavo.llm import LLM
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
@@ -118,7 +120,8 @@ def measure(
     plain, results = None, []
     for codec in ("auto", *codecs):
         with make(codec) as llm:
-            name = llm.core.runner.arena.spec.dtype if isinstance(llm.core.runner, ModelRunner) else codec
+            assert isinstance(llm.core.runner, ModelRunner)
+            name = Path(codec).name if codec.endswith(KV_CACHE_TABLE) else llm.core.runner.arena.spec.dtype
             found = read(llm, text, windows=windows, window=window, needle_lengths=needle_lengths)
         plain = plain or found
         results.append(compare(name, found, plain))

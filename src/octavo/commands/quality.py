@@ -21,7 +21,11 @@ EXIT_WORSE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--codecs", metavar="NAME,…", help="several codecs in one table; 'all' for all of them")
+    parser.add_argument(
+        "--codecs",
+        metavar="NAME,…",
+        help="several codecs in one table, files of codecs by layer among them; 'all' for all of them",
+    )
     parser.add_argument("--windows", type=positive, default=6, metavar="N", help="pieces of text (default: 6)")
     parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of each piece (default: 512)")
     parser.add_argument(
@@ -80,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _codecs(given: str | None, asked: str | None) -> list[str]:
     names = given.split(",") if given else [asked] if asked else []
-    if names == ["all"]:
-        names = [name for name, format in KV_FORMATS.items() if not format.plain]
+    every = [name for name, format in KV_FORMATS.items() if not format.plain]
+    names = [one for name in names for one in (every if name == "all" else [name])]
     if not names:
         raise ConfigError("say which codec is compared: --kv-cache-dtype NAME, or --codecs NAME,…, or --codecs all")
     return names
