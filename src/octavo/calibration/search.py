@@ -242,11 +242,11 @@ def _exchange(
         ]
         others = []
         for _, *changes in sorted(pairs):
-            other = list(names)
+            changed = list(names)
             for index, name in changes:
-                other[index] = name
-            if tuple(other) not in tried:
-                others.append(tuple(other))
+                changed[index] = name
+            if tuple(changed) not in tried:
+                others.append(tuple(changed))
         if not others:
             break
         other = rng.choice(others[:_NEAREST])

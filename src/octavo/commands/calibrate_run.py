@@ -93,6 +93,7 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
         held = probe(tokens[half:], _HELD_OUT * count, f"the second half of {text.name}")
         uniform = _uniform(candidates)
         losses = {name: (seen.loss(name), held.loss(name)) for name in uniform}
+        losses.pop(found.dtype, None)  # the last row is the table's
         losses[found.dtype] = found.loss, held.loss(found.dtype)
         sizes = {name: seen.bytes_per_token(name) for name in losses}
         name, plain, tokens_of = llm.core.config.model, held.plain, (seen.tokens, held.tokens)
