@@ -10,6 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams, kernels
 from octavo.attention.native import NativeAttention
 from octavo.errors import ConfigError
+from octavo.runner.runner import ModelRunner
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
 from tests.engine.test_codecs import tokens, workload
@@ -91,6 +92,7 @@ def test_tokens_do_not_depend_on_how_they_were_computed_where_kernels_read_all_l
         return LLM(str(tmp_path), **{**fixed, **options})
 
     with make(enable_prefix_caching=False) as llm:
+        assert isinstance(llm.core.runner, ModelRunner)
         assert all(map(NativeAttention.supports, llm.core.runner.arena.layers))
         alone = [
             llm.generate(prompt, one, use_tqdm=False)[0].outputs[0].token_ids

@@ -200,7 +200,7 @@ class _Call:
             max_context_len=context,
         )
         self._rotation = Rotation(angles.cos(), angles.sin(), self._batch.positions)
-        of_token = spec.format.token_bytes(kv_heads, dim, dim)
+        of_token = spec.bytes_per_token
         self.kv_bytes = num_seqs * context * of_token
         # Queries are written back; keys and values are read once, and stored.
         self.stored_bytes = self._qkv.nbytes + tokens * (query_heads * dim * sizes.dtype.itemsize + of_token)
