@@ -53,7 +53,8 @@ def _names(what: str, side: str, given: Any, own: str, num_layers: int) -> list[
     if len(names) != num_layers:
         raise ConfigError(f"{what} has codecs for the {side} of {len(names)} layers, the model has {num_layers} layers")
     own = own if own in CODES else "bfloat16"
-    found: list[str] = [own if name == "auto" else KV_CACHE_ALIASES.get(name, name) for name in names]
+    aliases = {**KV_CACHE_ALIASES, "auto": own}
+    found = [aliases.get(name, str(name)) for name in names]
     if unknown := [name for name in found if name not in CODES]:
         raise ConfigError(f"{what}: {side} in {unknown[0]!r}; a codec of one side is one of auto, {', '.join(CODES)}")
     return found
