@@ -156,12 +156,88 @@ def test_whatever_a_medium_raises_is_a_miss_and_after_some_it_is_left_alone(
     store.close()
 
 
-def test_more_than_may_wait_is_refused_at_once() -> None:
+def buffer(num_bytes: int = 1) -> memoryview:
+    return memoryview(bytearray(num_bytes))
+
+
+def test_more_reads_than_may_wait_are_refused_at_once() -> None:
     medium = Held()
     store = Store(medium, num_threads=1, most_waiting=2)
-    transfers = [store.put(label(n), memoryview(b"x")) for n in range(3)]
+    store.put(label(0), buffer())
+    transfers = [store.get([label(n)], [buffer()], SECONDS) for n in range(3)]
     assert transfers[2].done
     assert transfers[2].outcomes == [Reason.BUSY]
     medium.go.set()
     assert transfers[1].wait(SECONDS)
     store.close()
+
+
+class Busy:
+    """A medium where writing takes until it is let; it notes what it did, in order."""
+
+    name = "busy"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.done: list[str] = []
+
+    def contains(self, key: bytes) -> bool | None:
+        return None
+
+    def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
+        self.done.append("read")
+        return [None] * len(buffers)
+
+    def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
+        self.done.append("ask")
+        return [None] * len(labels)
+
+    def write(self, label: Label, payload: memoryview) -> Reason | None:
+        self.begun.release()
+        assert self.go.wait(SECONDS)
+        self.done.append("write")
+        return None
+
+    def close(self) -> None:
+        self.go.set()
+
+
+def test_questions_and_reads_go_before_the_writes_that_wait() -> None:
+    medium = Busy()
+    store = Store(medium, num_threads=1)
+    writes = [store.put(label(n), buffer()) for n in range(3)]
+    assert medium.begun.acquire(timeout=SECONDS)
+    read, question = store.get([label(7)], [buffer()], SECONDS), store.ask([label(8)], SECONDS)
+    medium.go.set()
+    assert all(transfer.wait(SECONDS) for transfer in (*writes, read, question))
+    assert medium.done == ["write", "ask", "read", "write", "write"]
+    store.close()
+
+
+def test_however_much_is_being_written_a_thread_is_left_for_questions() -> None:
+    medium = Busy()
+    store = Store(medium, num_threads=2)
+    writes = [store.put(label(n), buffer()) for n in range(3)]
+    assert medium.begun.acquire(timeout=SECONDS)
+    assert store.ask([label(8)], SECONDS).wait(SECONDS), "while a write takes its time"
+    assert not any(transfer.done for transfer in writes)
+    store.close(0.0)
+    assert all(transfer.wait(SECONDS) for transfer in writes), "closing finishes what was asked for"
+
+
+def test_writes_beyond_the_bytes_that_may_wait_are_dropped_and_counted() -> None:
+    medium = Busy()
+    store = Store(medium, num_threads=1, most_write_bytes=100)
+    first = store.put(label(0), buffer(60))
+    assert medium.begun.acquire(timeout=SECONDS)
+    waiting = [store.put(label(n), buffer(60)) for n in (1, 2)]
+    assert store.num_waiting_bytes == 60
+    assert waiting[1].outcomes == [Reason.BUSY]
+    assert store.counters.write_misses == {Reason.BUSY: 1}
+    assert store.wants(label(2).key), "it may be tried again"
+    medium.go.set()
+    assert all(transfer.wait(SECONDS) for transfer in (first, *waiting))
+    assert store.put(label(3), buffer(500)).wait(SECONDS), "one block may always wait, however large"
+    store.close()
+    assert (store.counters.stored, store.num_waiting_bytes) == (3, 0)

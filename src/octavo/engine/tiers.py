@@ -16,7 +16,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tiers.base import LAYOUT_VERSION, Store
+from octavo.tiers.base import LAYOUT_VERSION, Medium, Store
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
@@ -51,13 +51,17 @@ def join_stores(
     """
     if kv.host_cache is None or not config.has_stores:
         return None
-    stores = _open_stores(config, kv.spec, identity)
+    # What waits to be written is held in host memory, and half of that is left for what is read.
+    most_write_bytes = kv.host_cache.num_slots * kv.spec.block_bytes // 2
+    stores = _open_stores(config, kv.spec, identity, most_write_bytes)
     lower = LowerTiers(kv.host_cache, stores, host.row, kv.spec.block_bytes, time.monotonic)
     scheduler.fetching = Fetching(kv, lower)
     return lower
 
 
-def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...]) -> list[Store]:
+def _open_stores(
+    config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...], most_write_bytes: int
+) -> list[Store]:
     groups = ";".join(f"{group.layer_indices},{group.sliding_window}" for group in spec.groups)
     parts = (*identity, spec.dtype, str(spec.block_size), str(spec.block_bytes), groups)
     fingerprint = blake2b("\0".join(parts).encode(), digest_size=16).digest()
@@ -73,10 +77,12 @@ def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, .
             describe=describe,
             eviction=make_lower_eviction(config.eviction_policy),
         )
-        stores.append(Store(medium))
+        stores.append(Store(medium, most_write_bytes=most_write_bytes))
     if config.kv_remote is not None:
         try:
-            stores.append(_open_remote(config, config.kv_remote, fingerprint, spec.block_bytes))
+            remote = _open_remote(config, config.kv_remote, fingerprint, spec.block_bytes)
+            # More threads than the disk's: an answer is mostly waited for.
+            stores.append(Store(remote, num_threads=4, most_write_bytes=most_write_bytes))
         except BaseException:
             for store in stores:
                 store.close()
@@ -84,14 +90,12 @@ def _open_stores(config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, .
     return stores
 
 
-def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes: int) -> Store:
+def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes: int) -> Medium:
     try:
         from octavo.tiers.remote import RemoteMedium
     except ImportError as error:
         raise ConfigError(f"kv_remote needs the redis package ({error}): pip install 'octavo[redis]'") from error
-    medium = RemoteMedium(url, fingerprint, block_bytes, secret=config.kv_remote_secret, ttl=config.kv_remote_ttl)
-    # More than the disk's: an answer is mostly waited for.
-    return Store(medium, num_threads=4)
+    return RemoteMedium(url, fingerprint, block_bytes, secret=config.kv_remote_secret, ttl=config.kv_remote_ttl)
 
 
 def _digest_of_weights(path: Path) -> str:

@@ -10,6 +10,10 @@ asynchronous: threads of its own, deadlines, cancelling, and a breaker that clos
       ask(labels, seconds) ───────────────>  medium.ask, where lookup cannot tell
       Transfer.done, .outcomes <───────────  None, or the reason of a miss
 
+Somebody waits for questions and reads, and nobody for writes: questions go first, then reads, then writes, and where
+there are several threads one of them never writes. The bytes that wait to be written are bounded; what is too much is
+dropped, and counted as BUSY.
+
 A buffer belongs to the store until its transfer is done, however late that is.
 """
 
@@ -19,11 +23,10 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 from octavo.kvcache.host_cache import Label
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LAYOUT_VERSION = 1
 """Of what a block's bytes mean and of how it is proven: part of every key and header."""
+
+MOST_WRITE_BYTES = 128 << 20
 
 _PIECE = 16  # blocks of a transfer between two looks at its deadline
 _SMOOTHING = 0.2
@@ -62,7 +67,7 @@ class Reason(StrEnum):
     LATE = "late"
     CANCELLED = "cancelled"
     CLOSED = "closed"
-    BUSY = "busy"  # as many transfers wait already as may
+    BUSY = "busy"  # as much waits already as may: a write was dropped, a read refused
 
 
 # Of these, so many in a row close a medium.
@@ -140,6 +145,10 @@ class Transfer:
         """What has not begun need not; `done` follows soon, but not at once."""
         self._cancelled = True
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it is done by then."""
         return self._done.wait(seconds)
@@ -153,8 +162,9 @@ class Store:
     """A medium, made asynchronous.
 
     Args:
-        num_threads: that read and write.
-        most_waiting: transfers that may wait; beyond that they are refused as BUSY.
+        num_threads: that read and write; all but one of them write at a time.
+        most_waiting: questions and reads that may wait; beyond that they are refused as BUSY.
+        most_write_bytes: that may wait to be written, but one block always may; beyond that they are dropped as BUSY.
         most_faults: in a row, after which the medium is left alone for `retry_seconds`.
         on_done: called in a store's thread after each transfer.
     """
@@ -165,6 +175,7 @@ class Store:
         *,
         num_threads: int = 2,
         most_waiting: int = 1024,
+        most_write_bytes: int = MOST_WRITE_BYTES,
         most_faults: int = 8,
         retry_seconds: float = 30.0,
         on_done: Callable[[], None] = lambda: None,
@@ -175,13 +186,19 @@ class Store:
         self.counters = StoreCounters()
         self.on_done = on_done
         self._most_waiting = most_waiting
+        self._most_write_bytes = most_write_bytes
+        self._most_writers = max(1, num_threads - 1)
         self._most_faults = most_faults
         self._retry_seconds = retry_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[tuple[Callable[[Transfer], None], Transfer] | None] = SimpleQueue()
+        self._changed = threading.Condition(self._lock)  # something to do, or a writer less
+        self._questions: deque[Transfer] = deque()
+        self._reads: deque[Transfer] = deque()
+        self._writes: deque[Transfer] = deque()
+        self._write_bytes = 0  # that wait
+        self._num_writers = 0
         self._writing: set[bytes] = set()
-        self._num_waiting = 0
         self._faults = 0
         self._closed_until = 0.0
         self._ended = False
@@ -253,14 +270,18 @@ class Store:
         self._submit(self._write, transfer)
         return transfer
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._write_bytes
+
     def close(self, seconds: float = 10.0) -> None:
         """Finish what has been asked for, as far as there is time, and give up the medium."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        for _ in self._threads:
-            self._queue.put(None)
+            self._changed.notify_all()
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -274,16 +295,45 @@ class Store:
             refused = None
             if self._ended or self._clock() < self._closed_until:
                 refused = Reason.CLOSED
-            elif self._num_waiting >= self._most_waiting:
+            elif not self._queue(work, transfer):
                 refused = Reason.BUSY
-            else:
-                self._num_waiting += 1
-                self._queue.put((work, transfer))
         if refused is not None:
             self._settle(work, transfer, [refused] * len(transfer.labels))
 
+    def _queue(self, work: Callable[[Transfer], None], transfer: Transfer) -> bool:
+        """Whether there is room for it to wait. The caller has the lock."""
+        if work == self._write:
+            num_bytes = self._write_bytes + transfer.num_bytes
+            if self._writes and num_bytes > self._most_write_bytes:
+                return False
+            self._write_bytes = num_bytes
+            self._writes.append(transfer)
+        else:
+            if len(self._questions) + len(self._reads) >= self._most_waiting:
+                return False
+            (self._questions if work == self._ask else self._reads).append(transfer)
+        self._changed.notify()
+        return True
+
+    def _next(self) -> tuple[Callable[[Transfer], None], Transfer] | None:
+        """What a thread is to do next, once there is something; None: nothing any more."""
+        with self._changed:
+            while True:
+                if self._questions:
+                    return self._ask, self._questions.popleft()
+                if self._reads:
+                    return self._read, self._reads.popleft()
+                if self._writes and self._num_writers < self._most_writers:
+                    transfer = self._writes.popleft()
+                    self._write_bytes -= transfer.num_bytes
+                    self._num_writers += 1
+                    return self._write, transfer
+                if self._ended and not self._writes:
+                    return None
+                self._changed.wait()
+
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             work, transfer = item
             try:
                 work(transfer)
@@ -291,8 +341,11 @@ class Store:
                 self._fault(error)
                 missing = len(transfer.labels) - len(transfer.outcomes)
                 self._settle(work, transfer, [_reason_of(error)] * missing)
-            with self._lock:
-                self._num_waiting -= 1
+            if work == self._write:
+                with self._changed:
+                    self._num_writers -= 1
+                    # All: those that wait for the end look whether it has come.
+                    self._changed.notify_all()
 
     def _read(self, transfer: Transfer) -> None:
         began = self._clock()
