@@ -21,7 +21,7 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 from octavo.tiers.base import Reason, Store
 from octavo.tiers.disk import ALIGNMENT, DiskMedium
 from octavo.tiers.header import HEADER_BYTES

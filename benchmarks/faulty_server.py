@@ -121,7 +121,8 @@ def main() -> int:
     found = {"faults": faults.counts}
     if faults.scheduler is not None:
         found["scheduler"] = asdict(faults.scheduler.counters)
-        found["swap"] = asdict(faults.scheduler.kv.swap.counters)
+        hierarchy = faults.scheduler.kv.hierarchy
+        found["swap"] = asdict(hierarchy.preempted.counters) | asdict(hierarchy.host.claims)
     counters.write_text(json.dumps(found))
     return code
 

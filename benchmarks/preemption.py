@@ -115,7 +115,7 @@ def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost
         result.recomputed += max(0, min(row.end, before) - row.start)
         reached[row.seq_id] = max(before, row.end)
         context += row.end
-    moved = len(plan.swap_out) + len(plan.swap_in)
+    moved = len(plan.stores) + len(plan.loads)
     result.computed += plan.num_tokens
     result.blocks_moved += moved
     result.steps += 1

@@ -135,7 +135,7 @@ class EngineConfig(RequestLimits):
     )
     kv_host_memory: int | str = option(
         0,
-        "host memory for prefixes that the KV cache evicts, beside --swap-space, as '8GiB': they are copied back "
+        "host memory for prefixes that the KV cache evicts, on top of --swap-space, as '8GiB': they are copied back "
         "instead of computed again (docs/tiers.md); 0: none",
     )
     kv_demotion: Literal["on_evict", "on_second_use", "all"] = option(

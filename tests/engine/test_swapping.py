@@ -48,7 +48,7 @@ def test_swapping_changes_no_token(
     llm = make_llm(folder, preemption_mode="swap", preemption_victim=victim, **tight(**cache))
     thrash(llm.core)
     outputs = llm.generate(*workload(), use_tqdm=False)
-    swapped = llm.core.scheduler.kv.swap.counters
+    swapped = llm.core.scheduler.kv.hierarchy.host.claims
     assert swapped.blocks_in > 0
     assert llm.core.scheduler.counters.recomputed_tokens == 0
     assert llm.core.stats.swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
@@ -66,7 +66,7 @@ def test_a_host_without_room_changes_no_token(
     llm = make_llm(folder, preemption_mode="swap", swap_space=block_bytes(sizing.core), **tight(**cache))
     thrash(llm.core)
     outputs = llm.generate(*workload(), use_tqdm=False)
-    assert llm.core.scheduler.kv.swap.host.num_blocks == 1
+    assert llm.core.scheduler.kv.hierarchy.host.num_swap_slots == 1
     if not llm.core.config.enable_prefix_caching:
         # With it, little more than the last block of each is to be moved, and one at a time may do.
         assert llm.core.scheduler.counters.recomputed_tokens > 0
@@ -84,7 +84,7 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     mode.speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.7)
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert llm.core.scheduler.counters.recomputed_tokens > 0
-    assert llm.core.scheduler.kv.swap.counters.blocks_in > 0
+    assert llm.core.scheduler.kv.hierarchy.host.claims.blocks_in > 0
     assert_same(outputs, alone(make_llm, tiny_llama))
 
 
@@ -97,7 +97,7 @@ def test_parallel_samples_are_the_same_when_they_are_swapped(
     params = SamplingParams(n=5, seed=70, temperature=temperature, max_tokens=20, ignore_eos=True)
     llm = make_llm(tiny_llama, block_size=4, num_blocks=20, max_num_batched_tokens=16, preemption_mode="swap", **cache)
     (together,) = llm.generate(prompt, params, use_tqdm=False)
-    assert llm.core.scheduler.kv.swap.counters.sequences_in > 0
+    assert llm.core.scheduler.kv.hierarchy.preempted.counters.sequences_in > 0
     (free,) = make_llm(tiny_llama, enable_prefix_caching=False).generate(prompt, params, use_tqdm=False)
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in free.outputs]
 

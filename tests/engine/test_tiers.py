@@ -11,7 +11,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_memory import HostMemory
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.base import Reason
@@ -20,9 +20,8 @@ from tests.engine.test_same_tokens import alone, assert_same, workload
 from tests.engine.test_swapping import block_bytes, tight
 
 
-def host_of(llm: Any) -> HostCache:
-    host = llm.core.scheduler.kv.host_cache
-    assert host is not None
+def host_of(llm: Any) -> HostMemory:
+    host: HostMemory = llm.core.scheduler.kv.hierarchy.host
     assert host.num_held == 0
     return host
 
@@ -65,7 +64,7 @@ def test_a_host_memory_of_a_few_blocks_evicts_and_changes_no_token(make_llm: Mak
     for _ in range(2):
         assert_same(serve(llm), alone(make_llm, tiny_llama, NUM_REQUESTS))
     host = host_of(llm)
-    assert 2 <= host.num_slots < 20
+    assert 2 <= host.num_prefix_slots < 20
     assert host.counters.evicted > 0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -39,13 +41,18 @@ def make_manager(
     pin_budget: float = 0.25,
     clock: Callable[[], float] | None = None,
     num_host_blocks: int = 0,
+    num_prefix_blocks: int = 0,
+    demotion: str = "on_evict",
     pin_tenant_share: float = 1.0,
 ) -> KVCacheManager:
     spec = KVCacheSpec.build(layers, block_size, "float32")
     name = prefix_cache if prefix_caching else None
     prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
     pins: dict[str, Any] = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}
-    return KVCacheManager(spec, num_blocks, prefix, policy, num_host_blocks, clock=clock or Clock(), **pins)
+    host = HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, block_size, make_eviction_policy(eviction))
+    return KVCacheManager(
+        spec, num_blocks, prefix, policy, host=host, demotion=demotion, clock=clock or Clock(), **pins
+    )
 
 
 def make_sequence(
@@ -76,6 +83,11 @@ def compute(manager: KVCacheManager, seq: Sequence, num_tokens: int | None = Non
     """Pretend that a step computed the sequence's next tokens (all that are left by default)."""
     seq.num_computed += num_tokens or seq.num_tokens - seq.num_computed
     manager.commit(seq)
+
+
+def resume(manager: KVCacheManager, seq: Sequence, num_tokens: int = 1, reserve: int = 0) -> bool:
+    """Bring a demoted sequence back with room for so many tokens more; whether it had room."""
+    return manager.admit(seq, manager.match(seq), num_tokens, reserve)
 
 
 def admit_and_compute(manager: KVCacheManager, seq: Sequence) -> int:

@@ -10,6 +10,7 @@ import pytest
 from octavo.errors import CacheError
 from octavo.kvcache.audit import SLICE, Audit, in_slices
 from octavo.kvcache.block import BlockId
+from octavo.kvcache.host_memory import Slot
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -23,9 +24,9 @@ def busy_manager() -> KVCacheManager:
     manager.pin(gone.request, PinRequest(8, 1000.0))
     manager.release(gone)
     admit_and_compute(manager, away)
-    assert manager.swap_out(away)
+    assert manager.demote(away)
     admit_and_compute(manager, running)
-    manager.swap.take_transfers()
+    manager.hierarchy.host.take_transfers()
     manager.audit()
     return manager
 
@@ -36,7 +37,12 @@ def _drop_a_note(kv: KVCacheManager) -> None:
 
 
 def _forget_a_place(kv: KVCacheManager) -> None:
-    next(iter(kv.swap._hoped_for.values())).clear()
+    next(iter(kv.hierarchy.preempted._hoped_for.values())).clear()
+
+
+def _forget_a_sequence(kv: KVCacheManager) -> None:
+    for left in kv.hierarchy.preempted._left.values():
+        left.host.clear()
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
@@ -60,10 +66,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost key": (_lose_a_key, "is not found by its key"),
     "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
-    "a lost host block": (lambda kv: setattr(kv.swap.host, "_num_used", 8), "free: False, held: False"),
-    "a host block of nobody": (lambda kv: kv.swap.host.holders.popitem(), "host block"),
+    "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
+    "a host block of nobody": (_forget_a_sequence, "0 host blocks, 1 are claimed"),
     "a lost hope": (_forget_a_place, "and is not noted there"),
-    "a miscounted transfer": (lambda kv: setattr(kv.swap.counters, "blocks_in", 5), "blocks were moved out"),
+    "a miscounted transfer": (lambda kv: setattr(kv.hierarchy.host.claims, "blocks_in", 5), "blocks were moved out"),
 }
 
 

@@ -9,7 +9,16 @@ import pytest
 from octavo.kvcache.ledger import CacheLedger
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, cache_scope
-from tests.kvcache.caches import FULL, Clock, admit_and_compute, make_manager, make_request, make_sequence, sliding
+from tests.kvcache.caches import (
+    FULL,
+    Clock,
+    admit_and_compute,
+    make_manager,
+    make_request,
+    make_sequence,
+    resume,
+    sliding,
+)
 
 SECRET = list(range(16))
 
@@ -74,12 +83,12 @@ def test_the_tenants_of_a_group_share_and_nobody_else_does(manager: KVCacheManag
 
 def test_a_swapped_sequence_is_found_by_its_own_tenant_alone(manager: KVCacheManager) -> None:
     _, seq = serve(manager, [*SECRET, 1, 2], "ada")
-    assert manager.swap_out(seq)
+    assert manager.demote(seq)
     assert (cached(manager, "ada"), cached(manager, "bob", "ada")) == (16, 0)
     manager.reset_prefix_cache()
-    assert manager.swap.num_host_blocks(seq.seq_id) > 0
+    assert list(manager.hierarchy.preempted.host_blocks(seq.seq_id))
     assert (cached(manager, "ada"), cached(manager, "bob", "ada")) == (0, 0), "host memory is nobody's prefix cache"
-    assert manager.swap_in(seq, 0) is not None
+    assert resume(manager, seq)
     manager.audit()
     assert cached(manager, "bob", "ada") == 0
 

@@ -173,14 +173,14 @@ def test_a_swapped_block_is_the_tenants_whose_sequence_it_belongs_to(clock: Cloc
     first = start(manager, [*TOKENS[:8], 1, 2], tenant="a")
     second = start(manager, [*TOKENS[:8], 3, 4, 5], tenant="b")
     for seq in (first, second):
-        assert manager.swap_out(seq)
+        assert manager.demote(seq)
     requests = [first.request, second.request]
     stock = manager.stock(requests)
     assert stock.swapped == {"a": 1, "b": 1}, "what is published stays cached, and its first computer's"
     assert stock.tenants == {"a": {BlockState.CACHED: 2}}
     assert [(h.num_active, h.num_swapped) for h in stock.holdings] == [(0, 1), (0, 1)]
     manager.reset_prefix_cache()
-    assert manager.stock(requests).swapped == {"a": 3, "b": 3}, "evicted, it is kept for each who hopes for it"
+    assert manager.stock(requests).swapped == {"a": 3, "b": 1}, "evicted, it is kept once for both who hope for it"
     manager.audit()
     manager.forget(first)
     assert manager.stock(requests[1:]).swapped == {"b": 3}

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
-from octavo.kvcache.host_pool import HostBlockId
+from octavo.kvcache.host_memory import HostBlockId
 from octavo.request import PinRequest, Request, Sequence
 from tests.kvcache.caches import FULL, Clock, make_manager, make_sequence, sliding
 
@@ -42,6 +42,8 @@ LIMITS: dict[str, Any] = {
     "block_size": st.sampled_from([1, 2, 4]),
     "layers": st.sampled_from(LAYERS),
     "num_host_blocks": st.sampled_from([0, 1, 4, 30]),
+    "num_prefix_blocks": st.sampled_from([0, 0, 1, 4, 30]),
+    "demotion": st.sampled_from(["on_evict", "on_second_use", "all"]),
     "pin_tenant_share": st.sampled_from([0.5, 1.0]),
 }
 
@@ -68,6 +70,8 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_cache: str | None,
         eviction: str,
         num_host_blocks: int,
+        num_prefix_blocks: int,
+        demotion: str,
         pin_tenant_share: float,
     ) -> None:
         self.clock = Clock()
@@ -81,6 +85,8 @@ class CacheMachine(RuleBasedStateMachine):
             pin_budget=0.5,
             clock=self.clock,
             num_host_blocks=num_host_blocks,
+            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
+            demotion=demotion,
             pin_tenant_share=pin_tenant_share,
         )
         self.pinned: dict[str, tuple[list[int], Request]] = {}
@@ -94,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def move(self, copies: Iterable[BlockCopy] = ()) -> None:
         """What the runner does first in a step: blocks to the host, copies, blocks from the host."""
-        out, into = self.manager.swap.take_transfers()
+        out, into = self.manager.hierarchy.host.take_transfers()
         assert len({swap.host for swap in out}) == len(out)
         for swap in out:
             for offset in range(self.block_size):
@@ -110,13 +116,13 @@ class CacheMachine(RuleBasedStateMachine):
         for swap in into:
             for offset in range(self.block_size):
                 if (swap.host, offset) in self.host:
-                    self.written[swap.device, offset] = self.host.pop((swap.host, offset))  # type: ignore[assignment]
+                    self.written[swap.device, offset] = self.host[swap.host, offset]  # type: ignore[assignment]
         self.seen["out"] += len(out)
         self.seen["in"] += len(into)
         self.step_ends()
 
     def step_ends(self) -> None:
-        self.manager.swap.complete_transfers()
+        self.manager.hierarchy.host.complete()
 
     def write(self, seq: Sequence, count: int) -> None:
         """What the runner does then: store each new token, with all before it, at its slot."""
@@ -197,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Or nothing at all, where the host has no room."""
         seq = data.draw(st.sampled_from(self.live))
         tables = [list(table) for table in self.manager.tables(seq)]
-        if not self.manager.swap_out(seq):
+        if not self.manager.demote(seq):
             self.seen["full"] += 1
             assert [list(table) for table in self.manager.tables(seq)] == tables
             return
@@ -209,7 +215,7 @@ class CacheMachine(RuleBasedStateMachine):
     def swap_all_out(self) -> None:
         """Until the host is full."""
         for seq in list(self.live):
-            if self.manager.swap_out(seq):
+            if self.manager.demote(seq):
                 self.live.remove(seq)
                 self.swapped.append(seq)
 
@@ -225,7 +231,7 @@ class CacheMachine(RuleBasedStateMachine):
         """All of what is left of it on the device, in the prefix cache and on the host, or nothing; it goes on at once,
         also in the very step that moves it out, or that moves the evicted blocks of others out."""
         seq = data.draw(st.sampled_from(self.swapped))
-        if not self.manager.is_swapped(seq):
+        if not self.manager.can_resume(seq):
             # Given up, because a block of it was evicted when the host had no room.
             self.seen["lost"] += 1
             self.start_over(seq)
@@ -233,12 +239,12 @@ class CacheMachine(RuleBasedStateMachine):
         if seq.num_computed == seq.num_tokens:
             seq.append_token(token)
         chunk = min(chunk, seq.num_tokens - seq.num_computed)
-        space = self.manager.swap
-        half = 0 < space.num_host_blocks(seq.seq_id) < self.manager.spec.blocks_for_tokens(seq.num_computed)
-        available = self.manager.pool.num_available
-        copies = self.manager.swap_in(seq, chunk, reserve)
-        if copies is None:
-            assert self.manager.is_swapped(seq)
+        num_there = len(list(self.manager.hierarchy.preempted.host_blocks(seq.seq_id)))
+        half = 0 < num_there < self.manager.spec.blocks_for_tokens(seq.num_computed)
+        available, hit = self.manager.pool.num_available, self.manager.match(seq)
+        assert hit.num_tokens == seq.num_computed
+        if not self.manager.admit(seq, hit, chunk, reserve):
+            assert self.manager.can_resume(seq)
             assert self.manager.pool.num_available == available
             return
         assert self.manager.pool.num_available >= reserve
@@ -247,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(seq)
         if evict:
             self.manager.reset_prefix_cache()
-        self.move(copies)
+        self.move()
         self.write(seq, chunk)
 
     @precondition(lambda self: self.live)
@@ -290,6 +296,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.move()
         self.step_ends = ends
 
+    @rule(moved=st.booleans())
+    def a_step_fails(self, moved: bool) -> None:
+        """Nobody knows whether it moved anything; everybody starts over."""
+        host = self.manager.hierarchy.host
+        if moved:
+            self.step_ends, ends = host.fail, self.step_ends
+            self.move()
+            self.step_ends = ends
+        else:
+            host.take_transfers()
+            host.fail()
+        for seq in [*self.live, *self.swapped]:
+            self.manager.release(seq)
+            seq.num_computed = 0
+            self.waiting.append(seq)
+        self.live.clear()
+        self.swapped.clear()
+
     @precondition(lambda self: self.live or self.waiting or self.swapped)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -331,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
             for pin_id, (tokens, request) in self.pinned.items():
                 assert pins[pin_id].expires_at > self.clock.now
                 seeker = alike([*tokens, 9], request)
-                assert self.manager.match(seeker).num_tokens == len(tokens)
+                assert self.manager.match_on_device(seeker).num_tokens == len(tokens)
                 self.manager.forget(seeker)
 
     @rule()
@@ -363,9 +387,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.move()
         for seq in [*self.live, *self.waiting, *self.swapped]:
             self.manager.forget(seq)
-        audit, host = self.manager.audit(), self.manager.swap.host
+        audit, host = self.manager.audit(), self.manager.hierarchy.host
         assert (audit.num_sequences, audit.num_swapped, audit.num_host) == (0, 0, 0)
-        assert host.num_free == host.num_blocks
+        assert (host.num_held, host.num_free + host.num_ready) == (0, host.num_slots)
         assert BlockState.ACTIVE not in audit.counts
 
 

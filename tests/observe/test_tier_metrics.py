@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.kvcache.host_cache import HostCounters
+from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
 from octavo.tiers.base import Reason, Store
 from tests.observe.test_stats import exposed, value

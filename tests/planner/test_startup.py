@@ -138,7 +138,7 @@ def test_the_swap_space_that_is_planned_is_what_is_allocated_within_a_per_cent(
     assert runner_of(engine).host.nbytes == predicted.budget.swap
     asked = parse_bytes(str(swap_space))
     assert asked - predicted.spec.block_bytes < predicted.budget.swap <= asked
-    assert engine.scheduler.kv.swap.host.num_blocks == runner_of(engine).host.num_blocks
+    assert engine.scheduler.kv.hierarchy.host.num_slots == runner_of(engine).host.num_blocks
     rows = torch.ones(1, predicted.spec.block_bytes, dtype=torch.uint8)
     runner_of(engine).host.write([runner_of(engine).host.num_blocks - 1], rows)
     engine.close()

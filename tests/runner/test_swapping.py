@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.runner.host_link import HostLink
@@ -54,8 +54,8 @@ def arena() -> KVArena:
     return arena
 
 
-def swaps(*pairs: tuple[int, int]) -> list[BlockSwap]:
-    return [BlockSwap(BlockId(device), HostBlockId(host)) for device, host in pairs]
+def swaps(*pairs: tuple[int, int]) -> list[BlockTransfer]:
+    return [BlockTransfer(BlockId(device), HostBlockId(host)) for device, host in pairs]
 
 
 def numbers(rows: torch.Tensor) -> list[int]:
@@ -67,7 +67,7 @@ def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVAr
     tier = SlowTier()
     mover = BlockMover(arena, tier)
     with torch.inference_mode():
-        mover.begin(StepPlan(swap_out=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))  # type: ignore[arg-type]
+        mover.begin(StepPlan(stores=swaps((1, 5), (2, 6)), copies=[BlockCopy(BlockId(7), BlockId(1))]))  # type: ignore[arg-type]
         assert numbers(arena.read_blocks([1, 2])) == [7, 2], "the step goes on before anything is stored"
         arena.write_blocks([2], torch.full((1, SPEC.block_bytes), 99, dtype=torch.uint8))
         tier.may_store.set()
@@ -79,7 +79,7 @@ def test_a_block_may_be_written_again_while_it_is_still_being_stored(arena: KVAr
 def test_what_comes_back_in_the_same_step_waits_until_it_is_stored(arena: KVArena) -> None:
     tier = SlowTier()
     mover = BlockMover(arena, tier)
-    mover.begin(StepPlan(swap_out=swaps((1, 5)), swap_in=swaps((3, 5))))  # type: ignore[arg-type]
+    mover.begin(StepPlan(stores=swaps((1, 5)), loads=swaps((3, 5))))  # type: ignore[arg-type]
     assert numbers(arena.read_blocks([3])) == [1]
     mover.finish()
 
@@ -89,7 +89,7 @@ def test_pieces_arrive_each_in_its_place(arena: KVArena, monkeypatch: pytest.Mon
     tier = SlowTier()
     tier.may_store.set()
     mover = BlockMover(arena, tier)
-    mover.begin(StepPlan(swap_out=swaps(*((i, 7 - i) for i in range(1, 8)))))  # type: ignore[arg-type]
+    mover.begin(StepPlan(stores=swaps(*((i, 7 - i) for i in range(1, 8)))))  # type: ignore[arg-type]
     mover.finish()
     assert numbers(tier.read(range(7))) == [7, 6, 5, 4, 3, 2, 1]
     assert len(tier.threads) == 4
@@ -99,7 +99,7 @@ def test_a_failure_to_store_is_raised_when_the_step_ends_and_once(arena: KVArena
     tier = SlowTier()
     tier.fails = True
     mover = BlockMover(arena, tier)
-    mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
+    mover.begin(StepPlan(stores=swaps((1, 5))))  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no memory"):
         mover.finish()
     mover.finish()
@@ -110,7 +110,7 @@ def test_little_is_stored_in_its_turn(arena: KVArena, monkeypatch: pytest.Monkey
     tier = SlowTier()
     mover = BlockMover(arena, tier)
     started = time.perf_counter()
-    mover.begin(StepPlan(swap_out=swaps((1, 5))))  # type: ignore[arg-type]
+    mover.begin(StepPlan(stores=swaps((1, 5))))  # type: ignore[arg-type]
     assert time.perf_counter() - started >= 0.05
     assert tier.threads == [threading.get_ident()]
 
@@ -140,11 +140,11 @@ class CountingLink(HostLink):
 def test_blocks_cross_to_another_memory_beside_the_computation_and_back_before_it(arena: KVArena) -> None:
     tier, link = HostTier(8, SPEC.block_bytes), CountingLink()
     mover = BlockMover(arena, tier, link)
-    mover.begin(StepPlan(swap_out=tuple(swaps((2, 0), (3, 1)))))
+    mover.begin(StepPlan(stores=tuple(swaps((2, 0), (3, 1)))))
     mover.finish()
     assert link.events == ["ready", "to host"]
     assert threading.get_ident() not in link.threads
-    mover.begin(StepPlan(swap_in=tuple(swaps((5, 1), (6, 0)))))
+    mover.begin(StepPlan(loads=tuple(swaps((5, 1), (6, 0)))))
     assert link.events[2:] == ["to device"]
     assert numbers(arena.read_blocks([5, 6])) == [3, 2]
     mover.finish()

@@ -12,6 +12,7 @@ import pytest
 import octavo
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.kvcache.demotion import DemoteAll
 from octavo.kvcache.eviction import EvictionPolicy, FifoEviction, RecomputeCost
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import HashedPrefixCache, NullPrefixCache, RadixPrefixCache
@@ -67,7 +68,7 @@ REACHED: dict[tuple[str, Any], Any] = {
         isinstance(s.claims, ByPriority) and s.config.priority_seconds == 60.0 and not s.queue.short_may_pass
     ),
     ("scheduling_policy", "dlpm"): lambda s: isinstance(s.turns, DeficitRound) and s.queue.turns is s.turns,
-    ("kv_demotion", "all"): lambda s: s.kv.host_cache._demotion == "all",
+    ("kv_demotion", "all"): lambda s: isinstance(s.kv.hierarchy._demotion, DemoteAll),
     ("pin_tenant_share", 0.2): lambda s: s.kv.pins.tenant_blocks == 5,
     ("preemption_victim", "latest"): lambda s: isinstance(s.victims, LatestArrival),
     ("preemption_victim", "lowest_priority"): lambda s: isinstance(s.victims, LowestPriority),
@@ -114,7 +115,7 @@ def test_sizes_identity_cost_and_clock_arrive() -> None:
     kv = assemble_cache(
         config, SPEC, 33, num_host_blocks=9, identity=("m", "bf16"), cost=cost, wrap_eviction=wrap, clock=clock
     )
-    assert (kv.pool.num_blocks, kv.swap.host.num_blocks, kv.pins.clock) == (33, 9, clock)
+    assert (kv.pool.num_blocks, kv.hierarchy.host.num_swap_slots, kv.pins.clock) == (33, 9, clock)
     assert kv.prefix_cache._identity == ("m", "bf16", "4")  # type: ignore[attr-defined]
     assert wrapped == [kv.pool._eviction]
     assert wrapped[0]._cost is cost  # type: ignore[attr-defined]

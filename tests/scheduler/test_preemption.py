@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.kvcache.swap import RestoreCost
+from octavo.kvcache.preempted import RestoreCost
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.preemption import (
     VICTIM_POLICIES,
@@ -95,11 +95,11 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     engine.scheduler.end_request(first.request_id)
     plan = engine.step()
     assert shares(plan) == {second.request_id: 1}, "one token, not thirteen"
-    assert len(plan.swap_in) == 3
+    assert len(plan.loads) == 3
     assert [new.seq_id for new in plan.new] == list(plan.seq_ids), "its tables are told anew"
     assert engine.scheduler.counters.recomputed_tokens == 0
     engine.run()
-    assert engine.kv.swap.host.num_free == 20
+    assert engine.kv.hierarchy.host.num_free == 20
 
 
 def test_the_step_that_preempts_moves_the_blocks_out_before_it_reuses_them() -> None:
@@ -110,7 +110,7 @@ def test_the_step_that_preempts_moves_the_blocks_out_before_it_reuses_them() -> 
     engine.step()
     held = list(engine.kv.tables(second.sequences[0])[0])
     plan = engine.step()
-    assert {swap.device for swap in plan.swap_out} == set(held)
+    assert {swap.device for swap in plan.stores} == set(held)
     assert plan.tables[0].blocks[0][-1] in held
 
 

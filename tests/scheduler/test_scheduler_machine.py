@@ -51,6 +51,8 @@ LIMITS: dict[str, Any] = {
     "pin_budget": st.sampled_from([0.25, 1.0]),
     "pin_tenant_share": st.sampled_from([0.5, 1.0]),
     "num_host_blocks": st.sampled_from([0, 1, 4, 100]),
+    "num_prefix_blocks": st.sampled_from([0, 0, 3, 20]),
+    "demotion": st.sampled_from(["on_evict", "on_second_use", "all"]),
     "victim": st.sampled_from(VICTIM_POLICIES),
     "headroom": st.sampled_from([0, 0, 3]),
     "itl_slo_ms": st.sampled_from([None, None, 20.0]),
@@ -118,6 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_budget: float,
         pin_tenant_share: float,
         num_host_blocks: int,
+        num_prefix_blocks: int,
+        demotion: str,
         mode: str,
         policy: Literal["fcfs", "priority", "vtc", "dlpm"],
         victim: str,
@@ -136,6 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             pin_tenant_share=pin_tenant_share,
             clock=self.clock,
             num_host_blocks=num_host_blocks,
+            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
+            demotion=demotion,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
         auto = CheaperWay(kv.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
@@ -338,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.faults)
     @rule(
         place=st.sampled_from(("schedule", "before compute", "after compute", "update")),
-        operation=st.sampled_from(("match", "admit", "extend", "swap_in", "swap_out", "commit", "take")),
+        operation=st.sampled_from(("match", "admit", "extend", "demote", "demote", "commit", "take")),
         nth=st.integers(0, 4),
         done=st.booleans(),
         data=st.data(),
@@ -400,16 +406,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def play_transfers(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
         # A block that is evicted in a step may be wanted back in the same one: out, then in.
-        assert all(len({swap.host for swap in swaps}) == len(swaps) for swaps in (plan.swap_out, plan.swap_in))
-        for swap in plan.swap_out:
+        assert len({swap.host for swap in plan.stores}) == len(plan.stores)
+        assert len({swap.device for swap in plan.loads}) == len(plan.loads)
+        for swap in plan.stores:
             for offset in range(size):
                 self.host[swap.host, offset] = self.computed.get((swap.device, offset), ())
         for copy in plan.copies:
             for offset in range(size):
                 self.computed[copy.destination, offset] = self.computed.get((copy.source, offset), ())
-        for swap in plan.swap_in:
+        for swap in plan.loads:
             for offset in range(size):
-                self.computed[swap.device, offset] = self.host.pop((swap.host, offset))
+                self.computed[swap.device, offset] = self.host[swap.host, offset]
 
     def play_model(self, plan: StepPlan) -> None:
         size = self.scheduler.kv.spec.block_size
@@ -463,11 +470,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 held, own = pool.owners.held(tenant), [seq for seq in running if seq.request.tenant == tenant]
                 unused += max(0, limit.floor - held)
                 assert limit.cap is None or held <= limit.cap or len(own) <= 1
-            # One that runs alone is held to no floor (docs/fairness.md). It fits beside the others', unless swapped
-            # sequences keep blocks that they shared.
-            swap = self.scheduler.kv.swap
-            kept = any(map(swap.keeps_blocks, swap._away))
-            assert pool.num_available + pool.num_pinned >= unused or (kept and len(running) <= 1)
+            # One that runs alone is held to no floor (docs/fairness.md), but fits beside the others'.
+            assert pool.num_available + pool.num_pinned >= unused
 
     @invariant()
     def every_byte_is_somebodys(self) -> None:
@@ -475,7 +479,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv = self.scheduler.kv
             stock = kv.stock(self.scheduler.requests)
             assert {state: count * kv.spec.block_bytes for state, count in stock.states.items()} == kv.bytes_by_state()
-            assert sum(stock.swapped.values()) == kv.swap.host.num_held
+            assert sum(stock.swapped.values()) == kv.hierarchy.host.num_claimed
             for state, count in stock.states.items():
                 owned = sum(of_tenant.get(state, 0) for of_tenant in stock.tenants.values())
                 assert owned == (0 if state is BlockState.FREE else count)
@@ -523,7 +527,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
         counts = self.scheduler.kv.audit().counts
         assert BlockState.ACTIVE not in counts
-        assert self.scheduler.kv.swap.host.num_free == self.scheduler.kv.swap.host.num_blocks
+        if plan := self.scheduler.flush():
+            self.play_transfers(plan)
+            self.scheduler.flushed(done=True)
+            self.scheduler.kv.audit()
+        host = self.scheduler.kv.hierarchy.host
+        assert (host.num_held, host.num_claimed, host.num_free + host.num_ready) == (0, 0, host.num_slots)
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_promised_places) == (0, 0, 0)
 
 

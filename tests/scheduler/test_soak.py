@@ -57,7 +57,7 @@ def combination(cache: str | None, policy: str, preemption: str, pinning: bool, 
             super().play_runner(plan)
             self.counts["planned"] += 1
             self.counts["copied"] += len(plan.copies)
-            self.counts["moved"] += len(plan.swap_out) + len(plan.swap_in)
+            self.counts["moved"] += len(plan.stores) + len(plan.loads)
 
         @invariant()
         def count(self) -> None:

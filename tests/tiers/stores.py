@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 from octavo.tiers.base import Medium, Reason, Store
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.files import BlockFiles

@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.storage.arena import KVArena
@@ -45,8 +45,8 @@ def test_an_arenas_blocks_survive_the_way_out_and_back_into_others(
     arena, tier = KVArena(spec, 8), HostTier(3, spec.block_bytes)
     arena.float_layers[0].key[1:4].normal_()
     before = arena.float_layers[0].key[1:4].clone()
-    out = [BlockSwap(BlockId(i + 1), HostBlockId(2 - i)) for i in range(3)]
+    out = [BlockTransfer(BlockId(i + 1), HostBlockId(2 - i)) for i in range(3)]
     swapping.swap_out(arena, tier, out)
     arena.float_layers[0].key.fill_(7)
-    swapping.swap_in(arena, tier, [BlockSwap(BlockId(swap.device + 3), swap.host) for swap in out])
+    swapping.swap_in(arena, tier, [BlockTransfer(BlockId(swap.device + 3), swap.host) for swap in out])
     assert torch.equal(arena.float_layers[0].key[4:7], before)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 from octavo.tiers.base import LookupResult, Medium, Reason, Store
 from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put, remote
 

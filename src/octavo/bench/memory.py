@@ -136,7 +136,7 @@ class SimulatedEngine:
     def step(self) -> float:
         """See `BenchEngine.step`."""
         plan = self.scheduler.schedule()
-        moved = len(plan.swap_out) + len(plan.swap_in)
+        moved = len(plan.stores) + len(plan.loads)
         seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths, num_moved=moved))
         # Parallel samples part with their first token, as they would under a temperature.
         result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))

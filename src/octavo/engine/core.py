@@ -87,7 +87,8 @@ class EngineCore:
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
         self.stats.block_bytes = scheduler.kv.spec.block_bytes
-        self.stats.host = None if scheduler.kv.host_cache is None else scheduler.kv.host_cache.counters
+        memory = scheduler.kv.hierarchy.host
+        self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
         self._recorder = StatsRecorder(self.stats, scheduler)
         self.inputs = InputProcessor(
@@ -239,7 +240,7 @@ class EngineCore:
         The statistics say the same from then on: looking lets go of expired pins.
         """
         report = kv_report(self.scheduler)
-        if (host := self.scheduler.kv.host_cache) is not None:
+        if (host := self.scheduler.kv.hierarchy.host).num_prefix_slots:
             stores = () if self.tiers is None else self.tiers.stores
             report["tiers"] = tiers_report(host, stores, self.scheduler.kv.spec.block_bytes)
         self._recorder.on_changed()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.kvcache.block import BlockState
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheTotals, RequestHolding
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport
@@ -76,7 +76,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
     for of_tenant in kv.ledger.totals.values():
         totals.merge(of_tenant)
     counters = kv.pins.counters
-    host, swapped = kv.swap.host, kv.swap.counters
+    host = kv.hierarchy.host
     return {
         "block_size": kv.spec.block_size,
         "block_bytes": size,
@@ -86,11 +86,11 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
             **_bytes(stock.states, sum(stock.swapped.values()), size),
         },
         "swap": {
-            "space_bytes": host.num_blocks * size,
-            "free_bytes": host.num_free * size,
-            "out_bytes": swapped.blocks_out * size,
-            "in_bytes": swapped.blocks_in * size,
-            "dropped_bytes": swapped.blocks_dropped * size,
+            "space_bytes": host.num_swap_slots * size,
+            "free_bytes": (host.num_swap_slots - host.num_claimed) * size,
+            "out_bytes": host.claims.blocks_out * size,
+            "in_bytes": host.claims.blocks_in * size,
+            "dropped_bytes": host.claims.blocks_dropped * size,
         },
         "prefix_cache": _totals(totals),
         "tenants": {
@@ -132,7 +132,7 @@ def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]
     return {"floor_bytes": limits.floor * block_bytes, "cap_bytes": cap}
 
 
-def tiers_report(host: HostCache, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
+def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
     """What lies below the device, and what went wrong there: bytes, blocks since the start, misses by reason."""
     counters = host.counters
     by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}

@@ -204,12 +204,11 @@ def _progress(request: Request) -> list[int]:
 
 
 def _spec(kv: KVCacheManager) -> dict[str, Any]:
-    host = kv.swap.host
     return {
         "num_blocks": kv.pool.num_blocks,
         "block_size": kv.spec.block_size,
         "block_bytes": kv.spec.block_bytes,
-        "host_blocks": host.num_blocks,
+        "host_blocks": kv.hierarchy.host.num_swap_slots,
     }
 
 
@@ -220,7 +219,7 @@ def _counters(scheduler: Scheduler) -> list[int]:
         scheduler.num_running,
         scheduler.num_waiting,
         scheduler.num_swapped,
-        kv.swap.host.num_held,
+        kv.hierarchy.host.num_claimed,
         kv.num_evicted,
         scheduler.counters.num_preemptions,
     ]

@@ -103,12 +103,12 @@ class StatsRecorder:
 
     def _on_cache(self) -> None:
         kv = self._scheduler.kv
-        size, swap = kv.spec.block_bytes, kv.swap
+        size, host = kv.spec.block_bytes, kv.hierarchy.host
         self._stats.on_blocks(kv.bytes_by_state(), kv.num_evicted)
         self._stats.on_swapped(
-            bytes_out=swap.counters.blocks_out * size,
-            bytes_in=swap.counters.blocks_in * size,
-            bytes_held=swap.host.num_held * size,
+            bytes_out=host.claims.blocks_out * size,
+            bytes_in=host.claims.blocks_in * size,
+            bytes_held=host.num_claimed * size,
         )
 
     def _queues(self) -> _Queues:

@@ -49,12 +49,13 @@ def join_stores(
     Raises:
         ConfigError: one cannot be used: the message says why.
     """
-    if kv.host_cache is None or not config.has_stores:
+    if not config.has_stores:
         return None
+    memory = kv.hierarchy.host
     # What waits to be written is held in host memory, and half of that is left for what is read.
-    most_write_bytes = kv.host_cache.num_slots * kv.spec.block_bytes // 2
+    most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
     stores = _open_stores(config, kv.spec, identity, most_write_bytes)
-    lower = LowerTiers(kv.host_cache, stores, host.row, kv.spec.block_bytes, time.monotonic)
+    lower = LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
     scheduler.fetching = Fetching(kv, lower)
     return lower
 

@@ -20,6 +20,7 @@ from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain
+from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
@@ -103,7 +104,7 @@ class RequestHolding:
         num_shared: of these, referenced more than once.
         num_published: of these, in the prefix cache: they will be cached, not free, once they are released.
         num_pinned: of these, pinned: they will be protected even then.
-        num_swapped: blocks of host memory that its swapped sequences hold.
+        num_swapped: blocks of host memory that its swapped sequences have.
     """
 
     request: Request
@@ -237,23 +238,30 @@ class CacheLedger:
             totals = self.totals[request.tenant] = CacheTotals()
         totals.add(report)
 
-    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], int]]) -> Stock:
+    def stock(
+        self,
+        pool: BlockPool,
+        sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]],
+    ) -> Stock:
         """Every block by state and tenant. O(blocks).
 
         Args:
-            sequences: of each that holds blocks its request, its tables, and how many blocks it has in host memory.
+            sequences: of each that holds blocks its request, its tables, and its blocks of host memory. A host block
+                that several have counts for the first of them.
         """
         held: dict[RequestId, tuple[Request, set[BlockId]]] = {}
         holders: dict[BlockId, str] = {}
         away: Counter[RequestId] = Counter()
         swapped: Counter[str] = Counter()
-        for request, groups, num_swapped in sequences:
+        seen: set[HostBlockId] = set()
+        for request, groups, slots in sequences:
             _, blocks = held.setdefault(request.request_id, (request, set()))
             for table in groups:
                 blocks.update(table)
             blocks.discard(NULL_BLOCK)
             holders.update(dict.fromkeys(blocks, request.tenant))
-            if num_swapped:
+            if num_swapped := len(own := set(slots) - seen):
+                seen |= own
                 away[request.request_id] += num_swapped
                 swapped[request.tenant] += num_swapped
         states: Counter[BlockState] = Counter({state: 0 for state in BlockState if state is not BlockState.NULL})
@@ -311,7 +319,9 @@ class NullLedger(CacheLedger):
         """See `CacheLedger.explain`."""
         return CacheReport(len(request.prompt_token_ids), cached_blocks * chain.block_size, CacheOutcome.COLD)
 
-    def stock(self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], int]]) -> Stock:
+    def stock(
+        self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]
+    ) -> Stock:
         """Raises: cached blocks are nobody's here."""
         raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
 

@@ -16,16 +16,17 @@ from typing import Any, cast
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Audit, Findings, counted, proven
 from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
-from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
-from octavo.kvcache.host_cache import HostCache, Label
+from octavo.kvcache.hierarchy import CacheHierarchy
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.ledger import CacheLedger, NullLedger, Stock
-from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, label_of, split_tiers
+from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
+from octavo.kvcache.preempted import RestoreCost
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
 from octavo.kvcache.spec import KVCacheSpec
-from octavo.kvcache.swap import RestoreCost, SwapSpace
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence, SequenceId
 
 
@@ -64,9 +65,12 @@ class KVCacheManager:
         pin_budget: share of the pool that may be pinned at once.
         pin_tenant_share: share of that which the pins of one tenant may hold.
         clock: seconds, never going back; for pins and the ledger.
-        num_host_blocks: blocks of host memory for swapped sequences; with none, none is swapped.
-        host_cache: host memory for prefixes that the device evicts; None: they are lost.
+        host: host memory, for prefixes that the device evicts and for preempted sequences; by default none.
+        demotion: which of the device's blocks go there (`make_demotion`).
         explains: whether the ledger records who computed what, to say why a prompt was not cached.
+
+    Attributes:
+        hierarchy: all that lies below the device.
     """
 
     def __init__(
@@ -75,12 +79,12 @@ class KVCacheManager:
         num_blocks: int,
         prefix_cache: PrefixCache[Any],
         eviction: EvictionPolicy,
-        num_host_blocks: int = 0,
         *,
+        host: HostMemory | None = None,
+        demotion: str = "on_second_use",
         pin_budget: float = DEFAULT_PIN_BUDGET,
         pin_tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        host_cache: HostCache | None = None,
         explains: bool = True,
     ) -> None:
         self.spec = spec
@@ -90,17 +94,14 @@ class KVCacheManager:
         prefix_cache.reserve(num_blocks)
         self._windows = [group.sliding_window for group in spec.groups]
         self._matcher = PrefixMatcher(prefix_cache, spec.block_size, self._windows)
-        self.host_cache = host_cache if caches else None
-        self._tiered_matcher: PrefixMatcher | None = None
-        if self.host_cache is not None:
-            tiers = TieredIndex(prefix_cache, self.host_cache)
-            self._tiered_matcher = PrefixMatcher(tiers, spec.block_size, self._windows)
+        if host is None:
+            host = HostMemory(0, 0, spec.block_size, make_eviction_policy("lru"))
+        self.hierarchy = CacheHierarchy(self.pool, prefix_cache, host, spec.block_size, self._windows, demotion)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self._matcher.longest, clock)
         ledger = CacheLedger if explains else NullLedger
         self.ledger = ledger(num_blocks if caches else 0, prefix_cache.tokens, clock)
-        self.swap = SwapSpace(self.pool, num_host_blocks)
         self._holdings: dict[SequenceId, _Holding] = {}
         self._num_evicted = 0
         self.no_hit = PrefixHit(0, tuple(new_table() for _ in self._windows))
@@ -125,45 +126,28 @@ class KVCacheManager:
         request.full_blocks = self.prefix_cache.full_blocks(request.prompt_token_ids, request.cache_scope)
 
     def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix of a sequence that holds no block; takes nothing."""
-        chain, most = self._matchable(seq)
-        tables = self._matcher.longest(chain, most)
+        """All that a preempted sequence left, else the longest prefix that the device and host memory have.
+
+        The sequence holds no block; takes nothing.
+        """
+        return self.hierarchy.match(seq, *self.matchable(seq))
+
+    def match_on_device(self, seq: Sequence) -> PrefixHit:
+        """The longest prefix of a sequence that the device has."""
+        tables = self._matcher.longest(*self.matchable(seq))
         return PrefixHit(len(tables[0]) * self.spec.block_size, tables)
 
-    def match_tiers(self, seq: Sequence) -> PrefixHit:
-        """The same, continued by what host memory has."""
-        if self._tiered_matcher is None:
-            return self.match(seq)
-        chain, most = self._matchable(seq)
-        return split_tiers(self._tiered_matcher.longest(chain, most), self.spec.block_size)
-
-    def missing_labels(self, seq: Sequence) -> list[Label]:
-        """The blocks of a new sequence that neither device nor host has, those that a hit needs first in front."""
-        if self.host_cache is None:
-            return []
-        chain, most = self._matchable(seq)
-        first = self.match_tiers(seq).num_tokens // self.spec.block_size
-        groups = range(len(self._windows))
-        return [label_of(group, chain, index) for index in range(first, most) for group in groups]
-
-    def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
-        """A hit's tokens by the tier that they come from; where groups of layers differ, the lowest of a block's."""
-        origins = {} if self.host_cache is None else {i: self.host_cache.origin(host) for _, i, host in hit.loads}
-        size = self.spec.block_size
-        by_tier = {tier: size * count for tier, count in Counter(origins.values()).items()}
-        return {"device": hit.num_tokens - size * len(origins), **by_tier}
-
     def still_matches(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `match` most probably finds as many tokens as it once did, at the cost of two look-ups."""
-        chain, most = self._matchable(seq)
+        """Whether `match_on_device` most probably finds as many tokens as once, at the cost of two look-ups."""
+        chain, most = self.matchable(seq)
         return self._matcher.ends_at(chain, num_tokens // self.spec.block_size, most)
 
     @property
     def version(self) -> int:
-        """Changes with every block that is published or evicted: until then `match` finds the same."""
+        """Changes with every block that is published or evicted: until then `match_on_device` finds the same."""
         return self.pool.num_published_ever + self._num_evicted
 
-    def _matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
+    def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
         """A sequence's chain, and how many of its blocks a hit may cover: not its last token."""
         chain = self._holding(seq).chain
         chain.grow(seq.num_tokens, seq.tokens)
@@ -199,8 +183,9 @@ class KVCacheManager:
 
     def stock(self, requests: Iterable[Request]) -> Stock:
         """Every block by state and tenant, and what each of `requests` holds: all that have not ended. O(blocks)."""
+        preempted = self.hierarchy.preempted
         held = (
-            (request, holding.tables, self.swap.num_host_blocks(seq.seq_id))
+            (request, holding.tables, preempted.host_blocks(seq.seq_id))
             for request in requests
             for seq in request.sequences
             if (holding := self._holdings.get(seq.seq_id)) is not None
@@ -227,13 +212,13 @@ class KVCacheManager:
             if table:
                 pool.acquire_all(table, tenant)
                 pool.note_hit(table, seq.request.priority)
-                if self.host_cache is not None:
-                    self.host_cache.hit(table)
-        holding.num_slid = [table.count(NULL_BLOCK) for table in hit.tables]
+                self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
-        holding.num_published = hit.num_tokens // self.spec.block_size
-        if hit.loads:
-            self._load(seq, holding, hit)
+        self.hierarchy.load(seq, holding.tables, hit)
+        holding.num_slid = [table.count(NULL_BLOCK) for table in holding.tables]
+        # What is loaded is published with what the step computes.
+        covered = hit.num_tokens // self.spec.block_size
+        holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
         for table in holding.tables:
             table.extend(pool.allocate(total - len(table), tenant))
         holding.room = total * self.spec.block_size
@@ -323,46 +308,25 @@ class KVCacheManager:
             source.num_published,
         )
 
-    def is_swapped(self, seq: Sequence) -> bool:
-        """Whether a sequence that is swapped out can come back by `swap_in`; it may be given up at any time."""
-        return seq.seq_id in self.swap
+    def demote(self, seq: Sequence) -> bool:
+        """Give back all blocks of a sequence that is to go on where it is, and copy to the host what would be lost.
 
-    def swap_out(self, seq: Sequence) -> bool:
-        """Swap a sequence's blocks out to the host.
+        `match` finds it all again, as long as `can_resume`.
 
         Returns:
             Whether the host had room; if not, nothing has changed.
         """
-        holding = self._holdings[seq.seq_id]
-        holding.room = 0
-        return self.swap.swap_out(seq.seq_id, holding.tables, self.spec.blocks_for_tokens(seq.num_computed))
+        holding, (chain, _) = self._holdings[seq.seq_id], self.matchable(seq)
+        num_blocks = self.spec.blocks_for_tokens(seq.num_computed)
+        if not self.hierarchy.preempted.leave(seq, [table[:num_blocks] for table in holding.tables], chain):
+            return False
+        self.hierarchy.host.cancel_loads(seq.seq_id)
+        self._give_back(holding)
+        return True
 
-    def swap_in(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> Seq[BlockCopy] | None:
-        """Bring a swapped sequence back and make room for `num_new_tokens` more, as `extend` does.
-
-        Args:
-            reserve: blocks that must stay available afterwards.
-
-        Returns:
-            The copies, or None where the pool has too few blocks; then nothing has changed.
-        """
-        if self.swap_in_shortage(seq, num_new_tokens, reserve) > 0:
-            return None
-        holding = self._holdings[seq.seq_id]
-        unpublished = self.swap.swap_in(seq.seq_id, seq.request.tenant)
-        if unpublished is not None:
-            holding.num_published = min(holding.num_published, unpublished)
-            holding.next_full = 0
-        return self.extend(seq, num_new_tokens)
-
-    def swap_in_shortage(self, seq: Sequence, num_new_tokens: int, reserve: int = 0) -> int:
-        """How many available blocks `swap_in` lacks; 0 or less where it would succeed."""
-        pool, holding = self.pool, self._holdings[seq.seq_id]
-        first = seq.num_computed // self.spec.block_size
-        total = self.spec.blocks_for_tokens(seq.num_computed + num_new_tokens)
-        shared = sum(first < len(table) and pool.ref_counts[table[first]] > 1 for table in holding.tables)
-        needed = shared + sum(max(0, total - len(table)) for table in holding.tables)
-        return needed + self.swap.blocks_to_return(seq.seq_id) + reserve - pool.num_available
+    def can_resume(self, seq: Sequence) -> bool:
+        """Whether `match` finds all that a demoted sequence had computed; it may be given up at any time."""
+        return seq.seq_id in self.hierarchy.preempted
 
     def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become available if all of these gave theirs back. O(their blocks)."""
@@ -382,16 +346,16 @@ class KVCacheManager:
 
     def release(self, seq: Sequence) -> None:
         """Give back all blocks, the tail first, so that it is evicted before the head. The hash chain is kept."""
-        if seq.seq_id in self.swap:
-            self.swap.give_up(seq.seq_id)
-        if self.host_cache is not None:
-            self.host_cache.cancel_loads(seq.seq_id)
+        self.hierarchy.forget(seq.seq_id)
         if (holding := self._holdings.get(seq.seq_id)) is not None:
-            for table in holding.tables:
-                self.pool.release_table(table)
-            holding.tables = [new_table() for _ in self._windows]
-            holding.num_slid = [0] * len(self._windows)
-            holding.num_published = holding.next_full = holding.room = 0
+            self._give_back(holding)
+
+    def _give_back(self, holding: _Holding) -> None:
+        for table in holding.tables:
+            self.pool.release_table(table)
+        holding.tables = [new_table() for _ in self._windows]
+        holding.num_slid = [0] * len(self._windows)
+        holding.num_published = holding.next_full = holding.room = 0
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""
@@ -404,26 +368,8 @@ class KVCacheManager:
         Host memory forgets its prefixes too; what lies on disk or in a remote store stays.
         """
         count = self.pool.evict_all_cached()
-        if self.host_cache is not None:
-            self.host_cache.clear()
+        self.hierarchy.host.clear()
         return count
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether the next step must move blocks between device and host."""
-        return self.swap.has_transfers or (self.host_cache is not None and self.host_cache.has_transfers)
-
-    def complete_transfers(self) -> None:
-        """The step in flight is done."""
-        self.swap.complete_transfers()
-        if self.host_cache is not None:
-            self.host_cache.complete()
-
-    def abandon_transfers(self) -> None:
-        """The step in flight failed, if there was one: its swaps are done or void, its stores may be anything."""
-        self.swap.complete_transfers()
-        if self.host_cache is not None:
-            self.host_cache.fail()
 
     def audit(self) -> Audit:
         """Prove that every block is in exactly one state and every count is the tables' references. O(blocks).
@@ -448,7 +394,7 @@ class KVCacheManager:
         yield from proven(self._check())
         states = yield from counted(pool.state(BlockId(i)) for i in range(pool.num_blocks))
         num_sequences = sum(any(holding.tables) for holding in holdings)
-        return Audit(states, num_sequences, self.swap.num_sequences, self.swap.host.num_held)
+        return Audit(states, num_sequences, len(self.hierarchy.preempted), self.hierarchy.host.num_claimed)
 
     def _check(self) -> Findings:
         yield from self.pool.check()
@@ -457,17 +403,14 @@ class KVCacheManager:
         yield from self.prefix_cache.check()
         yield from self.pins.check()
         yield from self.ledger.check(self.pool)
-        yield from self.swap.check()
-        if self.host_cache is not None:
-            yield from self.host_cache.check()
+        yield from self.hierarchy.check()
 
     def _on_evict(self, block_id: BlockId) -> None:
         self._num_evicted += 1
-        if self.host_cache is not None:
-            self.host_cache.evicted(block_id, self.prefix_cache.tokens(block_id))
+        # First, while it can still be said what the block holds.
+        self.hierarchy.evicted(block_id)
         self.prefix_cache.drop(block_id)
         self.ledger.evicted(block_id)
-        self.swap.on_evict(block_id)
 
     def _holding(self, seq: Sequence) -> _Holding:
         holding = self._holdings.get(seq.seq_id)
@@ -498,26 +441,9 @@ class KVCacheManager:
         for block, index, group in published:
             self.pool.mark_published(block, index, seq.request.priority, group_key(group, chain.key(index + 1)))
         self.ledger.published([(block, index) for block, index, _ in published], chain, seq.request)
-        if self.host_cache is not None:
-            for block, index, group in published:
-                self.host_cache.published(block, label_of(group, chain, index), seq.request.tenant)
+        self.hierarchy.published(published, chain, seq.request.tenant)
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
-
-    def _load(self, seq: Sequence, holding: _Holding, hit: PrefixHit) -> None:
-        """New blocks for those of a hit that are not on the device, to be loaded with the next step."""
-        assert self.host_cache is not None
-        # First, because making room evicts blocks, which may take any slot that nobody holds.
-        for _, _, host in hit.loads:
-            self.host_cache.hold(host)
-        blocks = self.pool.allocate(len(hit.loads), seq.request.tenant)
-        for (group, index, host), block in zip(hit.loads, blocks, strict=True):
-            holding.tables[group][index] = block
-            holding.num_slid[group] -= 1
-            self.host_cache.plan_load(host, block, seq.seq_id)
-            self.host_cache.release(host)
-        # They are published with what the step computes.
-        holding.num_published = min(index for _, index, _ in hit.loads)
 
     def _slide(self, num_computed: int, holding: _Holding) -> None:
         size = self.spec.block_size

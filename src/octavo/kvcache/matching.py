@@ -8,17 +8,17 @@ from typing import Any
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.hashing import TokenChain, group_key
-from octavo.kvcache.host_cache import HostCache, Label
-from octavo.kvcache.host_pool import HostBlockId
+from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
 from octavo.kvcache.prefix.base import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks that hold the beginning of a sequence.
+    """Blocks that hold the beginning of a sequence.
 
     Attributes:
-        num_tokens: covered by the hit; a multiple of the block size, at most num_tokens - 1 of the sequence.
+        num_tokens: covered by the hit, at most num_tokens - 1 of the sequence; a multiple of the block size, except
+            where a preempted sequence finds what it left.
         tables: per group the blocks, null where they lie outside the group's window, or in `loads`.
         loads: blocks that are not on the device: group, index in its table, and where they are.
     """
@@ -39,7 +39,7 @@ class TieredIndex:
     Only what a `PrefixMatcher` asks for.
     """
 
-    def __init__(self, prefix_cache: PrefixCache[Any], host: HostCache) -> None:
+    def __init__(self, prefix_cache: PrefixCache[Any], host: HostMemory) -> None:
         self._device = prefix_cache
         self._host = host
 

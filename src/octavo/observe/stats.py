@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from octavo.kvcache.block import BlockState
-from octavo.kvcache.host_cache import HostCounters
+from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason

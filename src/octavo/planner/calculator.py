@@ -79,9 +79,9 @@ def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEF
     if not host_memory:
         return 0
     # Imported here: it needs numpy, which most plans do without.
-    from octavo.kvcache.host_cache import HostCache
+    from octavo.kvcache.host_memory import HostMemory
 
-    each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size) + eviction_bytes(eviction_policy)
+    each = spec.block_bytes + HostMemory.bookkeeping_bytes(spec.block_size) + eviction_bytes(eviction_policy)
     if host_memory < each:
         raise ConfigError(
             f"kv_host_memory is {format_bytes(host_memory)}, but a block and its bookkeeping take {format_bytes(each)}"

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_pool import BlockSwap, HostBlockId
+from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import RequestId, SequenceId
 from octavo.runner.runner import ModelRunner
@@ -39,7 +39,7 @@ def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: i
     arena = runner.arena
     device = runner.model.device
     count = max(1, min(tier.num_blocks, arena.num_blocks - 1, _MEASURED_BYTES // arena.spec.block_bytes))
-    swaps = [BlockSwap(BlockId(i + 1), HostBlockId(i)) for i in range(count)]
+    swaps = [BlockTransfer(BlockId(i + 1), HostBlockId(i)) for i in range(count)]
 
     def out_and_back() -> None:
         swap_out(arena, tier, swaps)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.kvcache.host_pool import BlockSwap
+from octavo.kvcache.host_memory import BlockTransfer
 from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
@@ -20,13 +20,13 @@ _PIECE_BYTES = 32 << 20
 _WORTH_A_THREAD = 1 << 20
 
 
-def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None:
+def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
     """Device to tier; each device block may be written again once this returns."""
     for piece in _pieces(arena, swaps):
         tier.write([swap.host for swap in piece], arena.read_blocks([swap.device for swap in piece]))
 
 
-def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockSwap], link: HostLink = SAME_MEMORY) -> None:
+def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
     """Tier to device."""
     for piece in _pieces(arena, swaps):
         rows = link.to_device(tier.read([swap.host for swap in piece]))
@@ -58,13 +58,13 @@ class BlockMover:
     def begin(self, plan: StepPlan) -> None:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
-        if tier is not None and (out := (*plan.swap_out, *plan.stores)):
+        if tier is not None and (out := plan.stores):
             if len(out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
                 self._swap_out_beside(tier, out)
             else:
                 swap_out(arena, tier, out)
         arena.copy_blocks(plan.copies)
-        if tier is not None and (into := (*plan.swap_in, *plan.loads)):
+        if tier is not None and (into := plan.loads):
             self.finish()
             swap_in(arena, tier, into, self._link)
 
@@ -77,7 +77,7 @@ class BlockMover:
         for store in stores:
             store.result()
 
-    def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockSwap]) -> None:
+    def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
         for piece in _pieces(self._arena, swaps):
             # One is copied aside while another is stored, no more.
             if len(self._stores) > 1:
@@ -93,7 +93,7 @@ def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLi
         tier.write(ids, link.to_host(rows, ready))
 
 
-def _pieces(arena: KVArena, swaps: Sequence[BlockSwap]) -> Iterator[Sequence[BlockSwap]]:
+def _pieces(arena: KVArena, swaps: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:
     size = max(1, _PIECE_BYTES // arena.spec.block_bytes)
     for start in range(0, len(swaps), size):
         yield swaps[start : start + size]

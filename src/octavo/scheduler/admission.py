@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
+from octavo.kvcache.matching import PrefixHit
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.backfill import Backfill
 from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens, num_missing
+from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens
 from octavo.scheduler.yielding import Yielding
 
 # A look-up of so many blocks may be repeated with every step: about 0.1 ms.
@@ -99,9 +100,8 @@ class Admission:
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
             return 0
-        if self._yielding.settle(seq):
-            return kv.swap_in_shortage(seq, 1, self._reserve(seq, seq.num_computed + 1))
-        hit = kv.no_hit if needs_all_tokens(seq) else kv.match(seq)
+        self._yielding.settle(seq)
+        hit = self._match(seq)
         shortage = kv.shortage(hit, 1, self._reserve(seq, hit.num_tokens + 1))
         if shortage > 0:
             self._refuse(seq, shortage, hit.num_tokens // kv.spec.block_size)
@@ -143,7 +143,7 @@ class Admission:
                     self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
                 return 0
             # Nobody runs who could free anything by ending.
-            if not self._yielding.free_more(but=seq):
+            if not self._yielding.free_more():
                 return 0
         if num_new is None:
             return 0
@@ -163,10 +163,9 @@ class Admission:
             self._tenants.restore_floor(seq.request.tenant)
         elif len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
             return 0
-        if self._yielding.settle(seq):
-            return self._swap_in(seq, budget, share)
+        self._yielding.settle(seq)
         scored = is_scored(seq)
-        hit = kv.no_hit if needs_all_tokens(seq) else kv.match_tiers(seq)
+        hit = self._match(seq)
         start = hit.num_tokens
         num_new = _share_of(budget.chunk(start, seq.num_tokens - start, scored=scored), share)
         if not num_new:
@@ -180,22 +179,15 @@ class Admission:
             return 0
         if report is not None:
             seq.request.num_cached_tokens = start
-            seq.request.cached_by_tier = kv.tokens_by_tier(hit)
+            seq.request.cached_by_tier = kv.hierarchy.tokens_by_tier(hit)
             kv.ledger.admitted(seq.request, report)
         seq.num_computed = start
         return num_new
 
-    def _swap_in(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
-        start = seq.num_computed
-        num_new = _share_of(budget.chunk(start, num_missing(seq), scored=is_scored(seq)), share)
-        if not num_new:
-            return None
-        copies = self._kv.swap_in(seq, num_new, self._reserve(seq, start + num_new))
-        if copies is None:
-            return 0
-        self.copies.extend(copies)
-        del self._yielding.swapped[seq.seq_id]
-        return num_new
+    def _match(self, seq: Sequence) -> PrefixHit:
+        """What a waiting sequence need not compute: all that it had when it was preempted, or a cached prefix."""
+        kv = self._kv
+        return kv.no_hit if needs_all_tokens(seq) and not kv.can_resume(seq) else kv.match(seq)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that must stay available when a newcomer has blocks for its first `num_tokens` tokens."""
@@ -220,9 +212,7 @@ class Admission:
         whole = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if not tenants.num_over_cap(seq, whole + bound):
             return False
-        if seq.seq_id in self._yielding.swapped or needs_all_tokens(seq):
-            return True
-        hit = kv.match(seq)
+        hit = self._match(seq)
         return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0
 
     def _is_within_floor(self, seq: Sequence) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EvictionPolicy, RecomputeCost, make_lower_eviction
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix import make_prefix_cache
 from octavo.kvcache.spec import KVCacheSpec
@@ -54,8 +54,8 @@ def assemble_cache(
 
     Args:
         num_blocks: size of the pool, the null block included.
-        num_host_blocks: blocks of host memory for swapped sequences.
-        num_prefix_blocks: blocks of host memory behind those, for prefixes.
+        num_host_blocks: blocks of host memory that swapped sequences may take.
+        num_prefix_blocks: blocks of host memory beside those, for prefixes.
         identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
         cost: of computing a block again, for the eviction policy "cost"; by default that of an 8B model.
         wrap_eviction: puts an observer around the eviction policy.
@@ -74,22 +74,20 @@ def assemble_cache(
         num_blocks,
         prefix_cache,
         eviction if wrap_eviction is None else wrap_eviction(eviction),
-        num_host_blocks,
+        host=_host_memory(config, spec, num_host_blocks, num_prefix_blocks),
+        demotion=config.kv_demotion,
         pin_budget=config.pin_budget,
         pin_tenant_share=1.0 if config.pin_tenant_share is None else config.pin_tenant_share,
         clock=clock,
         explains=explains,
-        host_cache=_host_cache(config, spec, num_blocks, num_host_blocks, num_prefix_blocks),
     )
 
 
-def _host_cache(
-    config: EngineConfig, spec: KVCacheSpec, num_blocks: int, num_host_blocks: int, num_prefix_blocks: int
-) -> HostCache | None:
-    if not num_prefix_blocks or not config.enable_prefix_caching:
-        return None
+def _host_memory(config: EngineConfig, spec: KVCacheSpec, num_host_blocks: int, num_prefix_blocks: int) -> HostMemory:
+    if not config.enable_prefix_caching:
+        num_prefix_blocks = 0
     eviction = make_lower_eviction(config.eviction_policy)
-    return HostCache(num_prefix_blocks, num_host_blocks, num_blocks, spec.block_size, config.kv_demotion, eviction)
+    return HostMemory(num_host_blocks + num_prefix_blocks, num_host_blocks, spec.block_size, eviction)
 
 
 def assemble_scheduler(
@@ -182,7 +180,7 @@ def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None
 
 
 def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: RestoreSpeed | None) -> PreemptionMode:
-    num_host_blocks = kv.swap.host.num_blocks
+    num_host_blocks = kv.hierarchy.host.num_swap_slots
     if not num_host_blocks or config.preemption_mode == "recompute":
         return Recompute()
     if not needs_restore_speed(config, num_host_blocks):

@@ -34,10 +34,10 @@ class CachedPrefixes:
         version = self._kv.version
         found = self._found.get(seq.seq_id)
         if found is None:
-            found = self._found[seq.seq_id] = _Found(version, self._kv.match(seq).num_tokens)
+            found = self._found[seq.seq_id] = _Found(version, self._kv.match_on_device(seq).num_tokens)
         elif found.version != version:
             if not self._kv.still_matches(seq, found.num_tokens):
-                found.num_tokens = self._kv.match(seq).num_tokens
+                found.num_tokens = self._kv.match_on_device(seq).num_tokens
             found.version = version
         return found.num_tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 
@@ -52,7 +52,7 @@ class Fetching:
 
     def begin(self, seq: Sequence) -> bool:
         """Whether a new sequence is to wait here; it comes out of `arrived` then."""
-        labels = self._kv.missing_labels(seq)
+        labels = self._kv.hierarchy.missing(seq, *self._kv.matchable(seq))
         if not labels:
             return False
         per_token = self._seconds_per_token

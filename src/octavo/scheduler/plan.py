@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_pool import BlockSwap
+from octavo.kvcache.host_memory import BlockTransfer
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
@@ -135,12 +135,10 @@ class StepPlan:
 
     Of the transfers each list has happened whole, in this order, before anything is computed:
 
-    swap_out   device -> host      a block that leaves may be written again by all that follows; the runner may still
-    stores                         be storing it while it computes, and is done when the step is; stores are of blocks
-                                   of prefixes, swap_out of preempted sequences
+    stores     device -> host      a block that leaves may be written again by all that follows; the runner may still
+                                   be storing it while it computes, and is done when the step is
     copies     device -> device    all sources are read before any destination is written
-    swap_in    host -> device
-    loads
+    loads      host -> device      also of what the same plan stores
 
     Attributes:
         step: the plan's number, rising from 1.
@@ -167,11 +165,9 @@ class StepPlan:
     changes: tuple[SequenceForked | SequenceDropped, ...] = ()
     new: tuple[NewSequence, ...] = ()
     tables: tuple[TableDelta, ...] = ()
-    swap_out: tuple[BlockSwap, ...] = ()
+    stores: tuple[BlockTransfer, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    swap_in: tuple[BlockSwap, ...] = ()
-    stores: tuple[BlockSwap, ...] = ()
-    loads: tuple[BlockSwap, ...] = ()
+    loads: tuple[BlockTransfer, ...] = ()
     num_streams: int = 0
 
     def __bool__(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy
-from octavo.kvcache.host_pool import BlockSwap
+from octavo.kvcache.host_memory import BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.beam import num_candidates
@@ -130,13 +130,7 @@ class PlanBuilder:
         """The hidden states of positions `first .. last` of the sequence added last belong to its embedding."""
         self._pools.append(PromptPool(len(self.sequences) - 1, first, last - first))
 
-    def finish(
-        self,
-        swap_out: Iterable[BlockSwap] = (),
-        swap_in: Iterable[BlockSwap] = (),
-        stores: Iterable[BlockSwap] = (),
-        loads: Iterable[BlockSwap] = (),
-    ) -> StepPlan:
+    def finish(self, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()) -> StepPlan:
         """Finish the collected step. Without rows the plan is empty, and changes are sent with the next."""
         if not self.sequences:
             return StepPlan()
@@ -157,10 +151,8 @@ class PlanBuilder:
             changes=tuple(self._changes),
             new=tuple(self._new),
             tables=tuple(self._tables),
-            swap_out=tuple(swap_out),
-            copies=tuple(self.copies),
-            swap_in=tuple(swap_in),
             stores=tuple(stores),
+            copies=tuple(self.copies),
             loads=tuple(loads),
         )
         self._changes, self._reset = [], False
@@ -202,7 +194,7 @@ class PlanBuilder:
         self._changes, self._reset, self._told_grammars = [], False, False
         return StepPlan(step=self._step, reset=True)
 
-    def flush(self, stores: Iterable[BlockSwap]) -> StepPlan:
+    def flush(self, stores: Iterable[BlockTransfer]) -> StepPlan:
         """A plan that moves blocks and computes nothing."""
         self._step += 1
         return StepPlan(step=self._step, stores=tuple(stores))

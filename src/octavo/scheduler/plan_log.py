@@ -8,7 +8,7 @@ Numbers only: what was computed, how long that took, and nothing of what any tok
 
     record, little-endian, without padding
         u64 step      f64 at: seconds since the file was opened, when the step began      f64 seconds: it took
-        u32 rows, forks, drops, new, copies, swapped out, swapped in, scored prompt tokens
+        u32 rows, forks, drops, new, copies, stored, loaded, scored prompt tokens
         i64 × rows    sequence ids
         i32 × rows    starts           tokens computed before the step
         i32 × rows    lengths          tokens computed in it
@@ -65,8 +65,8 @@ class RecordedStep:
     num_drops: int
     num_new: int
     num_copies: int
-    num_swapped_out: int
-    num_swapped_in: int
+    num_stored: int
+    num_loaded: int
     num_scored: int
 
     @property
@@ -118,8 +118,8 @@ class PlanLog:
             len(plan.changes) - num_forks,
             len(plan.new),
             len(plan.copies),
-            len(plan.swap_out),
-            len(plan.swap_in),
+            len(plan.stores),
+            len(plan.loads),
             sum(len(scores.targets) for scores in plan.scores),
         )
         for kind, column in (("q", plan.seq_ids), ("i", plan.starts), ("i", plan.lengths), ("i", plan.draws)):

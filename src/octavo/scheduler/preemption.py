@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.errors import ConfigError
-from octavo.kvcache.swap import RestoreCost
+from octavo.kvcache.preempted import RestoreCost
 from octavo.request import Sequence
 
 CostOf = Callable[[Sequence], RestoreCost]

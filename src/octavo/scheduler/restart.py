@@ -36,10 +36,7 @@ class HeldBack:
         waiting: WaitingLine,
         counters: SchedulerCounters,
     ) -> None:
-        """Every sequence gives its blocks back, and waits in an empty line or is held back.
-
-        What was to come back from the host is cancelled: it would overwrite blocks that are others' by then.
-        """
+        """Every sequence gives its blocks back, and waits in an empty line or is held back."""
         held, self._held = self._held, set()
         for request in requests:
             for seq in request.sequences:
@@ -58,4 +55,3 @@ class HeldBack:
                     waiting.push(seq)
                 elif is_waiting:
                     self._held.add(seq.seq_id)
-        kv.swap.cancel_transfers()

@@ -196,7 +196,7 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         """Of those that wait, how many have keys and values in host memory."""
-        return self.kv.swap.num_sequences
+        return len(self.kv.hierarchy.preempted)
 
     @property
     def request_ids(self) -> list[RequestId]:
@@ -327,7 +327,6 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self._waiting.discard(seq)
             self._admission.forget(seq)
-            self._yielding.swapped.pop(seq.seq_id, None)
         self._held_back.forget(seq)
         if self.fetching is not None:
             self.fetching.release(seq)
@@ -346,9 +345,9 @@ class Scheduler:
         builder = self._builder
         builder.begin()
         self.kv.pins.expire()
-        kv = self.kv
+        host = self.kv.hierarchy.host
         # A step that failed was never told to `update`.
-        kv.abandon_transfers()
+        host.fail()
         if self.fetching is not None:
             for seq in self.fetching.arrived():
                 self._waiting.push(seq)
@@ -360,9 +359,8 @@ class Scheduler:
             if seq.seq_id in shares.admitted:
                 self._note_admitted(seq)
             self._plan_sequence(seq, num_new, copied=seq.seq_id in shares.copied)
-        if builder and kv.has_transfers:
-            stored = ((), ()) if kv.host_cache is None else kv.host_cache.take_transfers()
-            return builder.finish(*kv.swap.take_transfers(), *stored)
+        if builder and host.has_transfers:
+            return builder.finish(*host.take_transfers())
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -377,7 +375,7 @@ class Scheduler:
             drew = [*sequences[:num_streams], *chain.from_iterable(draws)]
             self.turns.drawn(drew)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
-        self.kv.complete_transfers()
+        self.kv.hierarchy.host.complete()
         updates = self._advancing.advance(plan, result, sequences, draws, self._running)
         self._pinning.settle()
         return updates
@@ -438,22 +436,23 @@ class Scheduler:
 
     def flush(self) -> StepPlan | None:
         """A plan of the stores that wait for a step, where nothing is left to compute; `flushed` must follow."""
-        host = self.kv.host_cache
-        if self._requests or host is None or not host.has_transfers:
+        host = self.kv.hierarchy.host
+        if self._requests or not host.has_transfers:
             return None
         return self._builder.flush(host.take_transfers()[0])
 
     def flushed(self, *, done: bool) -> None:
         """What `flush` planned is done, or has failed."""
+        host = self.kv.hierarchy.host
         if done:
-            self.kv.complete_transfers()
+            host.complete()
         else:
-            self.kv.abandon_transfers()
+            host.fail()
 
     def abandon_step(self) -> None:
         """Abandon the last planned step, which gave no result: its transfers are done, the runner's state unknown."""
         self._builder.abandon()
-        self.kv.abandon_transfers()
+        self.kv.hierarchy.host.fail()
 
     def _time_limit(self, streams: list[Sequence]) -> TimeLimit | None:
         assert self._latency is not None

@@ -1,11 +1,11 @@
-"""Reclaiming blocks: preemption, and blocks that swapped sequences keep."""
+"""Reclaiming blocks: preemption, and pins that yield."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from octavo.kvcache.manager import KVCacheManager
-from octavo.request import Sequence, SequenceId, SequenceStatus
+from octavo.request import Sequence, SequenceStatus
 from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.waiting import WaitingLine
@@ -25,11 +25,7 @@ class SchedulerCounters:
 
 
 class Yielding:
-    """Reclaims the blocks of sequences, and remembers which of them can be swapped in again.
-
-    Attributes:
-        swapped: waiting; the cache knows which of them were given up since.
-    """
+    """Reclaims the blocks of sequences."""
 
     def __init__(
         self,
@@ -40,7 +36,6 @@ class Yielding:
         mode: PreemptionMode,
     ) -> None:
         self.counters = SchedulerCounters()
-        self.swapped: dict[SequenceId, Sequence] = {}
         self._kv = kv
         self._running = running
         self._waiting = waiting
@@ -63,43 +58,24 @@ class Yielding:
             self.start_over(seq)
             seq.status = SequenceStatus.PARKED
             return
-        if self.mode.swaps(seq) and self._kv.swap_out(seq):
-            self.swapped[seq.seq_id] = seq
-        else:
+        if not (self.mode.swaps(seq) and self._kv.demote(seq)):
             self.start_over(seq)
         self._waiting.push(seq)
 
     def start_over(self, seq: Sequence) -> None:
         """Release all of a sequence's blocks, on device and host."""
         self._kv.release(seq)
-        self.swapped.pop(seq.seq_id, None)
         self.counters.recomputed_tokens += seq.num_computed
         seq.num_computed = 0
 
-    def free_more(self, but: Sequence | None = None) -> bool:
-        """Free blocks that no running sequence holds, when nothing else can go on; False where there are none.
+    def free_more(self) -> bool:
+        """Free blocks that no running sequence holds, when nothing else can go on; False where there are none."""
+        return self._kv.pins.yield_one()
 
-        The last in order of service of those that keep blocks while they are swapped starts over (`but` is the last to
-        be chosen), or a pin yields.
-        """
-        keeping = [s for s in self.swapped.values() if self._kv.is_swapped(s) and self._kv.swap.keeps_blocks(s.seq_id)]
-        victim = max(keeping, key=lambda seq: (seq is not but, seq.order), default=None)
-        if victim is None:
-            return self._kv.pins.yield_one()
-        self._restart_waiting(victim)
-        return True
-
-    def settle(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence comes back by swapping; one that was given up since starts over."""
-        if seq.seq_id not in self.swapped:
-            return False
-        if self._kv.is_swapped(seq):
-            return True
-        self._restart_waiting(seq)
-        return False
-
-    def _restart_waiting(self, seq: Sequence) -> None:
-        # How much it has to compute decides its place in the line.
-        self._waiting.discard(seq)
-        self.start_over(seq)
-        self._waiting.push(seq)
+    def settle(self, seq: Sequence) -> None:
+        """A waiting sequence starts over where what it left was given up, so that it cannot go on where it was."""
+        if seq.num_computed and not self._kv.can_resume(seq):
+            # How much it has to compute decides its place in the line.
+            self._waiting.discard(seq)
+            self.start_over(seq)
+            self._waiting.push(seq)

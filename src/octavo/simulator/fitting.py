@@ -72,7 +72,7 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
 
 
 def load_of(step: RecordedStep) -> StepLoad:
-    moved = step.num_copies + step.num_swapped_out + step.num_swapped_in
+    moved = step.num_copies + step.num_stored + step.num_loaded
     return StepLoad.of(step.starts, step.lengths, num_moved=moved)
 
 

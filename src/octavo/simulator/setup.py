@@ -11,7 +11,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import RecomputeCost
 from octavo.kvcache.formats import layer_formats
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
 from octavo.planner.calculator import (
     DTYPE_BYTES,
@@ -158,7 +158,7 @@ class Plan:
         """Blocks of host memory for prefixes, as --kv-host-memory says."""
         assert isinstance(self.config.kv_host_memory, int), "the configuration has parsed it"
         spec, policy = self.spec, self.config.eviction_policy
-        each = spec.block_bytes + HostCache.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
+        each = spec.block_bytes + HostMemory.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
         return self.config.kv_host_memory // each
 
     @property

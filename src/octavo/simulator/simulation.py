@@ -279,7 +279,7 @@ class Simulation:
     def _step(self, plan: StepPlan) -> None:
         server, results = self._server, self.results
         scheduler, clock = server.scheduler, server.clock
-        moved = len(plan.copies) + len(plan.swap_out) + len(plan.swap_in) + len(plan.stores) + len(plan.loads)
+        moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
         load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
         seconds = server.times.predict(load)
         clock.now += seconds

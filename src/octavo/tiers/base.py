@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from octavo.kvcache.host_cache import HostCache, Label
-from octavo.kvcache.host_pool import HostBlockId
+from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
 from octavo.tiers.base import LookupResult, Reason, Store, Transfer
 
 # A request waits so long at most: then what is missing is computed.
@@ -52,7 +51,7 @@ class Fetch:
 
 
 class LowerTiers:
-    """The stores below one host cache.
+    """The stores below one host memory.
 
     Args:
         row: the memory of a slot.
@@ -62,7 +61,7 @@ class LowerTiers:
 
     def __init__(
         self,
-        host: HostCache,
+        host: HostMemory,
         stores: Sequence[Store],
         row: Callable[[HostBlockId], memoryview],
         block_bytes: int,
@@ -175,7 +174,7 @@ class LowerTiers:
     @property
     def _room(self) -> int:
         """Slots that may still be held for requests."""
-        return max(0, int(_MOST_HELD * self._host.num_slots) - self._num_held)
+        return max(0, int(_MOST_HELD * self._host.num_prefix_slots) - self._num_held)
 
     def _answered(self, fetch: Fetch, store: Store, question: Transfer) -> None:
         """Begin to load what a store has of the blocks, up to the first that it lacks."""

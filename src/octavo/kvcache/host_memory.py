@@ -1,0 +1,538 @@
+"""Host memory for blocks: which slot holds what, and what moves next. Numbers only; the runner moves bytes.
+
+One pool of slots for two uses: prefixes that the device evicted, and what preempted sequences left behind.
+
+    free ──store_prefix──> storing ──complete──> ready ──evict──> free
+      ├────store_claimed──────^                    ^
+      └────reserve──> filling ──filled─────────────┘          (from a store below: disk, remote)
+
+A slot is ready only once its bytes are there. One with a full block's key is found by it; one without, a half-filled
+block or what no prefix cache may show, is known to its claimant alone, and free once that lets go of it.
+
+A slot that somebody holds, because a step copies it to the device, a store writes it, a request waits for it or a
+preempted sequence claims it, is not evicted: the eviction policy knows only those that nobody holds. Claims are bounded
+by the swap space; prefixes take all slots that are left, and yield them to claims.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, NewType
+
+from octavo.errors import CacheError
+from octavo.kvcache.audit import Findings, in_slices
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.eviction.base import EvictionPolicy
+from octavo.kvcache.eviction.ghosts import GhostList
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES
+from octavo.kvcache.key_index import KeyIndex
+from octavo.request import SequenceId
+
+HostBlockId = NewType("HostBlockId", int)
+
+
+class BlockTransfer(NamedTuple):
+    """One block between device and host; its direction is that of the list that contains it."""
+
+    device: BlockId
+    host: HostBlockId
+
+
+class Label(NamedTuple):
+    """What a block outside the device must prove to be.
+
+    Attributes:
+        key: of the prefix that it ends; stands for the model, its weights, dtype, block size and tenant too.
+        parent: the key of the prefix before it.
+        tokens: its own packed token ids.
+    """
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class Slot(Enum):
+    FREE = "free"
+    STORING = "storing"  # a step writes it
+    FILLING = "filling"  # a store writes it
+    READY = "ready"
+
+
+class _Claimed(Enum):
+    """How far a slot is that preempted sequences claim, or claimed until its contents are taken back."""
+
+    NOT = "not"
+    PLANNED = "planned"  # no step has taken its transfer out
+    OUT = "out"
+    BACK = "back"  # at least once
+
+
+class _Load(NamedTuple):
+    slot: HostBlockId
+    seq_id: SequenceId
+    returns: bool  # to a sequence that claimed it
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """Totals of prefixes since the start, in blocks."""
+
+    stored: int = 0  # from the device
+    filled: int = 0  # from a store
+    loaded: int = 0  # to the device
+    evicted: int = 0
+    refused: int = 0  # no slot was free, and none evictable
+    lost: int = 0  # their step failed
+
+
+@dataclass(slots=True)
+class ClaimCounters:
+    """Totals since the start of blocks that preempted sequences claimed, as steps took their transfers.
+
+    `blocks_out` = `blocks_in` + `blocks_dropped` + those that are still claimed, exactly.
+    """
+
+    blocks_out: int = 0
+    blocks_in: int = 0  # and back
+    blocks_dropped: int = 0  # and never back: their sequence ended, or was given up
+
+
+class HostMemory:
+    """Slots for blocks in host memory, and the index of those that are found by their key. O(1) an operation.
+
+    Slots are used from the first on, so that neither memory nor an audit grows with those that never were.
+
+    Args:
+        num_slots: may be 0: a host without room.
+        num_swap_slots: of these, as many as preempted sequences may claim at once. With no more than these, no prefix
+            is kept but for who claims it.
+        eviction: the order in which slots of prefixes are given up.
+
+    Attributes:
+        on_ready: told of each slot with a prefix that a step has just filled, with its label.
+    """
+
+    def __init__(self, num_slots: int, num_swap_slots: int, block_size: int, eviction: EvictionPolicy) -> None:
+        if not 0 <= num_swap_slots <= num_slots:
+            raise CacheError(f"of {num_slots} slots of host memory {num_swap_slots} cannot be for swapping")
+        self.num_slots = num_slots
+        self.num_swap_slots = num_swap_slots
+        self.num_claimed = 0
+        self.counters = HostCounters()
+        self.claims = ClaimCounters()
+        self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
+        self._keeps_prefixes = num_slots > num_swap_slots
+        self._width = block_size * TOKEN_BYTES
+        self._eviction = eviction
+        self._index = KeyIndex()
+        self._free: list[HostBlockId] = []  # of those that were ever used
+        # By slot, as far as ever used.
+        self._states: list[Slot] = []
+        self._tenants: list[str] = []
+        self._origins: list[str] = []
+        self._tokens = bytearray()
+        self._holds = array("i")  # claims included
+        self._claims = array("i")
+        self._claimed: list[_Claimed] = []
+        # Of slots that are being written: what they will be found by, if by anything.
+        self._labels: dict[HostBlockId, Label | None] = {}
+        self._coming: dict[bytes, HostBlockId] = {}
+        self._chosen: set[HostBlockId] = set()  # stored whether or not anybody claims them
+        self._out: dict[HostBlockId, BlockId] = {}
+        self._in: dict[BlockId, _Load] = {}
+        self._returning: Counter[HostBlockId] = Counter()  # by slot, its planned loads for who claimed it
+        self._out_flying: list[HostBlockId] = []
+        self._in_flying: list[HostBlockId] = []
+
+    @staticmethod
+    def bookkeeping_bytes(block_size: int) -> int:
+        """Of one slot, the device's block that may go there included."""
+        return 4 * KeyIndex.BYTES_PER_ID + 8 * DIGEST_BYTES + TOKEN_BYTES * block_size + 4 * GhostList.BYTES_EACH
+
+    @property
+    def num_prefix_slots(self) -> int:
+        """Slots that are left for prefixes, however much is claimed."""
+        return self.num_slots - self.num_swap_slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + self.num_slots - len(self._states)
+
+    @property
+    def num_ready(self) -> int:
+        """Slots that are found by their key."""
+        return len(self._index)
+
+    @property
+    def num_held(self) -> int:
+        """Holds on slots that are no claims; none where nothing waits and no step or store is under way."""
+        return sum(self._holds) - sum(self._claims)
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._out or self._in)
+
+    def by_tenant(self) -> dict[str, int]:
+        """Slots in use, by the tenant that they count for. O(slots)."""
+        return Counter(
+            tenant for tenant, state in zip(self._tenants, self._states, strict=True) if state is not Slot.FREE
+        )
+
+    # Looking up and holding
+
+    def find(self, label: Label) -> HostBlockId | None:
+        """The ready slot with these tokens after this prefix."""
+        slot = self._index.get(label.key)
+        if slot is None or self._tokens[slot * self._width : (slot + 1) * self._width] != label.tokens:
+            return None
+        return HostBlockId(slot)
+
+    def has(self, key: bytes) -> bool:
+        """Whether some slot is ready with it."""
+        return self._index.get(key) is not None
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether some slot is being written with it."""
+        return key in self._coming
+
+    def origin(self, slot: HostBlockId) -> str:
+        """Which tier a slot's bytes came from; once they were used they are the host's."""
+        return self._origins[slot]
+
+    def hold(self, slot: HostBlockId) -> None:
+        """Keep a slot from being evicted, until `release`."""
+        if self._holds[slot] == 0 and self._states[slot] is Slot.READY:
+            self._eviction.remove(BlockId(slot + 1))
+        self._holds[slot] += 1
+
+    def release(self, slot: HostBlockId) -> None:
+        if self._holds[slot] < 1:
+            raise CacheError(f"slot {slot} of host memory is released more often than held")
+        self._holds[slot] -= 1
+        self._settle(slot)
+
+    # From the device, for whoever finds it
+
+    def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
+        """With the next step, copy a block of the device; it is as it is now until then."""
+        if (known := self._index.get(label.key)) is not None:
+            if BlockId(known + 1) in self._eviction:  # as if it had been used just now
+                self._eviction.remove(BlockId(known + 1))
+                self._eviction.add(BlockId(known + 1))
+            return
+        if (coming := self._coming.get(label.key)) is not None:
+            if self._states[coming] is Slot.STORING:
+                self._chosen.add(coming)
+            return
+        slot = self._take(Slot.STORING, label, tenant)
+        if slot is None:
+            self.counters.refused += 1
+            return
+        self._out[slot] = block_id
+        self._chosen.add(slot)
+
+    # For preempted sequences
+
+    def can_claim(self, count: int, num_held: int = 0) -> bool:
+        """Whether so many slots can be claimed, of which `num_held` are held already."""
+        num_takeable = self.num_free + len(self._eviction)
+        return self.num_claimed + count <= self.num_swap_slots and count - num_held <= num_takeable
+
+    def store_claimed(self, block_id: BlockId, label: Label | None, tenant: str) -> HostBlockId | None:
+        """The slot of a block of the device that a sequence claims, which is copied there if it is not there yet.
+
+        Args:
+            label: what it may be found by; None: by nobody.
+
+        Returns:
+            None where none can be claimed.
+        """
+        if label is not None:
+            known = self.find(label)
+            coming = self._coming.get(label.key)
+            if known is None and coming is not None and self._states[coming] is Slot.STORING:
+                known = coming
+            if known is not None:
+                if not self._claims[known] and self.num_claimed >= self.num_swap_slots:
+                    return None
+                self.claim(known)
+                return known
+            if coming is not None or self.has(label.key):
+                label = None
+        if not self.can_claim(1):
+            return None
+        slot = self._take(Slot.STORING, label, tenant)
+        assert slot is not None
+        self._out[slot] = block_id
+        self.claim(slot)
+        return slot
+
+    def claim(self, slot: HostBlockId) -> None:
+        """Keep a slot for a preempted sequence until `unclaim`; within what may be claimed (`can_claim`)."""
+        self.hold(slot)
+        self._claims[slot] += 1
+        self.num_claimed += self._claims[slot] == 1
+        if self._claimed[slot] is _Claimed.NOT:
+            if slot in self._out:
+                self._claimed[slot] = _Claimed.PLANNED
+            else:
+                self._claimed[slot] = _Claimed.OUT
+                self.claims.blocks_out += 1
+
+    def unclaim(self, slot: HostBlockId) -> None:
+        if self._claims[slot] < 1:
+            raise CacheError(f"slot {slot} of host memory is given back more often than claimed")
+        self._claims[slot] -= 1
+        self.num_claimed -= self._claims[slot] == 0
+        self._count_claim(slot)
+        self.release(slot)
+
+    # From stores below
+
+    def reserve(self, label: Label, tenant: str) -> HostBlockId | None:
+        """A slot for bytes that a store is to fill in; None where none is free or evictable."""
+        slot = self._take(Slot.FILLING, label, tenant)
+        self.counters.refused += slot is None
+        return slot
+
+    def filled(self, slot: HostBlockId, origin: str, *, hold: bool) -> bool:
+        """All bytes of a reserved slot are there, and proven to be its label's; held at once where wanted.
+
+        Returns:
+            False where nobody would find it: another slot was filled with the same meanwhile, or all were to be
+            forgotten. It is free then.
+        """
+        if self._become_ready(slot) is None:
+            return False
+        self._origins[slot] = origin
+        self.counters.filled += 1
+        if hold:
+            self.hold(slot)
+        return True
+
+    def give_back(self, slot: HostBlockId) -> None:
+        """A reserved slot was not filled, and nobody writes to it any more."""
+        self._free_slot(slot)
+
+    # With steps
+
+    def plan_load(self, slot: HostBlockId, block_id: BlockId, seq_id: SequenceId, *, returns: bool = False) -> None:
+        """With the next step a slot's bytes go to a block that the sequence has just been given.
+
+        Args:
+            returns: the sequence claims the slot.
+        """
+        self.hold(slot)
+        if not returns:
+            self._eviction.hit([BlockId(slot + 1)], 0)
+        self._in[block_id] = _Load(slot, seq_id, returns)
+        self._returning[slot] += returns
+
+    def source_of(self, block_id: BlockId) -> HostBlockId | None:
+        """The slot whose bytes go to that block with the next step."""
+        load = self._in.get(block_id)
+        return None if load is None else load.slot
+
+    def cancel_loads(self, seq_id: SequenceId) -> None:
+        """A sequence gives up its blocks; what no step has taken yet will not happen."""
+        for block_id in [block for block, load in self._in.items() if load.seq_id == seq_id]:
+            load = self._in.pop(block_id)
+            self._returning[load.slot] -= load.returns
+            self._count_claim(load.slot)
+            self.release(load.slot)
+
+    def take_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+        """The next step's stores and loads, in flight until `complete` or `fail`."""
+        stores = [BlockTransfer(block, slot) for slot, block in self._out.items()]
+        loads = [BlockTransfer(block, load.slot) for block, load in self._in.items()]
+        for _, slot in stores:
+            if self._claimed[slot] is _Claimed.PLANNED:
+                self._claimed[slot] = _Claimed.OUT
+                self.claims.blocks_out += 1
+        self._returning.clear()
+        for slot, _, returns in self._in.values():
+            if returns and self._claimed[slot] is _Claimed.OUT:
+                self._claimed[slot] = _Claimed.BACK
+            self._count_claim(slot)
+        self.counters.loaded += sum(not load.returns for load in self._in.values())
+        self._out_flying.extend(self._out)
+        self._in_flying.extend(slot for _, slot in loads)
+        self._out.clear()
+        self._in.clear()
+        return stores, loads
+
+    def complete(self) -> None:
+        """The step is done, and all it moved has arrived."""
+        if not (self._out_flying or self._in_flying):
+            return
+        flying, self._out_flying = self._out_flying, []
+        for slot in flying:
+            chosen = slot in self._chosen
+            label = self._become_ready(slot)
+            if label is not None and chosen:
+                self.counters.stored += 1
+                self.on_ready(slot, label)
+        self._land()
+
+    def fail(self) -> None:
+        """The step failed: what it was to store may be anything, so nobody finds it any more.
+
+        What a sequence claims is left to that: whoever lets it go on knows that the step moved its blocks.
+        """
+        flying, self._out_flying = self._out_flying, []
+        for slot in flying:
+            self.counters.lost += slot in self._chosen
+            self._unname(slot)
+            self._become_ready(slot)
+        self._land()
+
+    def clear(self) -> None:
+        """Let nobody find any prefix that is here now, or on its way."""
+        for entry in list(self._eviction):
+            self._eviction.remove(entry)
+            self._index.remove(entry - 1)
+            self._free_slot(HostBlockId(entry - 1))
+        for slot in list(self._index):
+            self._index.remove(slot)
+        for slot in list(self._labels):
+            self._unname(slot)
+            if slot in self._out:
+                self._settle(slot)
+
+    def check(self) -> Findings:
+        """Every slot is in exactly one state, and evictable exactly where it is ready and nobody holds it. O(slots)."""
+        num_used = len(self._states)
+        free = bytearray(num_used)
+        for slot in self._free:
+            if free[slot]:
+                yield f"slot {slot} of host memory stands twice in its free list"
+            free[slot] = 1
+        writing, claimed, out = self._labels.keys(), 0, 0
+        for slots in in_slices(range(num_used)):
+            for slot in map(HostBlockId, slots):
+                state, holds, claims = self._states[slot], self._holds[slot], self._claims[slot]
+                idle = BlockId(slot + 1) in self._eviction
+                claimed += claims > 0
+                out += self._claimed[slot] in (_Claimed.OUT, _Claimed.BACK)
+                if bool(free[slot]) != (state is Slot.FREE):
+                    yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
+                if (slot in writing) != (state in (Slot.STORING, Slot.FILLING)):
+                    yield f"slot {slot} of host memory is {state.value}, being written: {slot in writing}"
+                if idle != (state is Slot.READY and holds == 0):
+                    yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
+                if claims > holds or (claims and self._claimed[slot] is _Claimed.NOT):
+                    yield f"slot {slot} of host memory has {claims} claims, {holds} holds, {self._claimed[slot].value}"
+                if state is Slot.FREE and self._claimed[slot] is not _Claimed.NOT:
+                    yield f"slot {slot} of host memory is free and {self._claimed[slot].value}"
+            yield None
+        if claimed != self.num_claimed or claimed > self.num_swap_slots:
+            yield f"{claimed} slots are claimed, {self.num_claimed} are counted, {self.num_swap_slots} may be"
+        if stray := (set(self._out) | set(self._out_flying) | self._chosen) - writing:
+            yield f"stores are planned for slots {sorted(stray)}, which nobody writes"
+        named = {label.key: slot for slot, label in self._labels.items() if label is not None}
+        if named != self._coming:
+            yield f"{len(named)} slots of host memory are being written with keys, {len(self._coming)} are coming"
+        counters = self.claims
+        if counters.blocks_out != counters.blocks_in + counters.blocks_dropped + out:
+            yield (
+                f"{counters.blocks_out} blocks were moved out, but {counters.blocks_in} back, "
+                f"{counters.blocks_dropped} were dropped and {out} are in host memory"
+            )
+        yield from self._index.check()
+
+    def __iter__(self) -> Iterator[HostBlockId]:
+        """Every slot that is found by its key."""
+        return map(HostBlockId, self._index)
+
+    def _take(self, state: Slot, label: Label | None, tenant: str) -> HostBlockId | None:
+        """A slot that nobody uses or holds, to be written."""
+        if self._free:
+            slot = self._free.pop()
+        elif len(self._states) < self.num_slots:
+            slot = HostBlockId(len(self._states))
+            self._states.append(Slot.FREE)
+            self._tenants.append("")
+            self._origins.append("host")
+            self._tokens.extend(bytes(self._width))
+            self._holds.append(0)
+            self._claims.append(0)
+            self._claimed.append(_Claimed.NOT)
+        elif len(self._eviction):
+            slot = HostBlockId(self._eviction.evict() - 1)
+            self._index.remove(slot)
+            self.counters.evicted += 1
+        else:
+            return None
+        self._states[slot] = state
+        self._tenants[slot] = tenant
+        self._labels[slot] = label
+        if label is not None:
+            self._coming[label.key] = slot
+        return slot
+
+    def _unname(self, slot: HostBlockId) -> None:
+        """Nobody shall find what is being written to a slot."""
+        label = self._labels[slot]
+        if label is not None:
+            del self._coming[label.key]
+            self._labels[slot] = None
+        self._chosen.discard(slot)
+
+    def _become_ready(self, slot: HostBlockId) -> Label | None:
+        """A slot has been written; returns its label where it is found by that from now on."""
+        label = self._labels[slot]
+        self._unname(slot)
+        del self._labels[slot]
+        self._states[slot] = Slot.READY
+        self._origins[slot] = "host"
+        if label is not None and self.has(label.key):
+            label = None
+        if label is not None:
+            self._index.put(label.key, slot)
+            self._tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
+            self._eviction.publish(BlockId(slot + 1), 0, 0, label.key)
+        self._settle(slot)
+        return label if self._states[slot] is Slot.READY else None
+
+    def _settle(self, slot: HostBlockId) -> None:
+        """A slot that nobody holds any more can be evicted where it is found by its key; else it is free."""
+        if self._holds[slot]:
+            return
+        if self._states[slot] is not Slot.READY:
+            if slot in self._out and slot not in self._chosen:
+                # Only its claimants wanted it, and no step has taken it.
+                del self._out[slot]
+                self._free_slot(slot)
+        elif self._index.get(self._index.key(slot)) != slot:
+            self._free_slot(slot)
+        elif self._keeps_prefixes:
+            self._eviction.add(BlockId(slot + 1))
+        else:
+            self._index.remove(slot)
+            self._free_slot(slot)
+
+    def _count_claim(self, slot: HostBlockId) -> None:
+        """Where nobody claims a slot any more or is about to load it, count what became of it."""
+        if self._claims[slot] or self._returning[slot]:
+            return
+        was, self._claimed[slot] = self._claimed[slot], _Claimed.NOT
+        self.claims.blocks_dropped += was is _Claimed.OUT
+        self.claims.blocks_in += was is _Claimed.BACK
+
+    def _free_slot(self, slot: HostBlockId) -> None:
+        if slot in self._labels:
+            self._unname(slot)
+            del self._labels[slot]
+        self._states[slot] = Slot.FREE
+        self._free.append(slot)
+
+    def _land(self) -> None:
+        landed, self._in_flying = self._in_flying, []
+        for slot in landed:
+            self._origins[slot] = "host"
+            self.release(slot)
