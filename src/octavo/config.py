@@ -228,8 +228,6 @@ class EngineConfig(RequestLimits):
         ttl = self.kv_remote_ttl
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= _LONGEST_TTL):
             raise ConfigError(f"kv_remote_ttl must be 1 to {_LONGEST_TTL} seconds, got {ttl!r}")
-        if self.has_stores and self.executor == "process":
-            raise ConfigError("kv_disk and kv_remote need executor 'in_process': they read and write its host memory")
         if self.has_stores and not self.enable_prefix_caching:
             raise ConfigError("kv_disk and kv_remote are for prefixes, but enable_prefix_caching is off")
         if self.has_stores and self.kv_host_memory == 0:

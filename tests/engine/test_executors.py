@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -41,8 +42,9 @@ TIGHT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[LLM]:
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "executor": "process", **TIGHT}
+    options |= {"kv_disk": str(tmp_path_factory.mktemp("kv")), "kv_disk_size": "4MiB", "kv_demotion": "all"}
     with LLM(model=str(tiny_model()), **options) as llm:
         thrash(llm.core)
         yield llm
@@ -57,6 +59,25 @@ def test_embeddings_come_through_the_pipe(apart: LLM, make_llm: MakeLLM) -> None
             for llm in (make_llm(tiny_model()), apart)
         )
         assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(here, there, strict=True))
+
+
+def test_the_engines_stores_read_and_write_the_runners_host_memory(apart: LLM, make_llm: MakeLLM) -> None:
+    prompt, params = list(range(3, 44)), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+    def ask() -> RequestOutput:
+        (output,) = apart.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        return output
+
+    cold = ask()
+    for store in apart.core.tiers.stores:
+        deadline = time.monotonic() + 20.0
+        while store.counters.stored < 10 and time.monotonic() < deadline:
+            ask()
+    apart.reset_prefix_cache()
+    warm = ask()
+    assert warm.cached_by_tier == {"device": 0, "disk": 40}
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    apart.core.scheduler.kv.audit()
 
 
 def test_swapped_preempted_and_cached_sequences_have_their_tokens(apart: LLM, make_llm: MakeLLM) -> None:

@@ -221,9 +221,7 @@ def test_other_weights_find_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path,
     second.core.close()
 
 
-def test_stores_need_the_prefix_cache_and_the_runner_in_process(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="need executor 'in_process'"):
-        EngineConfig(kv_disk=str(tmp_path), executor="process")
+def test_stores_need_the_prefix_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
         EngineConfig(kv_disk=str(tmp_path), enable_prefix_caching=False)
     assert EngineConfig(kv_disk=str(tmp_path)).kv_host_memory == 256 << 20

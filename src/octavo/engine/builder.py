@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from octavo.storage.arena import KVArena
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer
 from octavo.tiers.host import HostTier
+from octavo.tiers.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +93,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
     source = resolve_model(config.model)
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
-    runner, facts, tokenizer = _start_runner(config, source)
+    runner, facts, tokenizer, host = _start_runner(config, source)
     grammars = _grammar_compiler(config, facts, lambda: tokenizer)
-    host: HostTier | None = None
     if isinstance(runner, ModelRunner):
         runner.grammars = grammars  # one compiles for both
-        assert isinstance(runner.host, HostTier)
-        host = runner.host
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
@@ -120,7 +119,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
-        tiers = None if host is None else join_stores(config, scheduler, kv, host, identity)
+        tiers = join_stores(config, scheduler, kv, host, identity)
     except BaseException:
         runner.close()
         raise
@@ -149,27 +148,44 @@ def build_engine(config: EngineConfig) -> EngineCore:
     return core
 
 
-def _start_runner(config: EngineConfig, source: ModelSource) -> tuple[Executor, RunnerFacts, Tokenizer | None]:
-    """The runner where `config.executor` wants it, and the tokenizer, which is read meanwhile."""
+def _start_runner(
+    config: EngineConfig, source: ModelSource
+) -> tuple[Executor, RunnerFacts, Tokenizer | None, HostTier | None]:
+    """The runner where `config.executor` wants it, the tokenizer, read meanwhile, and the host memory of the runner.
+
+    That of another process is here only where stores read and write it.
+    """
     if config.executor == "process":
-        process = ProcessExecutor(partial(_build_runner_apart, config))
-        try:
-            tokenizer = _load_tokenizer(source, config)
-        except BaseException:
-            process.close()
-            raise
-        return process, process.facts(), tokenizer
+        with closing(SharedFile()) if config.has_stores else nullcontext() as file:
+            process = ProcessExecutor(partial(_build_runner_apart, config, file))
+            try:
+                tokenizer = _load_tokenizer(source, config)
+            except BaseException:
+                process.close()
+                raise
+            facts = process.facts()
+            if file is None:
+                return process, facts, tokenizer, None
+            num_blocks = facts.num_host_blocks + facts.num_prefix_blocks
+            return process, facts, tokenizer, HostTier(num_blocks, facts.spec.block_bytes, file)
     if not load_model_config(source).runs_natively:
         # One after the other: both may import transformers, whose lazy modules two threads would import at once.
-        return *build_runner(config), _load_tokenizer(source, config)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        loading = beside.submit(_load_tokenizer, source, config)
-        return *build_runner(config), loading.result()
+        runner, facts = build_runner(config)
+        tokenizer = _load_tokenizer(source, config)
+    else:
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            loading = beside.submit(_load_tokenizer, source, config)
+            runner, facts = build_runner(config)
+            tokenizer = loading.result()
+    assert isinstance(runner.host, HostTier)
+    return runner, facts, tokenizer, runner.host
 
 
-def _build_runner_apart(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
+def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[ModelRunner, RunnerFacts]:
     """`build_runner` in a process of its own, which reads the tokenizer itself once a grammar needs it."""
-    runner, facts = build_runner(config)
+    runner, facts = build_runner(config, file)
+    if file is not None:
+        file.close()
     runner.grammars = _grammar_compiler(config, facts, lambda: _load_tokenizer(resolve_model(config.model), config))
     return runner, facts
 
@@ -180,8 +196,11 @@ def _grammar_compiler(
     return GrammarCompiler(load_tokenizer, facts.vocab_size, facts.eos_token_ids, config.max_grammar_ms)
 
 
-def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
+def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[ModelRunner, RunnerFacts]:
     """Load the model, and give it its cache: in whichever process this is called.
+
+    Args:
+        file: for host memory, where another process is to have it too.
 
     Raises:
         ModelError, ConfigError: see `build_engine`.
@@ -216,7 +235,7 @@ def build_runner(config: EngineConfig) -> tuple[ModelRunner, RunnerFacts]:
     attention = make_backend(config.attention_backend, device)
     arena = KVArena(spec, pool.num_blocks, device, attention.layout)
     num_host_blocks, num_prefix_blocks = sizing.num_host_blocks(pool), sizing.num_prefix_blocks
-    host = HostTier(num_host_blocks + num_prefix_blocks, spec.block_bytes)
+    host = HostTier(num_host_blocks + num_prefix_blocks, spec.block_bytes, file)
     sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
         _require_deterministic(model, arena, attention)

@@ -41,15 +41,18 @@ def join_stores(
     config: EngineConfig,
     scheduler: Scheduler,
     kv: KVCacheManager,
-    host: HostTier,
+    host: HostTier | None,
     identity: tuple[str, ...],
 ) -> LowerTiers | None:
     """Open the stores that the options name; None where they name none.
 
+    Args:
+        host: the runner's host memory, which the stores read and write.
+
     Raises:
         ConfigError: one cannot be used: the message says why.
     """
-    if not config.has_stores:
+    if not config.has_stores or host is None:
         return None
     memory = kv.hierarchy.host
     # What waits to be written is held in host memory, and half of that is left for what is read.

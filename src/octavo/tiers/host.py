@@ -1,13 +1,16 @@
-"""Host memory for blocks: of swapped sequences first, then of prefixes."""
+"""Host memory for blocks of prefixes and of preempted sequences."""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from octavo.errors import ConfigError
+from octavo.tiers.shared_file import SharedFile
 
 
 class BlockTier(Protocol):
@@ -32,14 +35,20 @@ class HostTier:
     Args:
         num_blocks: may be 0; then nothing can be stored.
         block_bytes: of one block, as in the device's arena.
+        file: the memory, where another process has it too; it is made as large as it must be, and stays the caller's.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, file: SharedFile | None = None) -> None:
         if num_blocks < 0:
             raise ConfigError(f"a host tier needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
         # Not zeroed: a block is read only after the whole of it was written.
-        self._bytes = torch.empty(num_blocks, block_bytes, dtype=torch.uint8)
+        if file is None or not num_blocks:
+            self._bytes = torch.empty(num_blocks, block_bytes, dtype=torch.uint8)
+        else:
+            os.ftruncate(file.fd, num_blocks * block_bytes)
+            mapped = mmap.mmap(file.fd, num_blocks * block_bytes)
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8).view(num_blocks, block_bytes)
 
     @property
     def nbytes(self) -> int:
