@@ -9,3 +9,4 @@ def thrash(core: EngineCore) -> None:
     """Hold nothing back at admission, so that there is something to preempt."""
     core.scheduler._admission._watermark = 0
     core.scheduler._running._num_growing = 0
+    core.scheduler._running._windows = []

@@ -60,7 +60,9 @@ def test_blocks_that_come_back_from_host_memory_change_no_token(
 
 
 def test_a_host_memory_of_a_few_blocks_evicts_and_changes_no_token(make_llm: MakeLLM, tiny_llama: Any) -> None:
-    llm = make_llm(tiny_llama, kv_host_memory=20_000, kv_demotion="on_evict", **tight(preemption_mode="swap"))
+    llm = make_llm(
+        tiny_llama, kv_host_memory=20_000, swap_space=20_000, kv_demotion="on_evict", **tight(preemption_mode="swap")
+    )
     for _ in range(2):
         assert_same(serve(llm), alone(make_llm, tiny_llama, NUM_REQUESTS))
     host = host_of(llm)

@@ -120,14 +120,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin_budget: float,
         pin_tenant_share: float,
         num_host_blocks: int,
-        num_prefix_blocks: int,
-        demotion: str,
         mode: str,
         policy: Literal["fcfs", "priority", "vtc", "dlpm"],
         victim: str,
         headroom: int,
         itl_slo_ms: float | None,
         kv_shares: tuple[float, float | None, float] | None,
+        num_prefix_blocks: int = 0,
+        demotion: str = "on_evict",
     ) -> None:
         self.clock = Clock()
         caching = (prefix_cache is not None, prefix_cache or "", eviction)
