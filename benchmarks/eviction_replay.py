@@ -132,18 +132,18 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
     """What the device evicts goes to host memory, what a prompt finds there comes up; both evict by the policy."""
     config = replace(options("hashed", policy), kv_demotion="on_evict")
     manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks, cost=COST)
-    assert manager.host_cache is not None
+    host = manager.hierarchy.host
     on_device = in_host = 0
     for request in make_requests(prompts, False):
         seq = request.sequences[0]
         length = seq.num_tokens - 1
-        hit = manager.match_tiers(seq)
+        hit = manager.match(seq)
         in_host += len(hit.loads)
         on_device += hit.num_tokens - len(hit.loads)
         if not manager.admit(seq, hit, length - hit.num_tokens):
             raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {pool_blocks}")
-        manager.host_cache.take_transfers()
-        manager.complete_transfers()
+        host.take_transfers()
+        host.complete()
         seq.num_computed = length
         manager.commit(seq)
         manager.forget(seq)

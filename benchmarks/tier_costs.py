@@ -31,7 +31,7 @@ from unittest import mock
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
-from octavo.kvcache.host_cache import Label
+from octavo.kvcache.host_memory import Label
 from octavo.tiers.base import Store
 from octavo.tiers.disk import DiskMedium, _write_all, model_folders, stored_blocks
 from octavo.tiers.header import Header

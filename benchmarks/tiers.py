@@ -35,7 +35,7 @@ from octavo import LLM, SamplingParams
 from octavo.bench.report import percentile
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.bench.workload import BenchRequest, random_token_ids
-from octavo.kvcache.host_cache import HostCache
+from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
 
 BLOCK_SIZE = 16
@@ -195,9 +195,10 @@ def run(name: str, requests: Sequence[BenchRequest], arguments: argparse.Namespa
     pool = max(int(ON_DEVICE * blocks), -(-longest // BLOCK_SIZE) + 8) + 1
     with LLM(arguments.model, num_blocks=64) as llm:
         spec = llm.core.scheduler.kv.spec
-    each = spec.block_bytes + HostCache.bookkeeping_bytes(BLOCK_SIZE) + eviction_bytes("adaptive")
+    each = spec.block_bytes + HostMemory.bookkeeping_bytes(BLOCK_SIZE) + eviction_bytes("adaptive")
     print(f"{name}: {len(requests)} requests, {blocks} blocks", flush=True)
-    device: dict[str, Any] = {"model": arguments.model, "num_blocks": pool}
+    # Prefixes would also use the swap space that nobody needs.
+    device: dict[str, Any] = {"model": arguments.model, "num_blocks": pool, "swap_space": 0}
     # Requests that wait for a store may hold half of it.
     slots = max(int(IN_HOST * blocks), 2 * arguments.concurrency * -(-longest // BLOCK_SIZE))
     host = device | {"kv_host_memory": slots * each}
