@@ -23,6 +23,7 @@ from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import read_facts, read_plans
+from octavo.tiers.shared_file import SharedFile
 from tests.conftest import MakeLLM, assert_idle
 from tests.engine.preempting import thrash
 from tests.engine.test_same_tokens import alone, assert_same, workload
@@ -148,7 +149,7 @@ def _ailing_options() -> EngineConfig:
     return EngineConfig(model=str(tiny_model()), dtype="float32", num_blocks=100, num_threads=1, executor="process")
 
 
-def build_ailing_runner(config: EngineConfig) -> tuple[Executor, builder.RunnerFacts]:
+def build_ailing_runner(config: EngineConfig, _: SharedFile | None) -> tuple[Executor, builder.RunnerFacts]:
     runner, facts = builder.build_runner(config)
     runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
     return _Breaking(runner), facts

@@ -527,7 +527,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(request.prompt_logprobs) == (len(request.prompt_token_ids) - 1 if wanted else 0)
         counts = self.scheduler.kv.audit().counts
         assert BlockState.ACTIVE not in counts
-        if plan := self.scheduler.flush():
+        if (plan := self.scheduler.flush()) is not None:
             self.play_transfers(plan)
             self.scheduler.flushed(done=True)
             self.scheduler.kv.audit()

@@ -258,7 +258,6 @@ def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_prin
         ({"kv_remote_ttl": 5}, "are for kv_remote, which is not given"),
         ({"kv_remote": "redis://h", "kv_remote_secret": "short"}, "has 5 characters, but needs 16"),
         ({"kv_remote": "redis://h", "kv_remote_ttl": 0}, "must be 1 to 315360000 seconds, got 0"),
-        ({"kv_remote": "redis://h", "executor": "process"}, "need executor 'in_process'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
