@@ -16,7 +16,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tiers.base import LAYOUT_VERSION, Medium, Store
+from octavo.tiers.base import LAYOUT_VERSION, MOST_WRITE_BYTES, Medium, Store
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
@@ -64,7 +64,7 @@ def join_stores(
 
 
 def _open_stores(
-    config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...], most_write_bytes: int
+    config: EngineConfig, spec: KVCacheSpec, identity: tuple[str, ...], most_write_bytes: int = MOST_WRITE_BYTES
 ) -> list[Store]:
     groups = ";".join(f"{group.layer_indices},{group.sliding_window}" for group in spec.groups)
     parts = (*identity, spec.dtype, str(spec.block_size), str(spec.block_bytes), groups)
