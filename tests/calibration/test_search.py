@@ -73,6 +73,8 @@ def test_the_table_that_is_written_is_served_and_says_what_was_measured(
     answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["bits"] == 6.0
     assert answer["same_bytes"] == ["k8v4"]
+    # Beside the candidates' own, the nearest of the others that is no smaller.
+    assert [row["kv_cache_dtype"] for row in answer["codecs"]][-2] == "fp8_e4m3"
     core = make_llm(tiny_llama, kv_cache_dtype=str(file)).core
     assert core.runner.arena.spec.bytes_per_token == answer["codecs"][-1]["bytes_per_token"]
     measured = tomllib.loads(file.read_text())["measured"]

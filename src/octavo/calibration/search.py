@@ -24,6 +24,8 @@ from octavo.errors import ConfigError
 from octavo.kvcache.formats import CODES, KVFormat, kv_format, pair_format, spelled
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.base import CausalLM
+from octavo.models.kv_scale_file import Scales
+from octavo.models.kv_scales import apply_scales
 from octavo.storage.arena import KVArena
 
 _NEAREST = 24  # exchanges to draw from: those that the sensitivities say cost least
@@ -64,7 +66,7 @@ class Probe:
     ) -> None:
         self._model = model
         self._make_attention = make_attention
-        self._windows = windows
+        self.windows = windows
         self._block_size = block_size
         own = str(model.dtype).removeprefix("torch.")
         self._plain = [torch.cat([x.log_softmax(1).cpu() for x in self._logits(own, window)]) for window in windows]
@@ -73,19 +75,19 @@ class Probe:
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self._windows))
+        return sum(map(len, self.windows))
 
     def bytes_per_token(self, dtype: str) -> int:
         return KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype).bytes_per_token
 
-    def loss(self, dtype: str) -> Loss:
-        """Of a cache in `dtype`, which may spell a codec for each layer."""
+    def loss(self, dtype: str, scales: Scales | None = None) -> Loss:
+        """Of a cache in `dtype`, which may spell a codec for each layer; `scales` of a calibrated one."""
         self.runs += 1
         kl = nll = 0.0
         agreed = count = guessed = 0
-        for window, plain in zip(self._windows, self._plain, strict=True):
+        for window, plain in zip(self.windows, self._plain, strict=True):
             first = 0
-            for logits in self._logits(dtype, window):
+            for logits in self._logits(dtype, window, scales):
                 ours, theirs = logits.log_softmax(1).cpu(), plain[first : first + len(logits)]
                 kl += (theirs.exp() * (theirs - ours)).sum().item()
                 agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
@@ -94,11 +96,13 @@ class Probe:
                 first, count, guessed = first + len(ours), count + len(ours), guessed + len(following)
         return Loss(max(0.0, kl / count), nll / guessed, agreed / count)
 
-    def _logits(self, dtype: str, window: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _logits(self, dtype: str, window: Sequence[int], scales: Scales | None = None) -> Iterator[torch.Tensor]:
         spec = KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype)
         attention = self._make_attention()
         num_blocks = 1 + len(spec.groups) * spec.blocks_for_tokens(len(window))
         arena = KVArena(spec, num_blocks, self._model.device, attention.layout)
+        if scales is not None:
+            apply_scales(arena.calibrated_layers, scales, "calibration")
         return logits_of_chunks(self._model, arena, attention, window)
 
 

@@ -93,6 +93,13 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
         held = probe(tokens[half:], _HELD_OUT * count, f"the second half of {text.name}")
         uniform = _uniform(candidates)
         losses = {name: (seen.loss(name), held.loss(name)) for name in uniform}
+        if nearest := _nearest(seen, found.dtype, uniform):
+            scales = None
+            if KV_FORMATS[nearest].calibrated:
+                scales = calibrate(
+                    runner.model, runner.attention, nearest, seen.windows, method="mse", percentile=args.percentile
+                ).scales
+            losses[nearest] = seen.loss(nearest, scales), held.loss(nearest, scales)
         losses.pop(found.dtype, None)  # the last row is the table's
         losses[found.dtype] = found.loss, held.loss(found.dtype)
         sizes = {name: seen.bytes_per_token(name) for name in losses}
@@ -139,6 +146,15 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
 def _uniform(candidates: list[str]) -> list[str]:
     """Codecs for all layers alike that a table of the candidates can be compared with."""
     return [name for name, format in KV_FORMATS.items() if {format.keys.name, format.values.name} <= set(candidates)]
+
+
+def _nearest(probe: Probe, dtype: str, known: list[str]) -> str | None:
+    """The smallest of the other codecs that takes as many bytes as a cache in `dtype`; None if none does."""
+    others = [name for name, format in KV_FORMATS.items() if not format.plain and name not in known]
+    least = probe.bytes_per_token(dtype)
+    return min(
+        (name for name in others if probe.bytes_per_token(name) >= least), key=probe.bytes_per_token, default=None
+    )
 
 
 def _measured(
