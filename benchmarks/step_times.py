@@ -37,6 +37,8 @@ from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_err
 MODEL = "smollm2"
 ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 VOCABULARY = 40_000
+# Repetitions, the cold one among them: less has no median.
+LEAST = 4
 
 Group = list[MeasuredStep]
 
@@ -47,7 +49,7 @@ def run_rounds(chosen: Sequence[Round], seconds: float, plans: Path) -> int:
     repetitions = 0
     with LLM(MODEL, record_plans=str(plans), **ENGINE) as llm:
         ends_at = time.monotonic() + seconds
-        while time.monotonic() < ends_at or repetitions < 3:
+        while time.monotonic() < ends_at or repetitions < LEAST:
             for each in chosen:
                 prompts: Any = [{"prompt_token_ids": random_token_ids(rng, n, VOCABULARY)} for n in each.prompt_lens]
                 params = SamplingParams(max_tokens=each.output_len, ignore_eos=True, temperature=0.0)
@@ -75,7 +77,7 @@ def grouped(steps: Sequence[RecordedStep], chosen: Sequence[Round], measure: Cal
         for run in runs[1:]:
             for step in measure(run):
                 by_step[step.load].append(step)
-        found.append([group for group in by_step.values() if len(group) >= 3])
+        found.append([group for group in by_step.values() if len(group) >= LEAST - 1])
     return found
 
 
