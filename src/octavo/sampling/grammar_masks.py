@@ -201,12 +201,12 @@ def _positions(words: Words) -> tuple[_Ids, _Ids]:
 def _forbid_ends(words: Words, batch: SamplingBatch) -> None:
     """`min_tokens` and `ignore_eos` keep an output from ending, as long as the grammar allows anything else."""
     for row, (state, position) in enumerate(zip(batch.states, batch.positions.tolist(), strict=True)):
-        if not (ends := _ends(state, position)):
+        ends = [token_id for token_id in _ends(state, position) if _is_set(words[row], token_id)]
+        if not ends:
             continue
         going_on = words[row].copy()
         for token_id in ends:
-            if token_id // 32 < len(going_on):
-                going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            going_on[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         if going_on.any():
             words[row] = going_on
 
@@ -217,6 +217,10 @@ def _ends(state: SamplingState, position: int) -> frozenset[int]:
     if position < params.min_tokens:
         return eos_token_ids.union(params.stop_token_ids)
     return eos_token_ids if params.ignore_eos else frozenset()
+
+
+def _is_set(words: Words, token_id: int) -> bool:
+    return token_id // 32 < len(words) and bool(int(words[token_id // 32]) >> token_id % 32 & 1)
 
 
 def _set(words: Words, token_id: int) -> None:
