@@ -34,6 +34,7 @@ from octavo.planner.sources import find_shape
 from octavo.scheduler.plan_log import read_plans
 from octavo.simulator.calibration import calibrate
 from octavo.simulator.fitting import executions, mean_abs_error, periods
+from octavo.simulator.pareto import require_matplotlib
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation
 from octavo.simulator.speed import Speed
@@ -235,6 +236,8 @@ def main() -> None:
     parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of saturation")
     parser.add_argument("--output", help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     arguments = parser.parse_args()
+    if arguments.output:
+        require_matplotlib()
     if arguments.speed:
         speed = Speed.read(arguments.speed)
     else:
