@@ -241,35 +241,33 @@ template <Code V, int R>
 
 inline F16 token_scale(const char* field) { return F16::load(reinterpret_cast<const bf16*>(field)); }
 
-// One tile for rows [first_row, first_row + num_rows), at most kMaxRows.
-template <Code K, Code V>
-void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, int first_row, int num_rows,
-                const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
+// One tile for rows [first_row, first_row + R).
+template <Code K, Code V, int R>
+void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, int first_row, const uint32_t* query,
+                const Rows& rows, AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
-    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, num_rows);
+    const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
     if (visible.nothing()) return;
     const int row = head * task.rows_per_head() + first_row;
-    with_constant<kMaxRows>(num_rows, [&](auto constant) {
-        all_scores<K, constant>(kv, tiles, visible, query, scratch.query_scale + row, scratch.query_zero + 2 * row,
-                                scratch.scores);
-    });
+    all_scores<K, R>(kv, tiles, visible, query, scratch.query_scale + row, scratch.query_zero + 2 * row,
+                     scratch.scores);
     const float head_scale = kv.key_side.scale(task.kv_head + head) * code_unit(K);
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
         __builtin_prefetch(tiles.next.key_field[v][0], 0, 2);
         F16 scale = F16::set1(head_scale);
         if constexpr (!is_fp8(K)) scale = token_scale(tiles.now.key_field[v][0]);
-        for (int r = 0; r < num_rows; ++r) {
+        for (int r = 0; r < R; ++r) {
             float* scores = scratch.scores + r * kTile + v * 16;
             (F16::load(scores) * scale).store(scores);
         }
     }
     TilePair place;
     place.now.begin = tiles.now.begin;
-    float rescale[kMaxRows], zeros[kMaxRows] = {};
-    weigh_rows<kF32, false>(task, place, visible, first_row, num_rows, rows, scratch, rescale);
+    float rescale[R], zeros[R] = {};
+    weigh_rows<kF32, false>(task, place, visible, first_row, R, rows, scratch, rescale);
     auto* weights = reinterpret_cast<float*>(scratch.weights);
     const F16 value_scale = F16::set1(kv.value_side.scale(task.kv_head + head) * code_unit(V));
-    for (int r = 0; r < num_rows; ++r) {
+    for (int r = 0; r < R; ++r) {
         const TokenRange seen = tokens_seen(task, tiles.now.begin, first_row + r);
         F16 sum = F16::zero(), zero = F16::zero();
         for (int v = 0; v < kVectors; ++v) {
@@ -291,21 +289,24 @@ void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, in
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
-    with_constant<kMaxRows>(num_rows, [&](auto constant) {
-        all_values<V, constant>(kv, tiles, visible, weights, rescale, zeros, rows, first_row);
-    });
+    all_values<V, R>(kv, tiles, visible, weights, rescale, zeros, rows, first_row);
 }
 
 template <Code K, Code V>
-void coded_head(const AttendTask& task, CodedTilePair tiles, int head, const uint32_t* query, const Rows& rows,
+void coded_head(const AttendTask& task, const CodedTilePair& tiles, int head, const uint32_t* query, const Rows& rows,
                 AttendScratch& scratch) {
     const int num_rows = task.rows_per_head();
-    for (int first = 0; first < num_rows; first += kMaxRows) {
+    const auto pass = [&](int first, const CodedTilePair& of) {
         const int count = min(num_rows - first, kMaxRows);
-        coded_rows<K, V>(task, tiles, head, first, count, query, rows, scratch);
+        with_constant<kMaxRows>(count, [&](auto constant) {
+            coded_rows<K, V, constant>(task, of, head, first, query, rows, scratch);
+        });
         query += task.kv->key_units * count;
-        tiles.next = tiles.now;  // one asking is enough
-    }
+    };
+    pass(0, tiles);
+    if (num_rows <= kMaxRows) return;
+    const CodedTilePair asked{tiles.now, tiles.now};  // one asking is enough
+    for (int first = kMaxRows; first < num_rows; first += kMaxRows) pass(first, asked);
 }
 
 // A query row as float32, rotated where keys are.
