@@ -355,7 +355,8 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     if (batch.code.value == kCodeInt4) rotate(expected, true);
     for (int d = 0; d < batch.value_dim; ++d)
         CHECK_NEAR(load(memory.out.data(), row * batch.value_dim + d, batch.storage), expected[static_cast<size_t>(d)],
-                   size * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11),
+                   size * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11) +
+                       std::abs(expected[static_cast<size_t>(d)]) * rounding(batch.storage),
                    "dimension " + std::to_string(d) + " of head " + std::to_string(head) + " of query " +
                        std::to_string(query) + " of sequence " + std::to_string(seq));
 }
