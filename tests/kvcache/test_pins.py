@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.errors import CacheError
-from octavo.kvcache.block import BlockState
+from octavo.kvcache.block import BlockId, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinReceipt, PinRequest, Request
@@ -226,6 +226,16 @@ def test_the_pool_refuses_to_pin_what_nothing_could_find(manager: KVCacheManager
         manager.pool.unpin([block])
 
 
+def test_the_pool_removes_all_of_the_pins_that_it_is_told_to_or_none(manager: KVCacheManager) -> None:
+    assert pin(manager, TOKENS).num_pinned_tokens == 16
+    (held,) = [held.blocks for held in manager.pins]
+    other = next(b for b in range(1, manager.pool.num_blocks) if not manager.pool.pin_counts[b])
+    with pytest.raises(CacheError, match=f"block {other} is unpinned more often than pinned"):
+        manager.pool.unpin([*held, BlockId(other)])
+    assert (manager.pool.num_with_pins, manager.pool.num_pinned) == (4, 4)
+    manager.audit()
+
+
 @pytest.fixture(params=CACHES)
 def shared(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
     """The same, of whose budget of 9 blocks no tenant has more than 4."""
@@ -248,7 +258,7 @@ def test_a_block_that_two_tenants_pin_counts_against_both_shares_and_once_agains
     for tenant in ("a", "b"):
         assert pin(shared, TOKENS, tenant=tenant).num_pinned_tokens == 16
     assert [shared.pins.num_blocks_of(tenant) for tenant in "ab"] == [4, 4]
-    assert len(shared.pool.pin_counts) == 4
+    assert shared.pool.num_with_pins == 4
     assert pin(shared, [90, 91, 92, 93], tenant="b").num_pinned_tokens == 0
 
 

@@ -107,7 +107,7 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
         "pins": {
             "budget_bytes": kv.pins.budget_blocks * size,
             "tenant_budget_bytes": kv.pins.tenant_blocks * size,
-            "held_bytes": len(kv.pool.pin_counts) * size,
+            "held_bytes": kv.pool.num_with_pins * size,
             "num_pins": len(kv.pins),
             "made": counters.num_pinned,
             "expired": counters.num_expired,

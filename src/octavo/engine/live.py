@@ -39,9 +39,7 @@ def block_codes(kv: KVCacheManager) -> Codes:
     idle = codes == 0
     codes += ACTIVE - 1
     codes[idle] = np.where(pool.published_marks[idle], CACHED, FREE)
-    if pool.pin_counts:
-        pinned = np.fromiter(pool.pin_counts, np.int32)
-        codes[pinned[idle[pinned]]] = PINNED
+    codes[idle & (pool.pin_counts != 0)] = PINNED
     codes[NULL_BLOCK] = FREE
     return codes
 

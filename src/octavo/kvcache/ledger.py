@@ -341,7 +341,7 @@ def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swappe
         num_active=len(blocks),
         num_shared=sum(pool.ref_counts[block] > 1 for block in blocks),
         num_published=sum(pool.is_published(block) for block in blocks),
-        num_pinned=sum(block in pool.pin_counts for block in blocks),
+        num_pinned=sum(bool(pool.pin_counts[block]) for block in blocks),
         num_swapped=num_swapped,
     )
 

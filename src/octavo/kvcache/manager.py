@@ -330,10 +330,10 @@ class KVCacheManager:
 
     def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become available if all of these gave theirs back. O(their blocks)."""
-        counts, pinned = self.pool.ref_counts, self.pool.pin_counts
+        counts, pins = self.pool.ref_counts, self.pool.pin_counts
         held = Counter(block for seq in sequences for table in self._holdings[seq.seq_id].tables for block in table)
         held.pop(NULL_BLOCK, None)
-        return sum(counts[block] == references and block not in pinned for block, references in held.items())
+        return sum(counts[block] == references and not pins[block] for block, references in held.items())
 
     def restore_cost(self, seq: Sequence) -> RestoreCost:
         """The cost of preempting this sequence and the blocks it would free. O(blocks of the sequence)."""
@@ -359,8 +359,10 @@ class KVCacheManager:
 
     def forget(self, seq: Sequence) -> None:
         """Forget a finished sequence and release what it holds."""
-        self.release(seq)
-        self._holdings.pop(seq.seq_id, None)
+        self.hierarchy.forget(seq.seq_id)
+        if (holding := self._holdings.pop(seq.seq_id, None)) is not None:
+            for table in holding.tables:
+                self.pool.release_table(table)
 
     def reset_prefix_cache(self) -> int:
         """Evict every cached block; returns how many. Blocks in use or pinned stay published.

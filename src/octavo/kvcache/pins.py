@@ -178,7 +178,9 @@ class PinTable:
                 of_tenant.update(batch)
                 pinned.update(batch)
                 yield None
-        yield from _compare("the pool", self._pool.pin_counts, pinned)
+        counts = self._pool.pin_counts
+        of_pool = {BlockId(block): int(counts[block]) for block in np.flatnonzero(counts).tolist()}
+        yield from _compare("the pool", of_pool, pinned)
         if len(pinned) > self.budget_blocks:
             yield f"{len(pinned)} blocks are pinned, over the budget of {self.budget_blocks}"
         if held.keys() != self._held.keys():
@@ -193,9 +195,9 @@ class PinTable:
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
         """
-        pinned = self._pool.pin_counts
+        num_pinned = self._pool.num_with_pins
         own = self._held.get(tenant, Counter())
-        room, own_room = self.budget_blocks - len(pinned), self.tenant_blocks - len(own)
+        room, own_room = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
             tables = self._find(chain, length)
             length = len(tables[0])
@@ -205,7 +207,7 @@ class PinTable:
             if len(blocks) > min(room, own_room):
                 missing = self._pool.num_unpinned(blocks)
                 # Who pins alone has pinned all that is pinned.
-                missing_own = missing if len(own) == len(pinned) else _num_missing(blocks, own)
+                missing_own = missing if len(own) == num_pinned else _num_missing(blocks, own)
                 excess = max(missing - room, missing_own - own_room)
             if excess <= 0:
                 return length, blocks
@@ -215,14 +217,15 @@ class PinTable:
 
     def _release(self, pin: Pin) -> None:
         # The tail first, so that it is evicted before the head.
-        self._pool.unpin(reversed(pin.blocks))
+        self._pool.unpin(pin.blocks[::-1])
         own = self._held[pin.tenant]
+        if len(own) == len(pin.blocks) == own.total():
+            del self._held[pin.tenant]  # it was its only pin
+            return
         own.subtract(pin.blocks)
         for block in pin.blocks:
             if not own[block]:
                 del own[block]
-        if not own:
-            del self._held[pin.tenant]
 
 
 def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Findings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable, as_array
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.owners import BlockOwners
 
@@ -35,23 +34,25 @@ class BlockPool:
 
     Attributes:
         owners: whom each block in use counts for, where somebody asks for it (`count_owners`); else None.
+        num_with_pins: blocks with a pin, referenced or not.
         num_freed: how often a block became available, since the start.
         num_published_ever: how often a block was published, since the start.
     """
 
-    # A count, marks of what is published and of what is pinned, and a place in the free stack.
-    BYTES_PER_BLOCK = 4 + 1 + 1 + 4
+    # Its references, its pins, a mark of what is published, and a place in the free stack.
+    BYTES_PER_BLOCK = 4 + 4 + 1 + 4
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_counts = array("i", bytes(4 * num_blocks))
-        self.pin_counts: Counter[BlockId] = Counter()  # of blocks with a pin, referenced or not
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
+        self.num_with_pins = 0
         self._num_pinned = 0
+        self._pins = array("i", bytes(4 * num_blocks))
         self._published = bytearray(num_blocks)
         self._free = array("i", range(num_blocks - 1, 0, -1))
         self._eviction = eviction
@@ -59,12 +60,17 @@ class BlockPool:
         # The same memory, for many at once.
         self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
         self._is_published = np.frombuffer(self._published, np.uint8)
-        self._is_pinned = np.zeros(num_blocks, np.bool_)
+        self._pins_of = np.frombuffer(cast(Any, self._pins), np.int32)
 
     @property
     def published_marks(self) -> npt.NDArray[np.uint8]:
         """By block, 1 where the prefix cache knows it: to read, not to change."""
         return self._is_published
+
+    @property
+    def pin_counts(self) -> BlockIds:
+        """By block, how many pins it has: to read, not to change."""
+        return self._pins_of
 
     @property
     def num_free(self) -> int:
@@ -131,7 +137,7 @@ class BlockPool:
         if count == 0:
             if not self._published[block_id]:
                 raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be shared")
-            if block_id in self.pin_counts:
+            if self._pins[block_id]:
                 self._num_pinned -= 1
             else:
                 self._eviction.remove(block_id)
@@ -149,7 +155,7 @@ class BlockPool:
         ids = as_array(block_ids)
         ids = ids[ids != NULL_BLOCK]
         unused = ids[self._count_of[ids] == 0]
-        if unused.size and (self.pin_counts or not self._is_published[unused].all()):
+        if unused.size and (self.num_with_pins or not self._is_published[unused].all()):
             for block_id in ids.tolist():
                 self.acquire(block_id, tenant)
             return
@@ -177,7 +183,7 @@ class BlockPool:
                     owners.gave_back((block_id,))
                 if not self._published[block_id]:
                     self._free.append(block_id)
-                elif block_id in self.pin_counts:
+                elif self._pins[block_id]:
                     self._num_pinned += 1
                 else:
                     self._eviction.add(block_id)
@@ -200,7 +206,7 @@ class BlockPool:
         published = self._is_published[last] != 0
         self._free.frombytes(last[~published].tobytes())
         cached = last[published]
-        pinned = self._is_pinned[cached]
+        pinned = self._pins_of[cached] != 0
         self._num_pinned += int(pinned.sum())
         cached = cached[~pinned]
         self._eviction.add_all(cached)
@@ -219,35 +225,33 @@ class BlockPool:
         if not (published := self._is_published[ids] != 0).all():
             block_id = BlockId(int(ids[~published][0]))
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
-        unused = ids[(self._count_of[ids] == 0) & ~self._is_pinned[ids]]
+        pins = self._pins_of[ids]
+        unused = ids[(self._count_of[ids] == 0) & (pins == 0)]
         self._eviction.remove_all(unused)
         self._num_pinned += len(unused)
-        again = self._is_pinned[ids]
-        # A third of the time that counting takes.
-        dict.update(self.pin_counts, dict.fromkeys(ids[~again].tolist(), 1))
-        self.pin_counts.update(ids[again].tolist())
-        self._is_pinned[ids] = True
+        self.num_with_pins += int((pins == 0).sum())
+        self._pins_of[ids] = pins + 1
 
-    def unpin(self, block_ids: Iterable[BlockId]) -> None:
+    def unpin(self, block_ids: Sequence[BlockId]) -> None:
         """Remove one pin of each; null blocks are skipped. Without pins they are ordinary cached blocks.
 
+        The first is evicted first. Others than null blocks must not be named twice.
+
         Raises:
-            CacheError: a block is not pinned.
+            CacheError: a block is not pinned; then nothing has changed.
         """
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            pins = self.pin_counts.pop(block_id, 0)
-            if not pins:
-                raise CacheError(f"block {block_id} is unpinned more often than pinned")
-            if pins > 1:
-                self.pin_counts[block_id] = pins - 1
-                continue
-            self._is_pinned[block_id] = False
-            if self.ref_counts[block_id] == 0:
-                self._num_pinned -= 1
-                self.num_freed += 1
-                self._eviction.add(block_id)
+        ids = as_array(block_ids)
+        ids = ids[ids != NULL_BLOCK]
+        pins = self._pins_of[ids]
+        if not pins.all():
+            raise CacheError(f"block {ids[pins == 0][0]} is unpinned more often than pinned")
+        self._pins_of[ids] = pins - 1
+        last = ids[pins == 1]
+        self.num_with_pins -= len(last)
+        cached = last[self._count_of[last] == 0]
+        self._num_pinned -= len(cached)
+        self.num_freed += len(cached)
+        self._eviction.add_all(cached)
 
     def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0, key: bytes = b"") -> None:
         """The prefix cache refers to this active block: once unreferenced it is cached, not free.
@@ -281,7 +285,7 @@ class BlockPool:
             return BlockState.ACTIVE
         if not self._published[block_id]:
             return BlockState.FREE
-        return BlockState.PINNED if block_id in self.pin_counts else BlockState.CACHED
+        return BlockState.PINNED if self._pins[block_id] else BlockState.CACHED
 
     def is_evictable(self, block_id: BlockId) -> bool:
         """Whether nobody references or pins it, but a prefix could: it is in the cached state."""
@@ -293,11 +297,11 @@ class BlockPool:
             return sum(map(self.is_evictable, block_ids))
         ids = as_array(block_ids)
         ids = ids[ids != NULL_BLOCK]
-        return int(((self._count_of[ids] == 0) & ~self._is_pinned[ids]).sum())
+        return int(((self._count_of[ids] == 0) & (self._pins_of[ids] == 0)).sum())
 
     def num_unpinned(self, block_ids: Sequence[BlockId]) -> int:
         """How many of these blocks nobody pins."""
-        return len(block_ids) - int(self._is_pinned[as_array(block_ids)].sum())
+        return int((self._pins_of[as_array(block_ids)] == 0).sum())
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
@@ -317,16 +321,15 @@ class BlockPool:
         if self.ref_counts[NULL_BLOCK] or free[NULL_BLOCK] or cached[NULL_BLOCK]:
             yield "the null block is referenced, free or cached"
         num_pinned = 0
-        for pins in in_slices(self.pin_counts):
+        with_pins = np.flatnonzero(self._pins_of).tolist()
+        for pins in in_slices(with_pins):
             for block_id in pins:
                 num_pinned += self.ref_counts[block_id] == 0
                 if not self._published[block_id]:
                     yield f"block {block_id} is pinned but not published"
-                if not self._is_pinned[block_id]:
-                    yield f"block {block_id} is pinned but not marked so"
             yield None
-        if (num_marked := int(self._is_pinned.sum())) != len(self.pin_counts):
-            yield f"{num_marked} blocks are marked as pinned, {len(self.pin_counts)} are"
+        if len(with_pins) != self.num_with_pins:
+            yield f"{len(with_pins)} blocks have pins, {self.num_with_pins} are counted"
         if num_pinned != self._num_pinned:
             yield f"{num_pinned} blocks are pinned, but {self._num_pinned} are counted"
         for numbers in in_slices(range(1, self.num_blocks)):
