@@ -18,19 +18,25 @@ KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(4
 @given(
     capacity=st.integers(1, 40),
     factor=st.sampled_from([1, 1 << 63 | 1, (1 << 64) - 1]),
-    operations=st.lists(st.tuples(st.booleans(), st.integers(0, 39), st.integers(0, 39)), max_size=120),
+    operations=st.lists(
+        st.tuples(st.sampled_from(["put", "put_new", "remove"]), st.integers(0, 39), st.integers(0, 39)), max_size=120
+    ),
 )
 def test_any_history_leaves_what_a_dictionary_would_hold(
-    capacity: int, factor: int, operations: list[tuple[bool, int, int]]
+    capacity: int, factor: int, operations: list[tuple[str, int, int]]
 ) -> None:
     index = KeyIndex(capacity)
     index._factor = factor  # the least random ones
     model: dict[bytes, int] = {}
-    for is_put, which, entry_id in operations:
-        if is_put:
+    for operation, which, entry_id in operations:
+        if operation == "put":
             if entry_id not in model.values():
                 index.put(KEYS[which], entry_id)
                 model[KEYS[which]] = entry_id
+        elif operation == "put_new":
+            if entry_id not in model.values():
+                assert index.put_new(KEYS[which], entry_id) == (KEYS[which] not in model)
+                model.setdefault(KEYS[which], entry_id)
         elif entry_id in model.values():
             index.remove(entry_id)
             model = {key: known for key, known in model.items() if known != entry_id}

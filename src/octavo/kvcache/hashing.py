@@ -118,7 +118,7 @@ class TokenChain:
         prompt: the blocks that it begins with; they are shared, not copied.
     """
 
-    __slots__ = ("_keys", "_num_shared", "_shared", "_tokens", "_width", "block_size", "root")
+    __slots__ = ("_keys", "_last", "_length", "_num_shared", "_shared", "_tokens", "_width", "block_size", "root")
 
     def __init__(self, prompt: FullBlocks) -> None:
         self.root = prompt.root
@@ -128,9 +128,12 @@ class TokenChain:
         self._width = prompt.block_size * TOKEN_BYTES
         self._tokens = bytearray()
         self._keys = bytearray()
+        self._length = self._num_shared
+        # The key of all blocks, which is asked for several times when a sequence has filled its newest one.
+        self._last = BlockHash(prompt.keys[-DIGEST_BYTES:]) or prompt.root
 
     def __len__(self) -> int:
-        return self._num_shared + len(self._keys) // DIGEST_BYTES
+        return self._length
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the full blocks of `token_ids` that are not in the chain yet."""
@@ -138,22 +141,27 @@ class TokenChain:
 
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
         """Take in the full blocks of a sequence of `num_tokens` tokens, of which `read` gives any slice."""
-        have, size = len(self), self.block_size
+        have, size = self._length, self.block_size
         wanted = num_tokens // size
         if wanted > have:
             packed = token_bytes(read(have * size, wanted * size))
+            keys = chain_hashes(self._last, packed, size)
             self._tokens += packed
-            self._keys += chain_hashes(self.key(have), packed, size)
+            self._keys += keys
+            self._length, self._last = wanted, BlockHash(keys[-DIGEST_BYTES:])
 
     def copy(self) -> Self:
         """A copy for a fork: the prompt is shared, the blocks of output are copied."""
         twin = type(self)(self._shared)
         twin._tokens = self._tokens[:]
         twin._keys = self._keys[:]
+        twin._length, twin._last = self._length, self._last
         return twin
 
     def key(self, length: int) -> BlockHash:
         """Stands for the first `length` full blocks under this root: equal where those are, and else unlike."""
+        if length == self._length:
+            return self._last
         if length == 0:
             return self.root
         start = (length - 1) * DIGEST_BYTES

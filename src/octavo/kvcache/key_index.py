@@ -63,19 +63,29 @@ class KeyIndex:
 
     def put(self, key: bytes, entry_id: int) -> None:
         """Map a key to an id that has no key yet; a previous id of this key is forgotten."""
+        self._put(key, entry_id, replaces=True)
+
+    def put_new(self, key: bytes, entry_id: int) -> bool:
+        """Map a key to an id that has no key yet; False (and nothing changes) where the key has an id."""
+        return self._put(key, entry_id, replaces=False)
+
+    def _put(self, key: bytes, entry_id: int, *, replaces: bool) -> bool:
         if entry_id >= self._capacity:
             self._grow(entry_id + 1)
         slots, keys, entry = self._slots, self._keys, entry_id + 1
-        keys[entry * DIGEST_BYTES : (entry + 1) * DIGEST_BYTES] = key
         slot = (int.from_bytes(key[:8], "little") * self._factor & _MASK64) >> self._shift
         while other := slots[slot]:
             at = other * DIGEST_BYTES
             if keys[at : at + DIGEST_BYTES] == key:
-                slots[slot] = entry
-                return
+                if not replaces:
+                    return False
+                self._length -= 1
+                break
             slot = (slot + 1) & self._mask
+        keys[entry * DIGEST_BYTES : (entry + 1) * DIGEST_BYTES] = key
         slots[slot] = entry
         self._length += 1
+        return True
 
     def remove(self, entry_id: int) -> None:
         """Forget an id and its key. Raises KeyError where no key stands for it."""

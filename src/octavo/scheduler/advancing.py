@@ -71,8 +71,10 @@ class Advancing:
         streams = sequences[: plan.num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
             computed, place = seq.num_computed + 1, places.get(seq.seq_id)
-            if place is None or computed >= place.attend_at or token_id in place.ending_ids or draw in forced:
+            if place is None or not place.attend_at or draw in forced:
                 self._advance(seq, computed, (seq,), draw, result, running, updates)
+            elif computed >= place.attend_at or token_id in place.ending_ids:
+                self._advance_stream(seq, computed, token_id, place, updates)
             else:
                 seq.num_computed = computed
                 seq.output_token_ids.append(token_id)
@@ -82,6 +84,24 @@ class Advancing:
             self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, running, updates)
             draw += len(drawing)
         return updates
+
+    def _advance_stream(
+        self, seq: Sequence, num_computed: int, token_id: int, place: Place, updates: list[SequenceUpdate]
+    ) -> None:
+        """What `_advance` does for one that samples, and wants no log-probabilities: parallel samples all at once."""
+        try:
+            seq.num_computed = num_computed
+            if self._turns is not None:
+                self._turns.computed(seq)
+            self._publish(seq, place)
+            update = SequenceUpdate(seq, (token_id,))
+            updates.append(update)
+            if self._sampling.append(seq, token_id, self._moves):
+                update.note_end()
+            else:
+                place.attend_at = min(place.publish_at, self._longest(seq) - 1)
+        except Exception as error:
+            self._fail(seq.request, error)
 
     def _advance(
         self,

@@ -68,18 +68,22 @@ class Sampling:
                 seq.cumulative_logprob += sample.logprobs.logprob
             token_ids = (sample.token_id, *sample.forced)
             for length, token_id in enumerate(token_ids, start=1):
-                seq.append_token(token_id)
-                self._check_end(seq, token_id, moves)
-                if seq.finished:
+                if self.append(seq, token_id, moves):
                     token_ids = token_ids[:length]
                     break
             update = SequenceUpdate(seq, token_ids, logprobs, seq.cumulative_logprob)
             updates.append(update)
             update.note_end()
 
+    def append(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> bool:
+        """Append a token; returns whether the sequence has ended with it."""
+        seq.output_token_ids.append(token_id)
+        self._check_end(seq, token_id, moves)
+        return seq.status is SequenceStatus.FINISHED
+
     def _check_end(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> None:
         params = seq.request.params
-        num_output = seq.num_output_tokens
+        num_output = len(seq.output_token_ids)
         # A grammar lets an output end before `min_tokens`, or in spite of `ignore_eos`, only where nothing else fits.
         is_structured = params.structured_outputs is not None
         if num_output >= params.min_tokens or is_structured:
@@ -136,8 +140,8 @@ class BeamDecoding:
         stays: dict[int, Extension] = {}
         # The first child of each parent keeps its parent's place.
         leaves = [extension for extension in going if stays.setdefault(extension.parent, extension) is not extension]
-        parents = [live[place] for place in stays]
-        vacant = [seq for seq in self._request.sequences if seq not in parents]
+        parents = {live[place].index for place in stays}
+        vacant = [seq for seq in self._request.sequences if seq.index not in parents]
         self._logprobs = {}
         grown = [(live[extension.parent], extension) for extension in stays.values()]
         for extension in leaves:

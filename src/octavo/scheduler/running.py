@@ -154,7 +154,10 @@ class RunningSet:
         return total
 
     def _enter(self, seq: Sequence, place: Place) -> None:
-        bisect.insort(self.order, seq, key=_order)
+        if self.order and self.order[-1].order > seq.order:
+            bisect.insort(self.order, seq, key=_order)
+        else:
+            self.order.append(seq)  # as nearly always: it came last
         self.places[seq.seq_id] = place
         self.num_promised += place.siblings
         self._count(place)

@@ -80,10 +80,8 @@ class HashedPrefixCache:
     def put(self, group: int, chain: TokenChain, index: int, block_id: BlockId) -> bool:
         if block_id >= len(self._published):
             self.reserve(2 * block_id)
-        key = group_key(group, chain.key(index + 1))
-        if self._published[block_id] or self._index.get(key) is not None:
+        if self._published[block_id] or not self._index.put_new(group_key(group, chain.key(index + 1)), block_id):
             return False
-        self._index.put(key, block_id)
         self._tokens[block_id * self._width : (block_id + 1) * self._width] = chain.tokens(index, index + 1)
         self._published[block_id] = 1
         return True
