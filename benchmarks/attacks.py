@@ -179,7 +179,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     yield "16 MB of [", bodies((COMPLETIONS, b"[" * 16_000_000))
     yield "5 million empty objects", bodies((COMPLETIONS, b'{"prompt": [' + b"{}," * 5_000_000 + b"{}]}"))
     yield "2.5 million ids", bodies((COMPLETIONS, {"prompt": [1234] * 2_500_000}))
-    yield "64 beams, `logprobs` 20", bodies(completion(use_beam_search=True, temperature=0, best_of=64, logprobs=20))
+    yield "32 beams, `logprobs` 20", bodies(completion(use_beam_search=True, temperature=0, best_of=32, logprobs=20))
     yield "a million content parts", bodies((CHAT, {"messages": [{"role": "user", "content": [{}] * 1_000_000}]}))
     yield "bodies of 20 MB × 20", bodies(*[(COMPLETIONS, b" " * 20_000_000)] * 20, at_once=20)
     yield "100 stalled bodies of 15 MB", stalled_bodies

@@ -57,7 +57,7 @@ class RequestLimits:
     max_grammar_depth: int = option(64, "deepest nesting of brackets, or of a JSON Schema's objects and arrays, in it")
     max_grammar_ms: int = option(2000, "longest time that compiling it may take, in milliseconds")
     max_n: int = option(64, "largest n and best_of")
-    max_beam_width: int = option(64, "most beams of a beam search")
+    max_beam_width: int = option(32, "most beams of a beam search")
     max_body_prompts: int = option(1024, "most prompts of one body")
     max_body_sequences: int = option(1024, "most completions computed for one body: its prompts times n (or best_of)")
     max_messages: int = option(4096, "most messages, and most content parts in all, of a chat")

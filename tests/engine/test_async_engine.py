@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -178,6 +179,31 @@ async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineC
         engine.abort("nobody's")
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
         assert_drained(core)
+
+
+@pytest.mark.parametrize(("give_up_seconds", "num_given_up"), [(60, 5), (0, 0)])
+async def test_a_step_is_put_off_for_a_time_by_those_that_come_and_for_another_by_those_that_leave(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, give_up_seconds: int, num_given_up: int
+) -> None:
+    clock = count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(async_engine, "TAKE_IN_SECONDS", 1)
+    monkeypatch.setattr(async_engine, "GIVE_UP_SECONDS", give_up_seconds)
+    engine = AsyncEngine(core, "tiny")
+    waiting, coming = [[core.make_request(PROMPT, tokens(4, n=3)) for _ in range(5)] for _ in range(2)]
+    for request in waiting:
+        core.add(request)
+    for request in coming:
+        engine._send(async_engine._Addition(request))
+    engine._take_in()
+    assert len(engine._inbox) == 4
+    engine._inbox.clear()
+    for request in waiting:
+        engine.abort(request.request_id)
+    assert len(engine._take_in()) == num_given_up
+    for request_id in core.scheduler.request_ids:
+        core.end(request_id)
+    assert_drained(core)
 
 
 async def test_a_request_id_in_use_is_refused_and_its_holder_goes_on(core: EngineCore) -> None:

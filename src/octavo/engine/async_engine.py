@@ -47,8 +47,10 @@ IDLE_COLLECT_SECONDS = 60.0
 # client that comes meanwhile waits for one slice, and the event loop for none.
 AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
-# How long a step may be put off by requests that come in.
-TAKE_IN_SECONDS = 0.002
+# How long a step may be put off by requests that come in, and how long by such that are given up: until that is known,
+# steps are computed for clients who have left.
+TAKE_IN_SECONDS = 0.001
+GIVE_UP_SECONDS = 0.002
 # Characters or token ids of a prompt from which on its request is made in a thread; so is any with a grammar, or with
 # bad words, which are tokenised: 128 of them took the event loop 9 ms.
 _MADE_AT_ONCE = 1024
@@ -377,9 +379,10 @@ class AsyncEngine:
     def _take_in(self) -> list[Ended]:
         """Add and abort requests from the inbox; returns those aborted."""
         aborted = []
-        deadline = time.monotonic() + TAKE_IN_SECONDS
+        began = time.monotonic()
         while self._inbox:
-            if time.monotonic() > deadline:
+            most = GIVE_UP_SECONDS if isinstance(self._inbox[0], _Abort) else TAKE_IN_SECONDS
+            if time.monotonic() - began > most:
                 # Who runs shall not wait for a crowd to come in; and nobody waits for another wake-up.
                 self._wake.set()
                 break

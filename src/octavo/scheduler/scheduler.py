@@ -279,9 +279,15 @@ class Scheduler:
     def end_request(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End every sequence of a request and free its blocks; None where it is not (any more) known."""
         request = self._requests.get(request_id)
-        if request is not None:
-            # The last first: each looks whether all have ended, from the first on.
-            for seq in reversed(request.sequences):
+        if request is None:
+            return None
+        # The last first: each looks whether all have ended, from the first on.
+        waits = request.sequences[0].status is SequenceStatus.WAITING
+        for seq in reversed(request.sequences):
+            if waits and seq.status is SequenceStatus.FORK_PENDING:
+                # It holds nothing and nobody knows it: crowds of requests are given up while they wait.
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+            else:
                 self.finish(seq, reason)
         return request
 
