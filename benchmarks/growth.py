@@ -310,8 +310,7 @@ def long_request() -> Figures:
         await beating
         await engine.shutdown(0)
 
-    gc.collect()
-    with switching_as_a_server_does():
+    with as_in_a_server(), switching_as_a_server_does():
         asyncio.run(serve())
     kv = scheduler.kv
     request = make_request(prompt, max_tokens=1)
