@@ -225,3 +225,12 @@ def test_a_native_model_is_loaded_without_transformers_and_without_a_web_framewo
     loaded = modules_loaded_by("import octavo.llm, octavo.engine.builder")
     assert not (WEB | {"transformers"}) & loaded
     assert "torch" in loaded
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    where: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in where.items() if len(found) > 1} == {}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.http import BodyDecoder, Endpoint, EventLines, ProtocolError, parse_head
+from octavo.bench.http import BodyDecoder, EventLines, PostUrl, ProtocolError, parse_head
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -50,14 +50,14 @@ def test_events_are_the_same_however_the_stream_was_cut(places: list[int], newli
 
 
 def test_urls_are_read_with_their_defaults() -> None:
-    assert Endpoint.parse("http://localhost/v1") == Endpoint("localhost", 80, "/v1")
-    assert Endpoint.parse("https://host:8443") == Endpoint("host", 8443, "/", tls=True)
+    assert PostUrl.parse("http://localhost/v1") == PostUrl("localhost", 80, "/v1")
+    assert PostUrl.parse("https://host:8443") == PostUrl("host", 8443, "/", tls=True)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="not an http URL"):
-        Endpoint.parse(url)
+        PostUrl.parse(url)
 
 
 def test_a_head_gives_status_and_headers() -> None:

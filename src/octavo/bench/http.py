@@ -22,7 +22,7 @@ class ProtocolError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class PostUrl:
     """Where to post to.
 
     Attributes:
@@ -35,7 +35,7 @@ class Endpoint:
     tls: bool = False
 
     @classmethod
-    def parse(cls, url: str) -> Endpoint:
+    def parse(cls, url: str) -> PostUrl:
         """Raises ValueError for what is not an http(s) URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -45,7 +45,7 @@ class Endpoint:
 
 
 async def post_json(
-    endpoint: Endpoint, headers: Mapping[str, str], body: Any, on_body: Callable[[bytes, float], None]
+    endpoint: PostUrl, headers: Mapping[str, str], body: Any, on_body: Callable[[bytes, float], None]
 ) -> tuple[int, bytes]:
     """Post `body` on a connection of its own; status and, unless that is 200, the answer's body.
 
@@ -67,7 +67,7 @@ async def post_json(
     return response.status, bytes(response.error_body)
 
 
-def _request_bytes(endpoint: Endpoint, headers: Mapping[str, str], body: Any) -> bytes:
+def _request_bytes(endpoint: PostUrl, headers: Mapping[str, str], body: Any) -> bytes:
     content = json.dumps(body, separators=(",", ":")).encode()
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     lines = {

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.bench.http import Endpoint, EventLines, ProtocolError, post_json
+from octavo.bench.http import EventLines, PostUrl, ProtocolError, post_json
 from octavo.bench.report import summarise
 from octavo.bench.workload import BenchRequest
 
@@ -134,7 +134,7 @@ async def run_load(
     No failure of a request is raised: it is in its record. With `max_concurrency`, a request that is due waits until
     fewer are under way.
     """
-    endpoint = Endpoint.parse(target.base_url.rstrip("/") + "/v1/completions")
+    endpoint = PostUrl.parse(target.base_url.rstrip("/") + "/v1/completions")
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     zero = time.perf_counter()
     records = [
@@ -150,7 +150,7 @@ async def run_load(
 
 async def _send(
     target: Target,
-    endpoint: Endpoint,
+    endpoint: PostUrl,
     request: BenchRequest,
     record: RequestRecord,
     zero: float,

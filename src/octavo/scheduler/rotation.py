@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.request import Sequence, SequenceId
 
 
-class Rotation:
+class StreamRotation:
     """Least recently served first. All prompts together take turns like one stream.
 
     So of s streams with a limit of t tokens a step, each has a token at least every ceil((s + 1) / t) steps.

@@ -2,7 +2,7 @@
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: nobody's prompt and
    nobody's priority takes a running stream's token. Where the step has fewer tokens than there are streams, they take
-   turns (`Rotation`).
+   turns (`StreamRotation`).
 2. **Prompts** share what is left of the tokens, and of the time where streams have a latency to keep (`StepBudget`):
    those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
    order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
@@ -39,7 +39,7 @@ from octavo.scheduler.admission import Admission
 from octavo.scheduler.budget import StepBudget, TimeLimit
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
-from octavo.scheduler.rotation import Rotation
+from octavo.scheduler.rotation import StreamRotation
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
@@ -112,7 +112,7 @@ class Service:
         self._time_limit = time_limit
         self._turns = turns
         self._claims = claims
-        self._rotation = Rotation()
+        self._rotation = StreamRotation()
         self._stalled: Sequence | None = None  # the first in order of service, that found no blocks in the last step
 
     def share(self) -> StepShares:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.bench import report, serving
-from octavo.bench.http import Endpoint
+from octavo.bench.http import PostUrl
 from octavo.bench.server_process import RunningServer, fetch_json, running_server
 from octavo.bench.serving import Target
 from octavo.bench.workload import BenchRequest, arrival_times
@@ -61,7 +61,7 @@ def _check(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
     if args.base_url is None:
         return
     try:
-        Endpoint.parse(args.base_url)
+        PostUrl.parse(args.base_url)
     except ValueError as error:
         raise ConfigError(f"--base-url: {error}") from error
     if set(options) - {"model"}:
