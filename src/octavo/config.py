@@ -156,8 +156,8 @@ class EngineConfig(RequestLimits):
     )
     kv_remote_secret: str | None = option(
         None,
-        "signs what is stored there, so that who can write to that Redis cannot plant blocks; the same for all servers "
-        "that share, 16 characters at least; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        "signs what is stored there, so that nobody else who can write to that Redis can plant blocks; the same for "
+        "all servers that share, 16 characters at least; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
         secret=True,
     )
     kv_remote_ttl: int | None = option(
@@ -314,7 +314,7 @@ def parse_count(text: str) -> int:
         return int(text)
     whole, rest = divmod(round(float(match[1]) * _COUNT_UNITS[match[2]], 6), 1)
     if rest:
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return int(whole)
 
 

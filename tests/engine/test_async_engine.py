@@ -192,7 +192,7 @@ async def test_a_step_is_put_off_for_a_time_by_those_that_come_and_for_another_b
     engine = AsyncEngine(core, "tiny")
     waiting, coming = [[core.make_request(PROMPT, tokens(4, n=3)) for _ in range(5)] for _ in range(2)]
     for request in waiting:
-        core.add(request)
+        core.queue(request)
     for request in coming:
         engine._send(async_engine._Addition(request))
     engine._take_in()
