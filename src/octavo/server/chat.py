@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from octavo.server.choices import CallIds, Choice, deltas, message
+from octavo.server.choices import CallIds, ChoiceReader, deltas, message
 from octavo.server.connection import DONE
 from octavo.server.engine_client import EngineClient
 from octavo.server.extension import ResponseExtension
@@ -45,7 +45,7 @@ class ChatAnswer:
         self._job = job
         self._echoed = read.echoed
         # One for each choice, where there is something to take apart.
-        self._choices = [Choice(read.speech) for _ in range(job.params.n)] if read.speech else []
+        self._choices = [ChoiceReader(read.speech) for _ in range(job.params.n)] if read.speech else []
         self._ids = CallIds(read.speech.dialect)
         self._usage = Usage(job.prompts)
         self._extension = ResponseExtension(1, tells_ledger=body.tells_ledger, tells_pins=bool(job.context.pins))

@@ -32,7 +32,7 @@ class Speech:
         return bool(self.dialect)
 
 
-class Choice:
+class ChoiceReader:
     """Reads one choice."""
 
     def __init__(self, speech: Speech) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.server.blocks import Blocks, Change
-from octavo.server.choices import CallIds, Choice
+from octavo.server.choices import CallIds, ChoiceReader
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Job, Usage, new_id, weight_of
 from octavo.server.keys import Client
@@ -30,7 +30,7 @@ class SingleChat:
         context = client.context(new_id(prefix), read.body.priority, read.cache_salt, read.prompt.pins)
         self._engine = engine
         self.job = Job(read.model, [read.prompt], read.params, replace(context, traceparent=traceparent))
-        self._choice = Choice(read.speech)
+        self._choice = ChoiceReader(read.speech)
         self.blocks = Blocks(CallIds(read.speech.dialect))
         self.usage = Usage(self.job.prompts)
         self.completion = CompletionOutput(0)

@@ -173,7 +173,7 @@ def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Resu
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LargestValue:
     """The answer of a search: the last value that met the targets, its run, and the first that did not."""
 
     value: float
@@ -181,7 +181,7 @@ class Found:
     missed_at: float | None
 
 
-def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> Found | None:
+def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> LargestValue | None:
     """The largest value, within 3 %, up to which the targets are met; None where none down to `first` / 2^40 does."""
     met: tuple[float, Results] | None = None
     missed: float | None = None
@@ -200,10 +200,10 @@ def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> Found
             break
         else:
             value = math.sqrt(met[0] * missed)
-    return None if met is None else Found(met[0], met[1], missed)
+    return None if met is None else LargestValue(met[0], met[1], missed)
 
 
-def find_rate(plan: Plan, demand: Demand, targets: Targets) -> Found | None:
+def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | None:
     """The largest rate (requests a second) that one replica serves within the targets.
 
     Raises:
