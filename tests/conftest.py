@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,11 @@ from tests.redis_server import RedisServer
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
     from octavo.engine.core import EngineCore
     from octavo.runner.runner import ModelRunner
+
+# Servers that the tests start inherit what is ignored, and a shell ignores both in what it starts in the background.
+for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
 
 MakeLLM = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from octavo.attention import make_backend
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import BlockLayout, KVArena
+from octavo.storage.arena import BlockLayout, FloatKV, KVArena
 from tests.attention.batches import PagedSequences
 from tests.attention.oracle import oracle_attention
 from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
@@ -39,11 +39,9 @@ def fill(sequences: PagedSequences, batch: AttentionBatch, heads: int, seed: int
     generator = torch.Generator().manual_seed(seed)
     layer, kv = sequences.spec.layers[0], sequences.kv[0]
     shapes = ((layer.num_kv_heads, layer.key_dim), (layer.num_kv_heads, layer.value_dim), (heads, layer.key_dim))
+    dtype = kv.key.dtype if isinstance(kv, FloatKV) else torch.float32
     key, value, query = (
-        torch.randn(batch.num_tokens, *shape, generator=generator)
-        .to(sequences.arena.float_layers[0].key.dtype)
-        .to(DEVICE)
-        for shape in shapes
+        torch.randn(batch.num_tokens, *shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes
     )
     make_backend("triton", DEVICE).write(kv, key, value, batch)
     return query

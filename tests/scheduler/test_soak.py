@@ -108,7 +108,8 @@ def test_every_combination_holds_for_its_share_of_half_a_million_steps(
     assert len(machines) == 2 * len(DECODING) * 2
     assert total["preempted"] > 0
     assert total["restarted"] > 0
-    assert (total["moved"] > 0) == (preemption != "recompute")
+    # Prefixes that are evicted to host memory are moved too, however sequences are preempted.
+    assert total["moved"] > 0 or preemption == "recompute"
     assert (total["pinned"] > 0) == (cache is not None)
     names = ("steps", "planned", "restarted", "contained", "preempted", "moved", "copied", "pinned")
     figures = " | ".join(f"{total[name]:,}" for name in names)
