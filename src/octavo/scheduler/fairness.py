@@ -55,7 +55,7 @@ class VirtualTokenCounter:
         return self._received.get(tenant, 0.0)
 
     def recent(self, tenant: str) -> float:
-        """Service per weight of the last half minute or so, counted as it was computed."""
+        """Service per weight that was computed of late: what is `RECENT_HALF_LIFE` seconds old counts half."""
         amount, at = self._recent.get(tenant, (0.0, self._now))
         return amount * math.exp2((at - self._now) / RECENT_HALF_LIFE)
 
@@ -116,7 +116,7 @@ class VirtualTokenCounter:
         self._received[tenant] = self._received.get(tenant, 0.0) + service / self._weights.get(tenant, 1.0)
 
     def _note(self, tenant: str, service: float) -> None:
-        """So much was computed for a tenant now; `charge` counts a prompt before it is."""
+        """Count service in `recent` once it was computed. `charge` counts a whole prompt at its admission."""
         self._recent[tenant] = (self.recent(tenant) + service / self._weights.get(tenant, 1.0), self._now)
 
     def may_pass(self, seq: Sequence, head: Sequence) -> bool:
