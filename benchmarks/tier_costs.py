@@ -300,9 +300,8 @@ def restart(arguments: argparse.Namespace) -> Figure:
     params = SamplingParams(max_tokens=1, temperature=0.0)
 
     def ask(llm: LLM) -> list[RequestOutput]:
-        # Four at a time: what waits for its blocks holds host memory for them, and there is room for so many only.
-        groups = (prompts[first : first + 4] for first in range(0, len(prompts), 4))
-        return [output for group in groups for output in llm.generate(group, params, use_tqdm=False)]
+        # All at once, many times what host memory has room for: each waits for its turn to be loaded.
+        return llm.generate(prompts, params, use_tqdm=False)
 
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-") as name:
         options = {

@@ -12,6 +12,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.spec import eviction_bytes
 from octavo.request import RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.base import Reason
@@ -156,6 +157,24 @@ def test_a_restart_finds_its_prefixes_on_disk_and_gives_the_same_tokens(
     tiers = second.core.kv_report()["tiers"]
     assert tiers["disk"]["read_bytes"] == 6 * block_bytes(second.core)
     assert sum(tiers["host"]["tenants"].values()) + tiers["host"]["free_bytes"] == tiers["host"]["space_bytes"]
+    second.core.close()
+
+
+def test_a_burst_after_a_restart_finds_all_its_prefixes_however_few_host_memory_holds_at_once(
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path
+) -> None:
+    prompts = [{"prompt_token_ids": [3 + i * n % 300 for i in range(100)]} for n in range(1, 13)]
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    first = make_llm(tiny_llama, **disk_options(tmp_path))
+    cold = first.generate(prompts, params, use_tqdm=False)
+    slot_bytes = block_bytes(first.core) + HostMemory.bookkeeping_bytes(16) + eviction_bytes("adaptive")
+    first.core.close()
+    few = disk_options(tmp_path, kv_host_memory=16 * slot_bytes, swap_space=0, max_num_seqs=2)
+    second = make_llm(tiny_llama, **few)
+    warm = second.generate(prompts, params, use_tqdm=False)
+    assert host_of(second).num_slots == 16, "room for one of them in the half that may be held"
+    assert [output.cached_by_tier["disk"] for output in warm] == [96] * len(prompts)
+    assert [output.outputs[0].token_ids for output in warm] == [output.outputs[0].token_ids for output in cold]
     second.core.close()
 
 

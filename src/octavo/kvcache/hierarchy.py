@@ -11,6 +11,7 @@ A hierarchy without room is one whose host memory has no slot: nothing of it nee
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -76,13 +77,13 @@ class CacheHierarchy:
         left = self.preempted.find(seq.seq_id)
         return split_tiers(self._matcher.longest(chain, most), self._block_size) if left is None else left
 
-    def missing(self, seq: Sequence, chain: TokenChain, most: int) -> list[Label]:
+    def missing(self, seq: Sequence, chain: TokenChain, most: int) -> Iterator[Label]:
         """Of the first `most` blocks those that neither device nor host has; what a hit needs first is in front."""
         if not self.host.num_prefix_slots:
-            return []
-        first = self.match(seq, chain, most).num_tokens // self._block_size
-        groups = range(self._num_groups)
-        return [label_of(group, chain, index) for index in range(first, most) for group in groups]
+            return
+        for index in range(self.match(seq, chain, most).num_tokens // self._block_size, most):
+            for group in range(self._num_groups):
+                yield label_of(group, chain, index)
 
     def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
         """A hit's tokens by the tier that they come from; where groups of layers differ, the lowest of a block's."""

@@ -164,6 +164,11 @@ class HostMemory:
         return len(self._free) + self.num_slots - len(self._states)
 
     @property
+    def num_takeable(self) -> int:
+        """Slots that are free, or can be evicted."""
+        return self.num_free + len(self._eviction)
+
+    @property
     def num_ready(self) -> int:
         """Slots that are found by their key."""
         return len(self._index)
@@ -199,6 +204,11 @@ class HostMemory:
     def is_coming(self, key: bytes) -> bool:
         """Whether some slot is being written with it."""
         return key in self._coming
+
+    def is_filling(self, key: bytes) -> bool:
+        """Whether a store is writing it to some slot."""
+        slot = self._coming.get(key)
+        return slot is not None and self._states[slot] is Slot.FILLING
 
     def origin(self, slot: HostBlockId) -> str:
         """Which tier a slot's bytes came from; once they were used they are the host's."""
@@ -240,8 +250,7 @@ class HostMemory:
 
     def can_claim(self, count: int, num_held: int = 0) -> bool:
         """Whether so many slots can be claimed, of which `num_held` are held already."""
-        num_takeable = self.num_free + len(self._eviction)
-        return self.num_claimed + count <= self.num_swap_slots and count - num_held <= num_takeable
+        return self.num_claimed + count <= self.num_swap_slots and count - num_held <= self.num_takeable
 
     def store_claimed(self, block_id: BlockId, label: Label | None, tenant: str) -> HostBlockId | None:
         """The slot of a block of the device that a sequence claims, which is copied there if it is not there yet.

@@ -5,7 +5,7 @@ add ──> fetching ──arrived, or too late──> waiting ──admit──
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from octavo.kvcache.host_memory import Label
@@ -20,7 +20,7 @@ _SMOOTHING = 0.2
 class Fetcher(Protocol):
     """Brings blocks from stores to host memory. A fetch is opaque but for what these methods say of it."""
 
-    def prefetch(self, labels: Seq[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
+    def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
         """Begin; None where there is nothing to wait for."""
 
     def poll(self) -> None:
@@ -53,8 +53,6 @@ class Fetching:
     def begin(self, seq: Sequence) -> bool:
         """Whether a new sequence is to wait here; it comes out of `arrived` then."""
         labels = self._kv.hierarchy.missing(seq, *self._kv.matchable(seq))
-        if not labels:
-            return False
         per_token = self._seconds_per_token
         cost = None if per_token is None else per_token * self._kv.spec.block_size
         fetch = self._fetcher.prefetch(labels, seq.request.tenant, cost)

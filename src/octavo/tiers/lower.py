@@ -4,6 +4,7 @@
                 <── fetched ── the first store that has it       for a request that waits; the slot is reserved
 
 Where only asking tells what a store has, it is asked first: slots are reserved for what is there, and for nothing else.
+Where too few are left, a request waits until others have their blocks and give up their slots (`tiers/room.py`).
 
 Everything here happens in the engine's thread; the stores' own threads touch nothing but the slots they were given.
 """
@@ -11,43 +12,24 @@ Everything here happens in the engine's thread; the stores' own threads touch no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
 
 from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
 from octavo.tiers.base import LookupResult, Reason, Store, Transfer
+from octavo.tiers.fetch import Fetch
+from octavo.tiers.room import Room
 
-# A request waits so long at most: then what is missing is computed.
+# A request waits so long at most for its blocks, and before that for room for them: then what is missing is computed.
 LOAD_SECONDS = 5.0
 # And so long for a store's answer whether it has them.
 ASK_SECONDS = 0.25
 # Of the slots, so many may be held for requests that wait: the others go on serving.
 _MOST_HELD = 0.5
+# Of requests, so many may wait for room: each is looked at in every step.
+_MOST_IN_LINE = 1024
 # A load that seemed dearer than computing is tried all the same now and then, to measure anew.
 _TRY_EVERY = 32
-
-
-class Fetch:
-    """Blocks on their way for one request, and those that have come and are kept for it.
-
-    Attributes:
-        asking: what stores were asked for, and have not answered yet.
-        held: slots that are kept from being evicted until `LowerTiers.release`.
-    """
-
-    def __init__(self, tenant: str, seconds_to_compute: float | None, deadline: float) -> None:
-        self.tenant = tenant
-        self.seconds_to_compute = seconds_to_compute
-        self.deadline = deadline
-        self.asking: list[tuple[Store, Transfer]] = []
-        self.transfers: list[tuple[Store, Transfer, list[HostBlockId]]] = []
-        self.held: list[HostBlockId] = []
-        self.released = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything is still on its way."""
-        return bool(self.transfers or self.asking)
 
 
 class LowerTiers:
@@ -78,18 +60,13 @@ class LowerTiers:
         self._load_seconds = load_seconds
         self._writing: list[tuple[Transfer, HostBlockId]] = []
         self._fetches: list[Fetch] = []
-        self._num_held = 0
+        self._room = Room(int(_MOST_HELD * host.num_prefix_slots))
         self._arrived = threading.Event()
         host.on_ready = self._write_down
         for store in stores:
             store.on_done = self._arrived.set
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether stores still use slots."""
-        return bool(self._writing or self._fetches)
-
-    def prefetch(self, labels: Sequence[Label], tenant: str, seconds_to_compute: float | None) -> Fetch | None:
+    def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Fetch | None:
         """Begin to load what the stores have of these blocks, up to the first that none has.
 
         Args:
@@ -98,30 +75,34 @@ class LowerTiers:
         Returns:
             None where there is nothing to wait for: nothing is there, or computing is quicker.
         """
-        host = self._host
-        wanted: dict[Store, list[Label]] = {}
-        for label in labels[: self._room]:
-            if host.find(label) is not None or host.is_coming(label.key):
-                continue
-            store = next((s for s in self.stores if s.lookup(label.key) is not LookupResult.MISS), None)
-            if store is None:
-                break
-            wanted.setdefault(store, []).append(label)
-        fetch = Fetch(tenant, seconds_to_compute, self._clock() + ASK_SECONDS)
-        for store, chosen in wanted.items():
+        host, fetch = self._host, Fetch(tenant, seconds_to_compute, self._clock() + ASK_SECONDS)
+        found: dict[Store, list[Label]] = {}
+        for label in islice(labels, self._room.most):
+            if host.is_filling(label.key):
+                fetch.coming.append(label)
+            elif host.find(label) is None and not host.is_coming(label.key):
+                store = next((s for s in self.stores if s.lookup(label.key) is not LookupResult.MISS), None)
+                if store is None:
+                    break
+                found.setdefault(store, []).append(label)
+        if fetch.coming:
+            fetch.deadline = self._clock() + self._load_seconds
+        for store, chosen in found.items():
             if not self._is_worth(store, len(chosen), seconds_to_compute):
                 continue
             if store.must_ask:
                 fetch.asking.append((store, store.ask(chosen, ASK_SECONDS)))
             else:
-                self._begin(fetch, store, chosen)
+                fetch.wanted.append((store, chosen))
+        self._line_up(fetch)
+        self._load_in_turn()
         if not fetch.pending:
             return None
         self._fetches.append(fetch)
         return fetch
 
     def poll(self) -> None:
-        """Take in what has arrived since."""
+        """Take in what has arrived since, and begin what there is room for now."""
         self._arrived.clear()
         host = self._host
         written, self._writing = self._writing, []
@@ -143,6 +124,11 @@ class LowerTiers:
                 for slot, reason in zip(slots, transfer.outcomes, strict=True):
                     self._take_in(fetch, store, slot, reason)
             fetch.transfers = on_their_way
+        self._load_in_turn()
+        for fetch in self._fetches:
+            # Blocks of one transfer come together, so that the first tells of most.
+            if fetch.coming and not host.is_filling(fetch.coming[0].key):
+                self._keep_what_came(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch.pending]
 
     def is_late(self, fetch: Fetch) -> bool:
@@ -156,13 +142,15 @@ class LowerTiers:
     def release(self, fetch: Fetch) -> None:
         """Its request has its blocks, or has ended."""
         fetch.released = True
+        self._room.leave(fetch)
+        fetch.wanted, fetch.coming = [], []
         for _, question in fetch.asking:
             question.cancel()
         for _, transfer, _ in fetch.transfers:
             transfer.cancel()
         for slot in fetch.held:
             self._host.release(slot)
-            self._num_held -= 1
+        self._room.release(fetch.tenant, len(fetch.held))
         fetch.held = []
 
     def close(self, seconds: float = 10.0) -> None:
@@ -171,38 +159,76 @@ class LowerTiers:
             store.close(seconds)
         self.poll()
 
-    @property
-    def _room(self) -> int:
-        """Slots that may still be held for requests."""
-        return max(0, int(_MOST_HELD * self._host.num_prefix_slots) - self._num_held)
-
     def _answered(self, fetch: Fetch, store: Store, question: Transfer) -> None:
-        """Begin to load what a store has of the blocks, up to the first that it lacks."""
+        """Load what a store has of the blocks, up to the first that it lacks, as soon as there is room."""
         if fetch.released:
             return
-        found = [
-            label
-            for label, _ in takewhile(
-                lambda each: each[1] is None, zip(question.labels, question.outcomes, strict=True)
-            )
-        ]
-        host = self._host
-        missing = [label for label in found if host.find(label) is None and not host.is_coming(label.key)][: self._room]
-        if missing and self._is_worth(store, len(missing), fetch.seconds_to_compute):
-            self._begin(fetch, store, missing)
+        answers = zip(question.labels, question.outcomes, strict=True)
+        found = [label for label, _ in takewhile(lambda each: each[1] is None, answers)]
+        if found and self._is_worth(store, len(found), fetch.seconds_to_compute):
+            fetch.wanted.append((store, found))
+            self._line_up(fetch)
 
-    def _begin(self, fetch: Fetch, store: Store, labels: Sequence[Label]) -> None:
-        slots: list[HostBlockId] = []
-        for label in labels:
-            slot = self._host.reserve(label, fetch.tenant)
-            if slot is None:
-                break
-            slots.append(slot)
-        if slots:
-            transfer = store.get(labels[: len(slots)], [self._row(slot) for slot in slots], self._load_seconds)
-            fetch.transfers.append((store, transfer, slots))
-            fetch.deadline = self._clock() + self._load_seconds
-            self._num_held += len(slots)
+    def _line_up(self, fetch: Fetch) -> None:
+        """Wait for room, no longer than all that the tenant's requests wait for would take to compute."""
+        if not fetch.wanted:
+            return
+        if len(self._room) >= _MOST_IN_LINE:
+            fetch.wanted = []
+            return
+        self._room.line_up(fetch)
+        seconds = self._load_seconds
+        if fetch.seconds_to_compute is not None:
+            seconds = min(seconds, fetch.seconds_to_compute * self._room.num_wanted(fetch.tenant))
+        fetch.deadline = max(fetch.deadline, self._clock() + seconds)
+
+    def _load_in_turn(self) -> None:
+        """Begin the loads that there is room for. One that is late waits in the queue, and takes what room there is."""
+        while (fetch := self._room.first()) is not None:
+            left = min(self._room.num_left, self._host.num_takeable)
+            if not left or (left < min(fetch.num_wanted, self._room.most) and not self.is_late(fetch)):
+                return
+            self._room.leave(fetch)
+            self._load(fetch)
+
+    def _load(self, fetch: Fetch) -> None:
+        """Begin to load what it wants, as far as there is room."""
+        wanted, fetch.wanted = fetch.wanted, []
+        for store, labels in wanted:
+            missing: list[Label] = []
+            slots: list[HostBlockId] = []
+            for label in labels:
+                if self._is_here(fetch, label):
+                    continue
+                slot = self._host.reserve(label, fetch.tenant) if self._room.num_left else None
+                if slot is None:
+                    break
+                self._room.hold(fetch.tenant, 1)
+                missing.append(label)
+                slots.append(slot)
+            if slots:
+                transfer = store.get(missing, [self._row(slot) for slot in slots], self._load_seconds)
+                fetch.transfers.append((store, transfer, slots))
+        fetch.deadline = self._clock() + self._load_seconds
+
+    def _is_here(self, fetch: Fetch, label: Label) -> bool:
+        """Whether a block has come since it was asked for, and is kept, or is on its way."""
+        host = self._host
+        if (slot := host.find(label)) is not None:
+            host.hold(slot)
+            self._room.hold(fetch.tenant, 1)
+            fetch.held.append(slot)
+        elif host.is_filling(label.key):
+            fetch.coming.append(label)
+        else:
+            return host.is_coming(label.key)
+        return True
+
+    def _keep_what_came(self, fetch: Fetch) -> None:
+        """Blocks that others have loaded are kept for this one too; what failed there is computed."""
+        coming, fetch.coming = fetch.coming, []
+        for label in coming:
+            self._is_here(fetch, label)
 
     def _take_in(self, fetch: Fetch, store: Store, slot: HostBlockId, reason: Reason | None) -> None:
         hold = not fetch.released
@@ -211,7 +237,7 @@ class LowerTiers:
         elif self._host.filled(slot, store.name, hold=hold) and hold:
             fetch.held.append(slot)
             return
-        self._num_held -= 1
+        self._room.release(fetch.tenant, 1)
 
     def _write_down(self, slot: HostBlockId, label: Label) -> None:
         for store in self.stores:
