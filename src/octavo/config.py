@@ -27,6 +27,8 @@ KV_CACHE_TABLE = ".toml"
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
+DISK_SIZE = "20GiB"
+
 STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, where none is asked for."""
 
@@ -146,7 +148,7 @@ class EngineConfig(RequestLimits):
     kv_disk: str | None = option(
         None, "directory for prefixes that outlive the process (docs/tiers.md); one server at a time may use it"
     )
-    kv_disk_size: int | str = option("20GiB", "most bytes that --kv-disk may take there")
+    kv_disk_size: int | str = option(DISK_SIZE, "most bytes that --kv-disk may take there")
     kv_remote: str | None = option(
         None,
         "Redis or Valkey for prefixes that several servers of one model share, as redis://HOST:PORT/DB, rediss:// for "
@@ -218,6 +220,8 @@ class EngineConfig(RequestLimits):
             object.__setattr__(self, "kv_disk_size", parse_bytes(self.kv_disk_size))
         if isinstance(self.kv_disk_size, bool) or not isinstance(self.kv_disk_size, int) or self.kv_disk_size < 1:
             raise ConfigError(f"kv_disk_size must be a positive number of bytes, got {self.kv_disk_size!r}")
+        if self.kv_disk is None and self.kv_disk_size != parse_bytes(DISK_SIZE):
+            raise ConfigError("kv_disk_size is for kv_disk, which is not given")
         if self.kv_remote is None and (self.kv_remote_secret is not None or self.kv_remote_ttl is not None):
             raise ConfigError("kv_remote_secret and kv_remote_ttl are for kv_remote, which is not given")
         if self.kv_remote_secret is not None and len(self.kv_remote_secret) < _SHORTEST_SECRET:

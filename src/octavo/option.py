@@ -21,6 +21,6 @@ def flag(name: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: '; did you mean max_num_seqs?', or all that are known."""
     names = list(known)
-    if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5):
+    if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.6):
         return f"; did you mean {found[0]}?"
     return f"; known: {', '.join(names)}"

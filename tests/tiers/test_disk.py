@@ -198,6 +198,12 @@ def test_a_directory_that_cannot_be_written_or_a_size_below_a_block_is_refused(t
         DiskMedium(tmp_path, 5000, FINGERPRINT, 5000)
 
 
+def test_a_size_without_a_directory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_disk_size is for kv_disk, which is not given"):
+        EngineConfig(kv_disk_size="1GiB")
+    assert EngineConfig().kv_disk_size == 20 << 30
+
+
 def test_what_lies_there_can_be_listed_and_proven_without_the_model(tmp_path: Path) -> None:
     fill(tmp_path, 0, 1, 2)
     overwrite(slab(tmp_path), payload_at(tmp_path, 1), b"torn")
