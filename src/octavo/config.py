@@ -171,6 +171,10 @@ class EngineConfig(RequestLimits):
     enforce_eager: bool = option(
         False, "on a GPU: launch the kernels of every decode step instead of CUDA graphs of them"
     )
+    async_scheduling: bool | None = option(
+        None,
+        "plan the next step while this one is computed, where that is a step of decodes alone; default: on a GPU only",
+    )
     deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
     executor: Literal["in_process", "process"] = option(
         "in_process", "where the model is computed: in the engine's own process, or in one beside it, over a pipe"

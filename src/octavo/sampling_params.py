@@ -218,6 +218,11 @@ class SamplingParams:
             or bool(self.bad_words)
         )
 
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether a token can be drawn, or reported, only once those before it are known on the host."""
+        return self.counts_tokens or self.needs_logprobs or self.use_beam_search or self.structured_outputs is not None
+
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         """The same parameters under a definite output limit."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))

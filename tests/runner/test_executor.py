@@ -50,6 +50,11 @@ def test_a_failure_there_is_a_failure_here_and_the_next_step_is_computed(
     executor: ProcessExecutor[dict[str, int]],
 ) -> None:
     executor.facts()
+    ahead = [executor.launch(scripted.plan(step, token)) for step, token in ((-2, 0), (-1, scripted.FAIL), (0, 0))]
+    assert ahead[0]().token_ids == (-2,)
+    with pytest.raises(ExecutorError, match="secret insides"):
+        ahead[1]()
+    # The answer to the third plan is passed over: whoever was told of the failure gives it up.
     with pytest.raises(LogitsError, match="a, b are NaN") as unusable:
         executor.execute(scripted.plan(1, scripted.UNUSABLE))
     assert unusable.value.request_ids == ["a", "b"]

@@ -59,8 +59,9 @@ def test_padding_is_one_token_in_the_null_block() -> None:
     assert batch.query_start.tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one by one", "planned ahead"])
 def test_replayed_steps_give_the_tokens_of_launched_ones_and_each_size_is_recorded_once(
-    make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
 ) -> None:
     prompts = [{"prompt_token_ids": [(i * 31 + j) % 300 for j in range(3 + 7 * i)]} for i in range(5)]
     params = [
@@ -70,7 +71,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones_and_each_size_is_record
     launched = make_llm(tiny_llama, **options).generate(prompts, params, use_tqdm=False)
     capture = FakeCapture()
     monkeypatch.setattr("octavo.engine.builder._capture", lambda *_: capture)
-    llm = make_llm(tiny_llama, **options)
+    llm = make_llm(tiny_llama, async_scheduling=is_ahead, **options)
     replayed = llm.generate(prompts, params, use_tqdm=False)
     assert [out.outputs[0].token_ids for out in replayed] == [out.outputs[0].token_ids for out in launched]
     graphs = runner_of(llm.core).graphs

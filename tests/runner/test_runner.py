@@ -10,13 +10,13 @@ import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import ReferenceAttention
-from octavo.errors import LogitsError
+from octavo.errors import ExecutorError, LogitsError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM, LaterRows
 from octavo.planner import calculator
 from octavo.request import FinishReason
 from octavo.runner.runner import ModelRunner
-from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.scheduler.plan import DRAWN, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.storage.layer_kv import LayerKV
 from tests.kvcache.caches import FULL
@@ -43,6 +43,7 @@ class MarkedModel(CausalLM):
     def __init__(self) -> None:
         self.reads: list[list[int]] = []
         self.nan_after: int | None = None
+        self.fails = False
 
     def forward(
         self,
@@ -53,6 +54,8 @@ class MarkedModel(CausalLM):
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
         assert torch.is_inference_mode_enabled()
+        if self.fails:
+            raise RuntimeError("out of order")
         (layer,) = kv
         starts = batch.positions[batch.query_start[:-1].long()].tolist()
         for table, start in zip(batch.groups[0].block_tables[batch.table_rows], starts, strict=True):
@@ -187,3 +190,32 @@ def test_a_scored_prompts_logits_come_in_slices_of_bounded_size(monkeypatch: pyt
     _, result = rig.step()
     assert wanted == [(1, 8), (8, 15), (15, 22), (22, 29), (29, 36), (36, 40)]
     assert result == expected
+
+
+def test_a_plan_made_ahead_goes_on_with_what_was_drawn_and_is_refused_after_a_failure() -> None:
+    rig = Rig()
+    scheduler = rig.engine.scheduler
+    first, second = (rig.engine.add([start, start + 1], temperature=0.0, max_tokens=9) for start in (1, 11))
+    scheduler.update(*rig.step())
+    plan = scheduler.schedule()
+    collect = rig.runner.launch(plan)
+    scheduler.end_request(first.request_id)
+    ahead = scheduler.schedule_ahead()
+    assert ahead.token_ids == (DRAWN,)
+    collect_ahead = rig.runner.launch(ahead)
+    scheduler.update(plan, collect())
+    scheduler.update(ahead, collect_ahead())
+    assert second.sequences[0].output_token_ids == [13, 14, 15]
+    rig.model.fails = True
+    plan = scheduler.schedule()
+    ahead = scheduler.schedule_ahead()
+    with pytest.raises(RuntimeError, match="out of order"):
+        rig.runner.launch(plan)
+    with pytest.raises(
+        ExecutorError, match=f"step {ahead.step} was planned ahead of the result of one that has failed"
+    ):
+        rig.runner.launch(ahead)
+    rig.model.fails = False
+    scheduler.abandon_step()
+    rig.run()
+    assert second.sequences[0].output_token_ids == list(range(13, 22))

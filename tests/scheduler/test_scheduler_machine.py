@@ -320,6 +320,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.step()
 
+    @rule(count=st.integers(1, 12), lost=st.booleans(), data=st.data())
+    def steps_ahead(self, count: int, lost: bool, data: st.DataObject) -> None:
+        """Each planned while the one before is computed, and requests end while there is one in flight."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        self.play_runner(plan)
+        while plan:
+            self.clock.now += 1
+            ahead = scheduler.schedule_ahead() if count else StepPlan()
+            count -= bool(ahead)
+            assert (ahead.stores, ahead.copies, ahead.loads) == ((), (), ())
+            assert set(ahead.seq_ids) <= set(plan.seq_ids)
+            if lost and not count:
+                scheduler.abandon_step()
+                return
+            self.take_in(plan)
+            scheduler.kv.audit()
+            self.num_steps += 1
+            if ahead and self.aborts and data.draw(st.booleans()):
+                self.abort(data)
+            if ahead and self.samples and data.draw(st.booleans()):
+                self.stop_one_sequence(data)
+            # The device computes it behind the other, before anything that is planned from here on.
+            self.play_runner(ahead)
+            plan = ahead
+
     @rule(told=st.booleans())
     def step_that_is_lost(self, told: bool) -> None:
         """The runner fails before it has read all of a plan, or after it has: what it moves has been moved."""

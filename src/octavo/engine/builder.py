@@ -65,6 +65,7 @@ class RunnerFacts:
         layout: of a block's bytes, which other engines must share to read them.
         kv_scales: what tells blocks of other scales apart; empty where the codec has none of its own.
         restore_speed: measured where the choice between swapping and computing again depends on it.
+        device: what it computes on, as torch calls it ("cpu", "cuda").
     """
 
     spec: KVCacheSpec
@@ -80,6 +81,7 @@ class RunnerFacts:
     layout: str
     kv_scales: str
     restore_speed: RestoreSpeed | None
+    device: str
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -143,6 +145,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         pooling=pooling,
         weight_bytes=facts.weight_bytes,
         tiers=tiers,
+        plans_ahead=facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
     )
     logger.info("%s; loaded in %.1f s", core.summary, time.perf_counter() - started)
     return core
@@ -271,6 +274,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         attention=attention.name,
         layout=arena.layout.value,
         restore_speed=_restore_speed(config, runner, host, num_host_blocks),
+        device=device.type,
     )
     for layer in calibrated.values():
         # Only now: what was computed to measure speeds was no text.

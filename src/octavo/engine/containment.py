@@ -31,6 +31,11 @@ class Containment:
         self._groups: list[dict[RequestId, int]] = []  # the last one is being tried, all others are held back
         self._alone: RequestId | None = None  # has failed once while nobody else ran
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether there are no suspects."""
+        return not self._once and not self._groups
+
     def may_run(self, request_id: RequestId) -> bool:
         return not self._groups or request_id in self._groups[-1]
 

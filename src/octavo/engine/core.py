@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.input_processor import InputProcessor, Prompt
@@ -22,7 +23,7 @@ from octavo.engine.outputs import (
 )
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
-from octavo.engine.recovery import Recovery
+from octavo.engine.recovery import Recovery, live_rows
 from octavo.engine.stopping import StopStrings
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
@@ -36,7 +37,7 @@ from octavo.request import (
     RequestId,
     Sequence,
 )
-from octavo.runner.executor import Executor
+from octavo.runner.executor import Collect, Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.plan import SequenceUpdate, StepPlan
@@ -47,8 +48,19 @@ from octavo.tiers.lower import LowerTiers
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A plan that was handed over, and what waits for its result."""
+
+    plan: StepPlan
+    collect: Collect
+
+
 class EngineCore:
     """One model, its cache, its scheduler.
+
+    Where plans are made ahead, a step is handed over and the next one planned while it is computed
+    (`scheduler/ahead.py`); whatever comes between two steps then finds one in flight.
 
     Args:
         eos_token_ids: ids that end every request which does not ignore them.
@@ -74,6 +86,7 @@ class EngineCore:
         pooling: Pooling = Pooling.LAST,
         weight_bytes: int = 0,
         tiers: LowerTiers | None = None,
+        plans_ahead: bool = False,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -103,6 +116,8 @@ class EngineCore:
         self.outputs = OutputProcessor(tokenizer)
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
+        self._plans_ahead = plans_ahead
+        self._ahead: _StepInFlight | None = None  # handed over while the step before it was computed
         scheduler.on_admitted = self._book_admission
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
@@ -174,31 +189,56 @@ class EngineCore:
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
         """
-        plan: StepPlan | None = None
         # A stream's client waits from step to step, whatever is done in between.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
+        # Whatever is raised below gives up a step that was planned ahead as well.
+        step, self._ahead = self._ahead, None
         try:
-            self._recovery.advance()
-            plan = self.scheduler.schedule()
-            if not plan:
+            if step is None:
+                self._recovery.advance()
+                step = self._begin(self.scheduler.schedule())
+            if step is None:
                 self.scheduler.wait_for_loads()
                 return StepNews()
-            planned = self.scheduler.planned
-            result = self.runner.execute(plan)
+            ahead = self._begin_ahead()
+            result = step.collect()
         except LogitsError as error:
             return self._end_faulty(error)
         except Exception as error:
-            return StepNews(ended=self._fail(self._recovery.step_failed(plan, self.scheduler.planned, error)))
+            rows = None if step is None else live_rows(step.plan, self.scheduler.planned)
+            return StepNews(ended=self._fail(self._recovery.step_failed(rows, error)))
+        rows = live_rows(step.plan, self.scheduler.planned)
         try:
-            updates = self.scheduler.update(plan, result)
+            updates = self.scheduler.update(step.plan, result)
         except Exception as error:
-            return StepNews(ended=self._fail(self._recovery.update_failed(plan, planned, error)))
+            return StepNews(ended=self._fail(self._recovery.update_failed(rows, error)))
+        self._ahead = ahead
         news = self._report(updates)
         ended = time.perf_counter()
-        self.scheduler.observe(plan, ended - began)
+        self.scheduler.observe(step.plan, ended - began)
         self._went_on_at = ended if self.scheduler.has_work else None
         self._release()
         return news
+
+    def _begin(self, plan: StepPlan) -> _StepInFlight | None:
+        """Hand a plan over, if there is anything in it."""
+        if not plan:
+            return None
+        if not self._plans_ahead:
+            # Nothing is done meanwhile: it may be computed when its result is wanted.
+            return _StepInFlight(plan, partial(self.runner.execute, plan))
+        try:
+            collect = self.runner.launch(plan)
+        except Exception as error:
+            collect = partial(_raise, error)  # when it is this step's turn
+        return _StepInFlight(plan, collect)
+
+    def _begin_ahead(self) -> _StepInFlight | None:
+        """Hand over the step after the one in flight, where it can be planned by now."""
+        # What has failed is tried again one step at a time.
+        if not self._plans_ahead or not self._recovery.is_calm:
+            return None
+        return self._begin(self.scheduler.schedule_ahead())
 
     def output_failed(self, request: Request, error: Exception) -> None:
         """Making a request's output raised: end it, if it runs yet. Its caller has been told."""
@@ -282,6 +322,12 @@ class EngineCore:
 
     def _release(self) -> None:
         """Once nothing is left to compute, nothing is left of any grammar, and no block waits to be stored."""
+        if self._ahead is not None:
+            if self.scheduler.has_work:
+                return
+            # It is computed for nobody.
+            self._ahead = None
+            self.scheduler.abandon_step()
         self._flush()
         if (plan := self.scheduler.release()) is None:
             return
@@ -327,6 +373,10 @@ class EngineCore:
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _without(updates: list[SequenceUpdate], failures: list[tuple[Request, Exception]]) -> list[SequenceUpdate]:

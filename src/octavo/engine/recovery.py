@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from octavo.engine.containment import Containment
@@ -20,6 +21,9 @@ from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+Row = tuple[Sequence, int, int]
+"""A sequence, and the tokens from .. to that a step computes of it."""
 
 # How often the engine tries to compute a token of its own before it takes itself for dead.
 PROBES = 3
@@ -44,20 +48,32 @@ class Recovery:
         """Whether a request may take part in the next step."""
         return self._containment.may_run(request_id)
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing has failed that has not been got past."""
+        return self._containment.is_calm
+
     def advance(self) -> None:
         """Before a step: let others run where those that were tried have got past where they failed."""
         if self._containment.advance(self._num_computed):
             self._scheduler.restart(self._containment.may_run)
 
-    def step_failed(self, plan: StepPlan | None, planned: Seq[Sequence], error: Exception) -> list[Request]:
+    def step_failed(self, rows: list[Row] | None, error: Exception) -> list[Request]:
         """A step raised before anything was made of its result: see to it that it is tried again, or who ends.
+
+        Args:
+            rows: of those that have not ended; None where there is no plan yet.
 
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
         """
-        goals = _planned_tokens(plan, planned) if plan else self._runnable_tokens()
-        if not goals:
+        goals = self._runnable_tokens() if rows is None else _planned_tokens(rows)
+        if not goals and rows is None:
             raise EngineDeadError(f"a step without requests failed: {error}") from error
+        if not goals:
+            self.log(error, [], "all of them have ended")
+            self._restart(error)
+            return []
         culprit = self._containment.failed(goals)
         self.log(error, list(goals), "it is tried again" if culprit is None else "it ends")
         self._restart(error)
@@ -68,18 +84,21 @@ class Recovery:
         self._restart(error)
         return [] if request is None else [request]
 
-    def update_failed(self, plan: StepPlan, planned: Seq[Sequence], error: Exception) -> list[Request]:
+    def update_failed(self, rows: list[Row], error: Exception) -> list[Request]:
         """Taking in a result raised outside any one request: whoever was touched may have lost tokens, and ends.
+
+        Args:
+            rows: of those that had not ended before.
 
         Raises:
             EngineDeadError: as `step_failed` does.
         """
         touched: dict[RequestId, Request] = {}
-        for seq, start in zip(planned, plan.starts, strict=True):
+        for seq, start, _ in rows:
             if seq.finished or seq.num_computed != start:
                 touched[seq.request.request_id] = seq.request
         if not touched:
-            return self.step_failed(plan, planned, error)
+            return self.step_failed(rows, error)
         self.log(error, list(touched), "they end")
         for request_id in touched:
             self._scheduler.end_request(request_id, FinishReason.ERROR)
@@ -143,10 +162,16 @@ class Recovery:
         return None if request is None else max(seq.num_computed for seq in request.sequences)
 
 
-def _planned_tokens(plan: StepPlan, planned: Seq[Sequence]) -> dict[RequestId, int]:
+def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
+    """The rows of a plan whose sequences have not ended meanwhile."""
+    rows = zip(planned, plan.starts, plan.lengths, strict=True)
+    return [(seq, start, start + length) for seq, start, length in rows if not seq.finished]
+
+
+def _planned_tokens(rows: Iterable[Row]) -> dict[RequestId, int]:
     """How many tokens of each planned request would have been computed."""
     tokens: dict[RequestId, int] = {}
-    for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
+    for seq, _, end in rows:
         request_id = seq.request.request_id
-        tokens[request_id] = max(tokens.get(request_id, 0), start + length)
+        tokens[request_id] = max(tokens.get(request_id, 0), end)
     return tokens

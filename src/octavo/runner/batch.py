@@ -12,6 +12,7 @@ from octavo.runner.sequences import Rows, SequenceTable
 from octavo.runner.step_inputs import StepInputs, padded_size
 from octavo.sampling.batch import SamplingBatch
 from octavo.scheduler.plan import PromptPool, PromptScores, StepPlan
+from octavo.storage.device_copy import to_device
 
 
 @dataclass(slots=True)
@@ -101,6 +102,10 @@ class _Streams:
         self._inputs.push()
         self.batch.attention.max_context_len = max(plan.starts) + 1
 
+    def write_tokens(self, token_ids: torch.Tensor) -> None:
+        """Write a step's tokens, int64 [rows] on the device, which the host does not know."""
+        self.batch.token_ids.copy_(token_ids)
+
 
 class BatchBuilder:
     """Builds each step's `StepBatch`, from the plan and what earlier plans said of its sequences.
@@ -130,6 +135,7 @@ class BatchBuilder:
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
         self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
         self._streams: _Streams | None = None
+        self._drawn: tuple[Rows, torch.Tensor] | None = None  # by the step before: rows, and the token of each
 
     def build(self, plan: StepPlan) -> StepBatch:
         rows = self.sequences.apply(plan)
@@ -163,7 +169,24 @@ class BatchBuilder:
         if same.follows_tokens:
             table.sampling.count(rows, plan.starts, same.query_start, plan.token_ids)
         same.write(plan, self._block_size)
+        if plan.ahead:
+            same.write_tokens(self._drawn_before(rows))
         return same.batch
+
+    def note_drawn(self, token_ids: torch.Tensor) -> None:
+        """The step that was built last has drawn these tokens, int64 [rows] on the device, one for each of its rows.
+
+        A plan made ahead of their coming to the host goes on with them.
+        """
+        self._drawn = (self.sequences.planned_rows, token_ids)
+
+    def _drawn_before(self, rows: Rows) -> torch.Tensor:
+        """int64 [rows]: the token that each row, among those of the step before and in their order, drew there."""
+        assert self._drawn is not None, "only a step that noted its tokens is followed by one that was planned ahead"
+        before, token_ids = self._drawn
+        if before is rows:
+            return token_ids
+        return token_ids[to_device(np.flatnonzero(np.isin(before, rows)), token_ids.device)]
 
     def _new_inputs(self, capacity: int) -> StepInputs:
         tables = self.sequences
@@ -245,5 +268,4 @@ class BatchBuilder:
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return to_device(array, self._device)

@@ -2,6 +2,8 @@
 
 engine ── StepPlan ──> executor ── StepResult ──> engine
 
+    launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     where plans are made ahead
+
 ModelRunner          in the engine's process: the default
 ProcessExecutor      a ModelRunner at the other end of a pipe
 RecordingExecutor    either of them, each plan written to a file with its seconds (`runner/recording.py`)
@@ -27,6 +29,9 @@ _CLOSING_S = 10.0
 
 T = TypeVar("T")
 
+Collect = Callable[[], StepResult]
+"""Waits for the result of a plan that was launched; raises as `Executor.execute` does. Called once at most."""
+
 
 class Executor(ABC):
     """Carries out one plan after the other; keeps by id what they say of sequences.
@@ -45,6 +50,15 @@ class Executor(ABC):
             LogitsError: names the requests whose logits make no distribution.
             Exception: anything else that went wrong. After either, only a plan that says `reset` may follow.
         """
+
+    def launch(self, plan: StepPlan) -> Collect:
+        """Begin to carry out a plan. It may raise what `execute` raises, or leave that to what it returns.
+
+        A plan made ahead may be launched before the result of the one before it is collected. Results are collected in
+        the order of their plans, or not at all: where a plan has failed, one that was made ahead of it is of no use.
+        """
+        result = self.execute(plan)
+        return lambda: result
 
     def close(self) -> None:  # noqa: B027  most hold nothing that must be given up
         """Give up what it holds; no plan may follow. May be called again."""
@@ -103,16 +117,28 @@ class ProcessExecutor(Executor, Generic[T]):
         Raises:
             ExecutorError: the process has died.
         """
+        return self.launch(plan)()
+
+    def launch(self, plan: StepPlan) -> Collect:
+        """See `Executor.launch`: a plan made ahead waits in the pipe.
+
+        Raises:
+            ExecutorError: the process has died.
+        """
         try:
             self._pipe.send(plan)
         except (OSError, ValueError) as error:
             raise self._died() from error
-        self.is_computing = True
-        try:
-            result: StepResult = self._receive(plan.step)
-        finally:
-            self.is_computing = False
-        return result
+
+        def collect() -> StepResult:
+            self.is_computing = True
+            try:
+                result: StepResult = self._receive(plan.step)
+            finally:
+                self.is_computing = False
+            return result
+
+        return collect
 
     def close(self) -> None:
         """End the process, by force where it does not end by itself."""
@@ -128,7 +154,7 @@ class ProcessExecutor(Executor, Generic[T]):
                 answered, value, error = self._pipe.recv()
             except (EOFError, OSError) as lost:
                 raise self._died() from lost
-            # An answer to an earlier step is of one that was interrupted here while it was computed there.
+            # An answer to an earlier step is of one that was given up here while it was computed there.
             if answered == step:
                 break
         if error is not None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 
-from octavo.runner.executor import Executor
+from octavo.runner.executor import Collect, Executor
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.plan_log import PlanLog
 
 
 class RecordingExecutor(Executor):
-    """Lets another executor carry out plans, and appends each that succeeds to a log with the seconds it took."""
+    """Lets another executor carry out plans, and appends each that succeeds to a log with the seconds it took.
+
+    A plan that was launched while the one before it was computed takes from the end of that one on.
+    """
 
     def __init__(self, executor: Executor, log: PlanLog) -> None:
         self.executor = executor
         self._log = log
+        self._ended = 0.0  # when the last result was there
 
     @property
     def is_computing(self) -> bool:  # type: ignore[override]  # it is only read
@@ -25,9 +29,26 @@ class RecordingExecutor(Executor):
         """See `Executor.execute`."""
         began = time.perf_counter()
         result = self.executor.execute(plan)
-        if plan:
-            self._log.record(plan, began, time.perf_counter() - began)
+        self._record(plan, began)
         return result
+
+    def launch(self, plan: StepPlan) -> Collect:
+        """See `Executor.launch`."""
+        launched = time.perf_counter()
+        collect = self.executor.launch(plan)
+
+        def collect_and_record() -> StepResult:
+            before = self._ended
+            result = collect()
+            self._record(plan, max(launched, before))
+            return result
+
+        return collect_and_record
+
+    def _record(self, plan: StepPlan, began: float) -> None:
+        self._ended = time.perf_counter()
+        if plan:
+            self._log.record(plan, began, self._ended - began)
 
     def close(self) -> None:
         """Close the executor and the log."""

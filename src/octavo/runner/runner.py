@@ -10,13 +10,14 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.reference import ReferenceAttention
+from octavo.errors import ExecutorError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.decoder import LlamaDecoder
 from octavo.planner.calculator import scored_rows
 from octavo.request import TokenLogprobs
 from octavo.runner.batch import BatchBuilder
-from octavo.runner.executor import Executor
+from octavo.runner.executor import Collect, Executor
 from octavo.runner.graphs import Capture, DecodeGraphs
 from octavo.runner.host_link import make_link
 from octavo.runner.swapping import BlockMover
@@ -74,6 +75,7 @@ class ModelRunner(Executor):
             )
         self._sampler = Sampler(make_choice(model.device))
         self._mover = BlockMover(arena, host, make_link(model.device))
+        self._has_failed = False
 
     @property
     def grammars(self) -> GrammarCompiler | None:
@@ -84,24 +86,46 @@ class ModelRunner(Executor):
     def grammars(self, compiler: GrammarCompiler) -> None:
         self._batches.sequences.grammars = compiler
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Transfers and copies first, then the model over the plan's tokens, then the samples.
 
         What leaves may still be on its way while the model computes; when this returns, or raises, it has arrived.
         A plan without rows only says which sequences to forget, or which blocks to store.
         """
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Collect:
+        """See `Executor.launch`. On a GPU a step of plain decodes is under way when this returns.
+
+        All that is launched comes one after the other on the device: blocks, block tables and inputs may be written for
+        the next step while this one is computed.
+        """
         if not plan:
             if plan.stores:
                 self._store(plan)
             else:
                 self._batches.forget(plan)
-            return StepResult()
+            return StepResult
+        if plan.ahead and self._has_failed:
+            raise ExecutorError(f"step {plan.step} was planned ahead of the result of one that has failed")
+        self._has_failed = True
         try:
             self._mover.begin(plan)
-            return self._compute(plan)
-        finally:
+            take = self._compute(plan)
+        except BaseException:
             self._mover.finish()
+            raise
+        self._has_failed = False
+
+        def collect() -> StepResult:
+            try:
+                with self._computing():
+                    return take()
+            finally:
+                self._mover.finish()
+
+        return collect
 
     def _store(self, plan: StepPlan) -> None:
         try:
@@ -109,7 +133,7 @@ class ModelRunner(Executor):
         finally:
             self._mover.finish()
 
-    def _compute(self, plan: StepPlan) -> StepResult:
+    def _compute(self, plan: StepPlan) -> Collect:
         batch = self._batches.build(plan)
         attention = self.attention
         if any(layer.finds_scales for layer in self._calibrated):
@@ -121,15 +145,21 @@ class ModelRunner(Executor):
                     logits = self.graphs.logits(batch.num_sample_rows, batch.attention.max_context_len)
                 else:
                     logits = self.model.forward(*step)
-            return self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
+            if batch.inputs is not None and batch.sampling.is_plain:
+                draws = self._sampler.draw(logits, batch.sampling, spoil=True)
+                self._batches.note_drawn(draws.token_ids)
+                return draws.result
+            result = self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
+            return lambda: result
         with self._computing():
             logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
-        result = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
-        return replace(
-            result,
+        samples = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
+        scored = replace(
+            samples,
             prompt_logprobs=tuple(self._score(first, score, later) for first, score in batch.scores),
             pooled=tuple(_sum_hidden(first, pool.num_tokens, later) for first, pool in batch.pools),
         )
+        return lambda: scored
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

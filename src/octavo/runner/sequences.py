@@ -10,6 +10,7 @@ from octavo.grammar.compiler import GrammarCompiler
 from octavo.request import SequenceId
 from octavo.sampling.batch import SamplingState, SamplingTable
 from octavo.scheduler.plan import SequenceForked, StepPlan
+from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
 
@@ -32,6 +33,7 @@ class SequenceTable:
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
         grammars: compiles those of sequences with a structured output; None: there are none.
+        planned_rows: int64 [rows]; the row of each sequence of the plan that was applied last.
         device_tables: the same as tensors: the very memory on a CPU, elsewhere a copy that each plan brings up to date.
     """
 
@@ -57,7 +59,7 @@ class SequenceTable:
         self._rows: dict[SequenceId, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._planned: tuple[SequenceId, ...] = ()  # by the plan before
-        self._planned_rows: Rows = np.empty(0, np.int64)
+        self.planned_rows: Rows = np.empty(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,8 +90,8 @@ class SequenceTable:
             self._mirror()
         if not same_rows:
             self._planned = plan.seq_ids
-            self._planned_rows = np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
-        return self._planned_rows
+            self.planned_rows = np.fromiter((row_of[seq_id] for seq_id in plan.seq_ids), np.int64, len(plan.seq_ids))
+        return self.planned_rows
 
     def _take_row(self, seq_id: SequenceId) -> int:
         row = self._rows[seq_id] = self._free_rows.pop()
@@ -126,6 +128,5 @@ class SequenceTable:
         rows = np.repeat([row for row, _, _ in written], [end - first for _, first, end in written])
         columns = np.concatenate([np.arange(first, end) for _, first, end in written])
         for table, on_device in zip(self.tables, self.device_tables, strict=True):
-            places = torch.from_numpy(rows * table.shape[1] + columns).to(on_device.device)
-            values = torch.from_numpy(table[rows, columns]).to(on_device.device)
-            on_device.view(-1).index_copy_(0, places, values)
+            places = to_device(rows * table.shape[1] + columns, on_device.device)
+            on_device.view(-1).index_copy_(0, places, to_device(table[rows, columns], on_device.device))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.storage.device_copy import write_to_device
 
 _TOKENS, _POSITIONS, _ROWS, _LENGTHS, _SLOTS = range(5)
 
@@ -24,7 +25,7 @@ def padded_size(num_seqs: int) -> int:
 class StepInputs:
     """One token each of up to `capacity` sequences: written on the host, and brought to the device in one transfer.
 
-        host, pinned   | token ids | positions | rows | lengths | slots of group 0 | slots of group 1 | …
+        host           | token ids | positions | rows | lengths | slots of group 0 | slots of group 1 | …
                              └── one transfer ──> the same on the device
 
     On a CPU both are the same memory. What lies beyond the sequences of a step is padding: token 0 at position 0 of a
@@ -43,8 +44,7 @@ class StepInputs:
         self, capacity: int, device_tables: Sequence[torch.Tensor], device: torch.device, *, mirrored: bool
     ) -> None:
         num_groups = len(device_tables)
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(_SLOTS + num_groups, capacity, dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros(_SLOTS + num_groups, capacity, dtype=torch.int64)
         self._device = torch.zeros_like(self._host, device=device) if mirrored else self._host
         self._tables = device_tables
         self._query_start = torch.arange(capacity + 1, dtype=torch.int32, device=device)
@@ -65,9 +65,9 @@ class StepInputs:
         self.lengths[count:] = 1
 
     def push(self) -> None:
-        """Bring the device's copy up to date; the host's may be written again once the device has done so."""
+        """Bring the device's copy up to date; the host's may be written again at once."""
         if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+            write_to_device(self._host.numpy(), self._device)
 
     def device_token_ids(self, count: int) -> torch.Tensor:
         return self._device[_TOKENS, :count]

@@ -154,6 +154,12 @@ class SamplingBatch:
         return len(self.states)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all that is wanted is a token of each: no grammar, no log-probabilities, no candidates of beams."""
+        records = self.records
+        return not (records["structured"] | records["needs_logprobs"] | records["beam"]).any()
+
+    @property
     def adjusted(self) -> npt.NDArray[np.bool_]:
         """bool [draws]: whether biases, penalties or `min_tokens` change the logits before the choice."""
         adjusted: npt.NDArray[np.bool_] = self.records["adjusted"] | self.must_not_end

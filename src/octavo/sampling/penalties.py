@@ -12,6 +12,7 @@ import torch
 
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.counts import TokenCounts
+from octavo.storage.device_copy import to_device
 
 # A penalty of 1e-300 is 0 in float32, and would make infinities of logits: no request may do that to a step.
 _LARGEST = 1e30
@@ -130,4 +131,4 @@ def _flat_index(pieces: list[tuple[int, _Ids]], vocab: int) -> tuple[_Ids, npt.N
 
 
 def _to(flat: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array).to(flat.device)
+    return to_device(array, flat.device)

@@ -13,7 +13,9 @@ tokens alone or in a batch, before and after preemption.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +31,29 @@ from octavo.sampling.rows import Draws, select
 from octavo.sampling.structured import StructuredDraws
 from octavo.sampling.top_k import largest
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
+from octavo.storage.device_copy import begin_copy_to_host
 
 # Rows scored at a time: what is made of so few stays in a core's cache.
 _SCORED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDraws:
+    """Tokens drawn on the device, and on their way to the host.
+
+    Attributes:
+        token_ids: int64 [draws], on the device.
+    """
+
+    token_ids: torch.Tensor
+    _arrived: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    _batch: SamplingBatch
+
+    def result(self) -> StepResult:
+        """Wait for them; raises `LogitsError` as `Sampler.sample` does."""
+        token_ids, sound = self._arrived()
+        _require_sound(sound, self._batch)
+        return StepResult(tuple(token_ids.tolist()))
 
 
 class Sampler:
@@ -76,6 +98,16 @@ class Sampler:
         return _merged(parts, len(batch))
 
     @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch, *, spoil: bool = False) -> DeviceDraws:
+        """`sample` for a batch that `is_plain`, without waiting for the tokens; row i belongs to draw i."""
+        logits = logits.float().contiguous()
+        if batch.adjusted.any():
+            logits = logits if spoil else logits.clone()
+            adjust(logits, batch)
+        token_ids, sound = self._choice.choose(logits, batch)
+        return DeviceDraws(token_ids, _to_host(token_ids, sound), batch)
+
+    @torch.inference_mode()
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of given tokens, for prompt logprobs.
 
@@ -95,6 +127,8 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, batch: SamplingBatch, own: npt.NDArray[np.bool_], *, spoil: bool
     ) -> StepResult:
+        if batch.is_plain:
+            return self.draw(logits, batch, spoil=spoil).result()
         structured = np.flatnonzero(batch.records["structured"])
         spoil = spoil and not batch.records["needs_logprobs"].any()
         chosen_from = logits
@@ -106,7 +140,7 @@ class Sampler:
             token_ids, sound, forced = self._structured.draw(chosen_from, batch, structured, own)
         else:
             token_ids, sound = self._choice.choose(chosen_from, batch)
-        ids_on_host, sound = _on_host(token_ids, sound)
+        ids_on_host, sound = _to_host(token_ids, sound)()
         _require_sound(sound, batch)
         drawn = ids_on_host.tolist()
         wanted = np.flatnonzero(batch.records["needs_logprobs"])
@@ -187,12 +221,17 @@ def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
         raise LogitsError(list(dict.fromkeys(bad)))
 
 
-def _on_host(token_ids: torch.Tensor, sound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in one transfer from a GPU, which waits for all that it has to do."""
+def _to_host(token_ids: torch.Tensor, sound: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Both in one transfer from a GPU, which the function that is returned waits for."""
     if not token_ids.is_cuda:
-        return token_ids, sound
-    both = torch.stack((token_ids, sound.long())).cpu()
-    return both[0], both[1].bool()
+        return lambda: (token_ids, sound)
+    arrived = begin_copy_to_host(torch.stack((token_ids, sound.long())))
+
+    def wait() -> tuple[torch.Tensor, torch.Tensor]:
+        ids_on_host, flags = arrived()
+        return ids_on_host, flags.bool()
+
+    return wait
 
 
 def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from octavo.sampling.grammar_masks import Words
 from octavo.sampling.rng import uniforms
 from octavo.sampling.rows import Draws, Flags, look_at
 from octavo.sampling.triton_draw import draw_rows
+from octavo.storage.device_copy import to_device
 
 
 class TritonChoice(TorchChoice):
@@ -74,4 +75,4 @@ def _table(logits: torch.Tensor, batch: SamplingBatch, again: Flags | None) -> t
         np.where(records["top_k"] < logits.shape[1], records["top_k"], 0.0),
         records["greedy"],
     )
-    return torch.from_numpy(np.column_stack(columns)).to(logits.device)
+    return to_device(np.column_stack(columns), logits.device)

@@ -19,6 +19,9 @@ sequence it has been told of, and a plan says only what has changed since the on
 A fork refers to its parent, whatever the parent's length. A step that failed leaves the runner in an unknown state, so
 the next plan says `reset`, and what it schedules is sent whole.
 
+A plan may be made while the one before it is still being computed (`scheduler/ahead.py`): it then says `ahead`, and
+that each row computes the token which its sequence draws in that plan.
+
 The order of effects is fixed: blocks to the host, copies, blocks from the host, then the new tokens' keys and values,
 then the samples.
 """
@@ -34,6 +37,9 @@ from octavo.kvcache.block import BlockCopy, BlockId
 from octavo.kvcache.host_memory import BlockTransfer
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+
+DRAWN = -1
+"""In place of a token's id, in a plan made ahead: the one that its sequence draws in the plan before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,8 @@ class StepPlan:
         pools: of rows whose prompt's embedding is wanted.
         reset: forget every sequence before reading on.
         num_streams: at least so many of the first rows compute one token and draw one.
+        ahead: made before the result of the plan before was known, and carried out right after that plan. Its
+            sequences are among those of that plan; each computes one token, `DRAWN`, and draws one. It moves no blocks.
     """
 
     step: int = 0
@@ -169,6 +177,7 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     loads: tuple[BlockTransfer, ...] = ()
     num_streams: int = 0
+    ahead: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.seq_ids)

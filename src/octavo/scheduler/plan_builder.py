@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Container, Iterable
+from typing import NamedTuple
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy
@@ -12,6 +14,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.beam import num_candidates
 from octavo.scheduler.plan import (
+    DRAWN,
     NewSequence,
     PromptPool,
     PromptScores,
@@ -23,17 +26,39 @@ from octavo.scheduler.plan import (
 )
 
 
+class PlannedRows(NamedTuple):
+    """The live sequences of a plan.
+
+    Attributes:
+        sequences: of each row.
+        num_streams: how many of the first rows compute one token and draw one, each for its own sequence.
+        draws: for each row after these, the sequences that draw a token from it.
+    """
+
+    sequences: list[Sequence]
+    num_streams: int
+    draws: list[tuple[Sequence, ...]]
+
+    @property
+    def drawing(self) -> list[Sequence]:
+        """The sequence of each draw."""
+        return [*self.sequences[: self.num_streams], *(seq for draws in self.draws for seq in draws)]
+
+
+_NO_ROWS = PlannedRows([], 0, [])
+
+
 class PlanBuilder:
     """Collects one step after the other; truthy where the step has a row.
 
         begin ── add, add, … ── finish ──> plan in flight ─┬─ settle(plan)     what it said is known
-                                                           └─ abandon()        nothing is known any more
+                                  ^                        └─ abandon()        nothing is known any more
+                       add_ahead ─┘
+                                 a second plan, while that one is in flight
         drop, fork      between two steps or while one is collected, in the order in which they happen
 
     Attributes:
-        sequences: of the step that is collected or in flight, the live sequence of each row.
-        num_streams: how many of the first rows compute one token and draw one, each for its own sequence.
-        draws: for each row after these, the live sequences that draw a token from it.
+        sequences, num_streams, draws: of the step that is collected, as in `PlannedRows`.
         num_tokens: collected so far.
         copies: to be done before the step computes.
     """
@@ -46,7 +71,7 @@ class PlanBuilder:
         self._reset = True
         self._told_grammars = False  # whether the runner may hold states of grammars
         self._step = 0
-        self._in_flight = False
+        self._in_flight: deque[tuple[int, PlannedRows]] = deque()  # by the plan's number; two at most
         self._clear()
 
     def _clear(self) -> None:
@@ -55,6 +80,7 @@ class PlanBuilder:
         self.num_streams = 0
         self.num_tokens = 0
         self.copies: list[BlockCopy] = []
+        self._ahead = False
         self._starts: list[int] = []
         self._lengths: list[int] = []
         self._token_ids: list[int] = []
@@ -69,8 +95,13 @@ class PlanBuilder:
 
     def begin(self) -> None:
         """Start collecting a step. One that was never settled, or never finished, counts as abandoned."""
-        if self.sequences:
+        if self.sequences or self._in_flight:
             self.abandon()
+
+    @property
+    def in_flight(self) -> PlannedRows:
+        """Of the plan whose result is awaited, the first where there are two."""
+        return self._in_flight[0][1] if self._in_flight else _NO_ROWS
 
     def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
         """Compute the next `num_new` tokens of a sequence, whose tables have room for them.
@@ -119,6 +150,21 @@ class PlanBuilder:
         self._lengths = [1] * self.num_streams
         return new
 
+    def add_ahead(self, seqs: Iterable[Sequence]) -> None:
+        """The whole of a step ahead: of each sequence the token that it draws in the plan in flight."""
+        told_of, size = self._told, self._block_size
+        add_sequence, add_start = self.sequences.append, self._starts.append
+        for seq in seqs:
+            start = seq.num_computed + 1
+            if start >= told_of[seq.seq_id] * size:
+                self._tell(seq, start, start + 1, copied=False)
+            add_sequence(seq)
+            add_start(start)
+        self.num_streams = self.num_tokens = len(self.sequences)
+        self._lengths = [1] * self.num_streams
+        self._token_ids = [DRAWN] * self.num_streams
+        self._ahead = True
+
     def score_prompt(self, first: int, last: int) -> None:
         """Positions `first .. last` of the sequence added last score the prompt tokens after them."""
         seq = self.sequences[-1]
@@ -135,10 +181,10 @@ class PlanBuilder:
         if not self.sequences:
             return StepPlan()
         self._step += 1
-        self._in_flight = True
+        rows = PlannedRows(self.sequences, self.num_streams, self.draws)
         plan = StepPlan(
             step=self._step,
-            seq_ids=tuple([seq.seq_id for seq in self.sequences]),
+            seq_ids=tuple([seq.seq_id for seq in rows.sequences]),
             starts=tuple(self._starts),
             lengths=tuple(self._lengths),
             draws=(1,) * self.num_streams + tuple(map(len, self.draws)),
@@ -154,30 +200,31 @@ class PlanBuilder:
             stores=tuple(stores),
             copies=tuple(self.copies),
             loads=tuple(loads),
+            ahead=self._ahead,
         )
         self._changes, self._reset = [], False
+        self._in_flight.append((plan.step, rows))
+        self._clear()
         return plan
 
-    def settle(self, plan: StepPlan) -> tuple[list[Sequence], int, list[tuple[Sequence, ...]]]:
-        """`plan` was carried out: returns its `sequences`, `num_streams` and `draws`.
+    def settle(self, plan: StepPlan) -> PlannedRows:
+        """`plan` was carried out: returns its rows.
 
         An empty plan was not in flight, and is fine.
 
         Raises:
-            OctavoError: it is not the plan in flight.
+            OctavoError: it is not the plan in flight, or not the first of them.
         """
         if not plan:
-            return [], 0, []
-        if not self._in_flight or plan.step != self._step:
-            raise OctavoError(f"the result is of step {plan.step}, but step {self._step} is the last that was planned")
-        settled = self.sequences, self.num_streams, self.draws
-        self._in_flight = False
-        self._clear()
-        return settled
+            return _NO_ROWS
+        if not self._in_flight or plan.step != self._in_flight[0][0]:
+            awaited = [step for step, _ in self._in_flight]
+            raise OctavoError(f"the result is of step {plan.step}; awaited are those of {awaited}, in this order")
+        return self._in_flight.popleft()[1]
 
     def abandon(self) -> None:
-        """The step that was collected or is in flight gives no result: nothing is known of the runner's state."""
-        self._in_flight = False
+        """What is collected or in flight gives no result: nothing is known of the runner's state."""
+        self._in_flight.clear()
         self._clear()
         self._told.clear()
         self._changes.clear()

@@ -63,6 +63,7 @@ class RunningSet:
         places: what each of them holds.
         num_promised: places of parallel samples and beams whose prompt is still being computed.
         reserve: blocks, over all groups, that those who run are bound to take.
+        num_following: how many of them draw by what they drew before, so that the host must know it first.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class RunningSet:
         self.places: dict[SequenceId, Place] = {}
         self.num_promised = 0
         self.reserve = 0
+        self.num_following = 0
         self._kv = kv
         self._on_leave = on_leave
         self._size = kv.spec.block_size
@@ -115,6 +117,7 @@ class RunningSet:
         place = self.places.pop(seq.seq_id)
         self.num_promised -= place.siblings
         self.reserve -= place.bound
+        self.num_following -= seq.request.params.follows_tokens
 
     def grew(self, seq: Sequence) -> Place:
         """Account for new blocks of a sequence, or copies of shared ones."""
@@ -160,6 +163,7 @@ class RunningSet:
             self.order.append(seq)  # as nearly always: it came last
         self.places[seq.seq_id] = place
         self.num_promised += place.siblings
+        self.num_following += seq.request.params.follows_tokens
         self._count(place)
 
     def _place(self, seq: Sequence, siblings: int) -> Place:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
 from octavo.errors import RequestError
@@ -20,6 +19,7 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.advancing import Advancing
+from octavo.scheduler.ahead import LookAhead
 from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
@@ -150,6 +150,14 @@ class Scheduler:
             turns=self.turns,
             claims=self.claims,
         )
+        self._look_ahead = LookAhead(
+            kv,
+            self._running,
+            self._tenants,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            takes_places=self.claims is not None,
+        )
 
     @property
     def counters(self) -> SchedulerCounters:
@@ -214,14 +222,13 @@ class Scheduler:
 
     @property
     def planned(self) -> list[Sequence]:
-        """The sequence of each row of the plan whose result is awaited."""
-        return self._builder.sequences
+        """The sequence of each row of the plan whose result is awaited; of two the first."""
+        return self._builder.in_flight.sequences
 
     @property
     def drawing(self) -> list[Sequence]:
-        """The sequence of each draw of the plan whose result is awaited."""
-        builder = self._builder
-        return [*builder.sequences[: builder.num_streams], *(seq for draws in builder.draws for seq in draws)]
+        """The sequence of each draw of the plan whose result is awaited; of two the first."""
+        return self._builder.in_flight.drawing
 
     @property
     def has_work(self) -> bool:
@@ -369,6 +376,18 @@ class Scheduler:
             return builder.finish(*host.take_transfers())
         return builder.finish()
 
+    def schedule_ahead(self) -> StepPlan:
+        """The step after the one in flight, while that is computed; empty where its result must be awaited first.
+
+        Both are in flight then, and `update` is called for the one, then for the other. What a sequence that has ended
+        meanwhile computes in the second is thrown away.
+        """
+        builder = self._builder
+        rows = builder.in_flight
+        if not rows.draws and (streams := self._look_ahead.streams(rows.sequences, is_awaited=self.num_waiting > 0)):
+            builder.add_ahead(streams)
+        return builder.finish()
+
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Process a step's result: publish blocks, then let each request's `Decoding` continue.
 
@@ -376,13 +395,13 @@ class Scheduler:
         """
         if len(result.token_ids) != plan.num_draws:
             raise ValueError(f"{plan.num_draws} tokens were to be drawn, {len(result.token_ids)} came back")
-        sequences, num_streams, draws = self._builder.settle(plan)
+        rows = self._builder.settle(plan)
         if self.turns is not None:
-            drew = [*sequences[:num_streams], *chain.from_iterable(draws)]
-            self.turns.drawn(drew)
+            drew = rows.drawing
+            self.turns.drawn(seq for seq in drew if not seq.finished)
             self.turns.drawn(drew[i] for i, following in result.forced.items() for _ in following)
         self.kv.hierarchy.host.complete()
-        updates = self._advancing.advance(plan, result, sequences, draws, self._running)
+        updates = self._advancing.advance(plan, result, rows.sequences, rows.draws, self._running)
         self._pinning.settle()
         return updates
 
