@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import positive
+from octavo.commands.common_options import add_json_option, add_window_options
 from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", metavar="FILE", help="what is written; default: beside the model; of --search: kv_cache_table.toml"
     )
-    group.add_argument("--windows", type=positive, metavar="N", help="pieces of text (default: 8; of --search: 2)")
-    group.add_argument(
-        "--window", type=positive, metavar="N", help="tokens of each piece (default: 512; of --search: 256)"
-    )
+    add_window_options(group, "8; of --search: 2", "512; of --search: 256")
     group.add_argument(
         "--method",
         choices=("max", "percentile", "mse"),
@@ -47,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exchanges", type=int, default=12, metavar="N", help="of --search: measured attempts at a better table (12)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
     add_engine_options(parser, positional_model=True)
 
 

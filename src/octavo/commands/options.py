@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from octavo.commands.common_options import integer
 from octavo.config import EngineConfig, parse_count
 from octavo.errors import ConfigError
 from octavo.limits import RequestLimits
@@ -146,27 +147,6 @@ def value_keywords(hint: object) -> dict[str, Any]:
     if str in members:
         return {"metavar": "SIZE" if int in members else "TEXT"}
     return {"type": float, "metavar": "X"} if float in members else {"type": integer, "metavar": "N"}
-
-
-def add_rate_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options that say when requests arrive."""
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="X",
-        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
-    )
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
-    )
-
-
-def integer(text: str) -> int:
-    """An integer on a command line, which may be written as 4k."""
-    try:
-        return parse_count(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, or one such as 4k, got {text!r}") from None
 
 
 def _is_union(hint: object) -> bool:

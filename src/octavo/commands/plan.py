@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.commands.base import Command
+from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
 from octavo.config import DEFAULT_MODEL, format_bytes
 from octavo.errors import ConfigError
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {DEFAULT_MODEL})",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_json_option(parser, "tables")
     add_options(parser, "what is planned for", PlanOptions)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import positive, positives
+from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help="several codecs in one table, files of codecs by layer among them; 'all' for all of them",
     )
-    parser.add_argument("--windows", type=positive, default=6, metavar="N", help="pieces of text (default: 6)")
-    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of each piece (default: 512)")
+    add_window_options(parser, 6, 512)
     parser.add_argument(
         "--needle-lengths",
         type=positives,
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="a PNG of the table; needs matplotlib (pip install octavo[plot])"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
     add_engine_options(parser, positional_model=True)
 
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, get_type_hints
 
-from octavo.commands.options import integer, value_keywords
+from octavo.commands.common_options import integer
+from octavo.commands.options import value_keywords
 from octavo.errors import ConfigError, shown
 from octavo.option import nearest
 from octavo.toml_file import read_toml

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import Command
-from octavo.commands.options import add_engine_options, add_rate_options, integer
+from octavo.commands.common_options import (
+    add_json_option,
+    add_length_options,
+    add_rate_options,
+    add_seed_option,
+    integer,
+)
+from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
 Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
@@ -16,7 +23,7 @@ sheet (--machine). Engine options mean what they mean to `octavo serve`. See doc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_json_option(parser, "tables")
     _add_speed(parser.add_argument_group("how fast the server is (one of --speed, --plans, --machine)"))
     _add_traffic(parser.add_argument_group("traffic"))
     _add_questions(parser.add_argument_group("questions"))
@@ -60,13 +67,7 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--think-time", type=float, default=0.0, metavar="SECONDS", help="of those users, on average (exponential)"
     )
-    group.add_argument(
-        "--input-len",
-        default="64",
-        metavar="LENGTHS",
-        help="prompt tokens without a trace: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
-    )
-    group.add_argument("--output-len", default="128", metavar="LENGTHS", help="output tokens (default: %(default)s)")
+    add_length_options(group, " without a trace")
     group.add_argument(
         "--prefix-len", metavar="LENGTHS", help="each prompt begins with one of --num-prefixes shared ones, this long"
     )
@@ -81,7 +82,7 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
         metavar="NAME:WEIGHT:SHARE,…",
         help="who sends the requests, the weight of each, and how many it sends relative to others (1, 1)",
     )
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths and arrivals")
+    add_seed_option(group, "lengths and arrivals")
 
 
 def _add_questions(group: argparse._ArgumentGroup) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from octavo.bench import report
 from octavo.bench.traces import read_trace
-from octavo.commands.options import add_engine_options, engine_options, integer
+from octavo.commands.common_options import integer
+from octavo.commands.options import add_engine_options, engine_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.option import flag

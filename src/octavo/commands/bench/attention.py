@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import block_sizes, positive, positives
+from octavo.commands.common_options import add_json_option, block_sizes, positive, positives
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.machine import default_num_threads
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (1)")
     parser.add_argument("--num-threads", type=positive, metavar="N", help="(default: all cores)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 
 from octavo.bench import report, workload
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import positive
+from octavo.commands.common_options import add_json_option, add_length_options, add_seed_option, positive
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
 
@@ -14,22 +14,16 @@ from octavo.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch options")
     group.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (default: 8)")
-    group.add_argument(
-        "--input-len",
-        default="32",
-        metavar="LENGTHS",
-        help="prompt tokens: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
-    )
-    group.add_argument("--output-len", default="128", metavar="LENGTHS", help="output tokens (default: %(default)s)")
+    add_length_options(group, input_len="32")
     group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
     group.add_argument(
         "--num-iters-warmup", type=int, default=1, metavar="N", help="untimed warm-up passes (default: 1)"
     )
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens")
+    add_seed_option(group)
     group.add_argument(
         "--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="token ids are below this"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
     add_engine_options(parser, positional_model=True)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from octavo.bench import report
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import positive
+from octavo.commands.common_options import add_json_option, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-mib", type=positive, default=4, metavar="N", help="buffer to read from cache (default: 4)"
     )
     parser.add_argument("--product", type=positive, default=2048, metavar="N", help="N x N matrices (default: 2048)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

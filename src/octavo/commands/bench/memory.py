@@ -6,7 +6,7 @@ import argparse
 
 from octavo.bench.workload import NAMED_WORKLOADS
 from octavo.commands.base import Command
-from octavo.commands.bench.workload_options import block_sizes, positive, positives
+from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive, positives
 from octavo.commands.options import add_engine_options
 
 
@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic, GFLOP/s (default: 400)"
     )
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens")
+    add_seed_option(group)
     group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_json_option(parser, "tables")
     add_engine_options(parser, positional_model=True)
 
 

@@ -6,7 +6,8 @@ import argparse
 
 from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import add_workload_options
-from octavo.commands.options import add_engine_options, add_rate_options
+from octavo.commands.common_options import add_json_option, add_rate_options
+from octavo.commands.options import add_engine_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="ask for each chunk's token ids; switch it off for a server that refuses the field",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
     add_workload_options(parser)
     add_engine_options(parser, positional_model=True)
 

@@ -9,13 +9,14 @@ import time
 from octavo.bench import report, throughput
 from octavo.commands.base import Command
 from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
+from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options, engine_options
 from octavo.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="report medians of N runs (default: 1)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of a table")
+    add_json_option(parser)
     add_workload_options(parser)
     add_engine_options(parser, positional_model=True)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from octavo.bench import traces, workload
 from octavo.bench.workload import BenchRequest, Lengths
+from octavo.commands.common_options import add_length_options, add_seed_option, positive
 from octavo.errors import ConfigError
 
 RANDOM = "random"
@@ -46,15 +46,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-prompts", type=positive, metavar="N", help=f"number of requests (default for {RANDOM}: 64)"
     )
-    group.add_argument(
-        "--input-len",
-        default="64",
-        metavar="LENGTHS",
-        help=f"prompt tokens of {RANDOM}: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
-    )
-    group.add_argument(
-        "--output-len", default="128", metavar="LENGTHS", help=f"output tokens of {RANDOM} (default: %(default)s)"
-    )
+    add_length_options(group, f" of {RANDOM}")
     group.add_argument(
         "--trace-scale-lengths",
         type=float,
@@ -71,7 +63,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-input-len", type=positive, metavar="N", help="truncate prompts to this")
     group.add_argument("--max-output-len", type=positive, metavar="N", help="truncate outputs to this")
-    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help="seed of lengths, tokens and arrivals")
+    add_seed_option(group, "lengths, tokens and arrivals")
     group.add_argument(
         "--token-id-end",
         type=positive,
@@ -118,23 +110,3 @@ def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
         prompt_lens, output_lens = Lengths.parse(args.input_len), Lengths.parse(args.output_len)
         return workload.random_workload(args.num_prompts or 64, prompt_lens, output_lens, seed, end)
     return workload.named_workload(args.workload, seed, end)
-
-
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
-    return int(text)
-
-
-def positives(text: str) -> list[int]:
-    """An argparse type: '512,1024'."""
-    return [positive(part) for part in text.split(",")]
-
-
-def block_sizes(text: str) -> list[int | Literal["max"]]:
-    """An argparse type: '16,32,max', each once."""
-    sizes: list[int | Literal["max"]] = ["max" if part == "max" else positive(part) for part in text.split(",")]
-    if len(set(sizes)) < len(sizes):
-        raise argparse.ArgumentTypeError(f"a size occurs twice in {text!r}")
-    return sizes

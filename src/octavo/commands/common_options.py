@@ -1,0 +1,79 @@
+"""Options that several commands have, under one name and with one meaning, and the types of their values."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+from octavo.config import parse_count
+
+
+def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:
+    """Add `--json`: a line for programs instead of what people read."""
+    parser.add_argument("--json", action="store_true", help=f"one JSON object on the last line instead of {instead_of}")
+
+
+def add_rate_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options that say when requests arrive."""
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="X",
+        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
+    )
+
+
+def add_length_options(group: argparse._ArgumentGroup, of: str = "", *, input_len: str = "64") -> None:
+    """Add the options that say how long prompts and outputs are; `of` is the workload that they belong to."""
+    group.add_argument(
+        "--input-len",
+        default=input_len,
+        metavar="LENGTHS",
+        help=f"prompt tokens{of}: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
+    )
+    group.add_argument(
+        "--output-len", default="128", metavar="LENGTHS", help=f"output tokens{of} (default: %(default)s)"
+    )
+
+
+def add_seed_option(group: argparse._ArgumentGroup, of: str = "lengths and tokens") -> None:
+    """Add `--workload-seed`."""
+    group.add_argument("--workload-seed", type=int, default=0, metavar="N", help=f"seed of {of} (default: 0)")
+
+
+def add_window_options(group: argparse._ActionsContainer, windows: int | str, window: int | str) -> None:
+    """Add the options that say how much text a model is run over; a default that depends on others is None and told."""
+    for name, default, of in (("--windows", windows, "pieces of text"), ("--window", window, "tokens of each piece")):
+        value = default if isinstance(default, int) else None
+        group.add_argument(name, type=positive, default=value, metavar="N", help=f"{of} (default: {default})")
+
+
+def integer(text: str) -> int:
+    """An argparse type: an integer, which may be written as 4k."""
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, or one such as 4k, got {text!r}") from None
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """An argparse type: '512,1024'."""
+    return [positive(part) for part in text.split(",")]
+
+
+def block_sizes(text: str) -> list[int | Literal["max"]]:
+    """An argparse type: '16,32,max', each once."""
+    sizes: list[int | Literal["max"]] = ["max" if part == "max" else positive(part) for part in text.split(",")]
+    if len(set(sizes)) < len(sizes):
+        raise argparse.ArgumentTypeError(f"a size occurs twice in {text!r}")
+    return sizes
