@@ -36,7 +36,7 @@ def test_the_steps_are_read_as_they_were_executed(
     plans = played(num_blocks, prompts, n)
     log = PlanLog(path, {"block_size": 4})
     for i, plan in enumerate(plans):
-        log.record(plan, log._opened + i, 0.25 * i)
+        log.record(plan, float(i), 0.25 * i)
     log.close()
     assert read_facts(path) == {"block_size": 4}
     steps = list(read_plans(path))
@@ -57,7 +57,7 @@ def test_no_token_is_in_it(tmp_path: Path) -> None:
     written = []
     for plan in plans:
         log = PlanLog(tmp_path / "plans", {})
-        log.record(plan, log._opened, 0.5)
+        log.record(plan, 1.5, 0.5)
         log.close()
         written.append((tmp_path / "plans").read_bytes())
     assert written[0] == written[1]
@@ -70,7 +70,7 @@ def test_a_recording_ends_where_it_has_its_size_and_nothing_else_does(
     plan = StepPlan(1, tuple(range(64)), tuple(range(64)), (1,) * 64, (1,) * 64, (5,) * 64)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for step in range(20_000):
-            log.record(plan, log._opened + step * 0.137, 0.001 * (step % 17))
+            log.record(plan, step * 0.137, 0.001 * (step % 17))
         log.close()
     assert (tmp_path / "plans").stat().st_size <= 20_000
     assert 0 < len(list(read_plans(tmp_path / "plans"))) < 20_000
@@ -82,7 +82,7 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) 
     log = PlanLog(path, {})
     plan = StepPlan(1, tuple(range(64)), tuple(range(64)), (1,) * 64, (1,) * 64, (5,) * 64)  # type: ignore[arg-type]
     for step in range(200):
-        log.record(plan, log._opened + step, 0.5)
+        log.record(plan, float(step), 0.5)
     log.close()
     whole = len(list(read_plans(path)))
     path.write_bytes(path.read_bytes()[:-1])

@@ -12,7 +12,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.request import SequenceId
 from octavo.scheduler.plan import StepPlan
-from octavo.scheduler.plan_log import PlanLog
+from octavo.scheduler.plan_log import PlanLog, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.fitting import MeasuredStep, fit, mean_abs_error, nonnegative_least_squares
 from octavo.simulator.sketch import Sketch
@@ -100,7 +100,7 @@ def test_an_empty_sketch_has_no_percentile_and_zero_counts_as_zero() -> None:
 def recording(path: Path, num_steps: int, **facts: object) -> str:
     """Steps of 2 ms a row, each begun a millisecond after the one before ended."""
     log = PlanLog(path, {"model": "m", "block_size": 16, **facts})
-    at = log._opened
+    at = 1.0
     for number in range(1, num_steps + 1):
         rows = 1 + number % 7
         ids = tuple(SequenceId(i) for i in range(rows))
@@ -123,6 +123,12 @@ def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Pat
     assert again.times == speed.times
     assert again.fit["period"]["steps"] == 199
     assert again.fit["execution"]["mean_abs_error"] < 0.01
+
+
+def test_steps_of_the_warm_up_are_not_fitted_to(tmp_path: Path) -> None:
+    path = recording(tmp_path / "plans", 200)
+    later = list(read_plans(path))[100].at
+    assert speed_of_plans([path], since=later).fit["execution"]["steps"] == 100
 
 
 def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:

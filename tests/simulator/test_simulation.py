@@ -44,8 +44,10 @@ def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
 
 def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
     demand = Demand(count=1, input_len="1", output_len="1")
-    slow = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), intake_s=0.5))
-    assert simulate(slow, demand).ttft.greatest == pytest.approx(STEP + 0.5)
+    slow = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), intake_s=0.5, reply_s=0.2))
+    results = simulate(slow, demand)
+    assert results.ttft.greatest == results.e2e.greatest == pytest.approx(STEP + 0.7)
+    assert simulate(slow, Demand(count=2, users=1, input_len="1", output_len="1")).e2e.greatest == results.e2e.greatest
 
 
 def test_every_token_is_accounted_for_and_no_block_is_lost() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import Command
+from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=80.0, metavar="X", help="how long to measure (default: %(default)g)"
     )
     parser.add_argument("--keep-plans", metavar="FILE", help="keep the recorded plans there")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line instead of tables")
+    add_json_option(parser, "tables")
     add_engine_options(parser, positional_model=True)
 
 
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     device = speed.fit["execution"]
     print(f"{fit['steps']:,} steps, mean absolute error {100 * fit['mean_abs_error']:.1f} %", end=" ")
     print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
-    print(f"a request takes {1e3 * speed.intake_s:.2f} ms beside its steps; written to {args.output}")
+    print(f"a request takes {1e3 * speed.intake_s:.2f} ms before its first step, and its first token", end=" ")
+    print(f"{1e3 * speed.reply_s:.2f} ms after; written to {args.output}")
     return 0
 
 

@@ -7,7 +7,7 @@ Numbers only: what was computed, how long that took, and nothing of what any tok
     chunks            [u32 length][length bytes of zlib] …    whole records, together at most ~64 KiB uncompressed
 
     record, little-endian, without padding
-        u64 step      f64 at: seconds since the file was opened, when the step began      f64 seconds: it took
+        u64 step      f64 at: `time.perf_counter` when the step began      f64 seconds: it took
         u32 rows, forks, drops, new, copies, stored, loaded, scored prompt tokens
         i64 × rows    sequence ids
         i32 × rows    starts           tokens computed before the step
@@ -23,7 +23,6 @@ import json
 import logging
 import struct
 import sys
-import time
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
@@ -50,7 +49,7 @@ class RecordedStep:
     """One executed plan. `starts`, `lengths` and `draws` have an entry for each of `seq_ids`.
 
     Attributes:
-        at: seconds since the recording began, when the step did.
+        at: when it began, by `time.perf_counter`: on Linux one clock for all processes, a client's too.
         seconds: from handing the plan over to having its result.
     """
 
@@ -96,7 +95,6 @@ class PlanLog:
             self._file: BinaryIO | None = self._path.open("wb")
         except OSError as error:
             raise ConfigError(f"record_plans: cannot write {str(path)!r}: {error.strerror}") from error
-        self._opened = time.perf_counter()
         self._buffer = bytearray()
         head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
         self._num_bytes = len(head)
@@ -111,7 +109,7 @@ class PlanLog:
         num_forks = sum(isinstance(change, SequenceForked) for change in plan.changes)
         self._buffer += _HEAD.pack(
             plan.step,
-            began - self._opened,
+            began,
             seconds,
             len(plan.seq_ids),
             num_forks,

@@ -5,8 +5,9 @@
     contexts   a few streams of long prompts: keys and values to read
     mixed      arrivals at random: chunks beside streams
 
-The server records its plans meanwhile, and what a client sees of a lone request's first token beyond its steps is the
-intake. Rounds are repeated, with other lengths, until the time is up.
+The server records its plans meanwhile, on the clock that the client here has too: so it shows how long a lone request
+takes before its step begins, and its first token after that. Rounds are repeated, with other lengths, until the time is
+up.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from octavo.bench.server_process import fetch_json, running_server
 from octavo.bench.serving import RequestRecord, Target
 from octavo.bench.workload import END_TOKEN_ID, BenchRequest, arrival_times, random_token_ids
 from octavo.errors import ConfigError
-from octavo.scheduler.step_time import StepLoad
+from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
 from octavo.simulator.speed import Speed, speed_of_plans
 
 # Steps between the first and the last of a round's streams are what is wanted of it.
 _STREAMED = 24
+
+WARM_UP_S = 4.0
+"""A server that has just started also starts the process that reads chats, and its first steps of each size touch new
+memory: for a second and a half, steps took up to five times as long as later."""
+
+_WARM_UP = ((600,), (100, 50, 20), (12,))  # prompts that come together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +61,8 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
     rng = random.Random(seed)
     longest = max(1, min(max_step, max_model_len - 2))
 
-    def jittered(length: float) -> int:
-        return max(1, min(round(length * rng.uniform(0.75, 1.25)), max_model_len - _STREAMED - 1, longest))
+    def jittered(length: float, output_len: int = _STREAMED) -> int:
+        return max(1, min(round(length * rng.uniform(0.75, 1.25)), max_model_len - output_len, longest))
 
     for sweep in itertools.count():
         found = []
@@ -72,7 +79,7 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
         for count, context in ((2, 3000), (6, 1200), (16, 500), (48, 250)):
             if count <= max_num_seqs:
                 found.append(Round("contexts", tuple(jittered(context) for _ in range(count)), _STREAMED))
-        lengths = tuple(jittered(rng.lognormvariate(5.0, 0.9)) for _ in range(24))
+        lengths = tuple(jittered(rng.lognormvariate(5.0, 0.9), 2 * _STREAMED) for _ in range(24))
         found.append(Round("mixed", lengths, 2 * _STREAMED, rate=rng.choice((4.0, 8.0, 16.0))))
         if sweep:
             rng.shuffle(found)
@@ -95,25 +102,62 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
         with running_server([*argv, f"--record-plans={path}"]) as server:
             model = fetch_json(server.base_url + "/v1/models")["data"][0]
             target = Target(server.base_url, str(model["id"]))
-            recorded = _recorded_options(path)
-            alone = _send_rounds(target, recorded, seconds, min(vocab_size, END_TOKEN_ID))
+            recorded, token_end = read_facts(path), min(vocab_size, END_TOKEN_ID)
+            warm_up(target, recorded["max_model_len"], token_end)
+            began = time.perf_counter()
+            alone = _send_rounds(target, recorded, seconds, token_end)
         machine = report.machine()
         speed = speed_of_plans(
-            [path], origin=f"measured: {recorded['model']} on {machine['cores']} cores of {machine['cpu']}"
+            [path],
+            origin=f"measured: {recorded['model']} on {machine['cores']} cores of {machine['cpu']}",
+            since=began,
         )
-    return replace(speed, intake_s=_intake(speed, alone), facts={**speed.facts, "machine": machine})
+        intake, reply = overheads(list(read_plans(path)), alone)
+    return replace(speed, intake_s=intake, reply_s=reply, facts={**speed.facts, "machine": machine})
 
 
-def _recorded_options(path: str) -> Mapping[str, Any]:
-    from octavo.scheduler.plan_log import read_facts
+def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float = WARM_UP_S) -> None:
+    """Keep a server that has just started busy until it computes as it will from then on."""
+    rng, ends_at = random.Random(5), time.perf_counter() + seconds
+    for prompt_lens in itertools.cycle(_WARM_UP):
+        if time.perf_counter() >= ends_at:
+            break
+        lengths = (max(1, min(length, max_model_len - 8)) for length in prompt_lens)
+        requests = [BenchRequest(random_token_ids(rng, length, token_end), 8) for length in lengths]
+        asyncio.run(serving.run_load(target, requests, [0.0] * len(requests)))
 
-    return read_facts(path)
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What the client of a request saw that had the server to itself, by `time.perf_counter`."""
+
+    sent: float
+    first_token: float
+    ended: float
 
 
-def _send_rounds(
-    target: Target, options: Mapping[str, Any], seconds: float, token_end: int
-) -> list[tuple[Round, RequestRecord]]:
-    """Send rounds until the time is up; the lone prompts and their records come back."""
+def overheads(steps: Sequence[RecordedStep], requests: Sequence[Alone]) -> tuple[float, float]:
+    """Medians of what lone requests waited before their first step began, and for their first token after its step.
+
+    A step lasts until the next one begins, as everywhere in the model: each request must have had two.
+
+    Raises:
+        ConfigError: no request of which that is known.
+    """
+    intakes, replies = [], []
+    for request in requests:
+        own = [step for step in steps if request.sent <= step.at < request.ended]
+        drew = next((i for i, step in enumerate(own) if any(step.draws)), len(own))
+        if drew + 1 < len(own):
+            intakes.append(own[0].at - request.sent)
+            replies.append(request.first_token - own[drew + 1].at)
+    if not intakes:
+        raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
+    return max(0.0, statistics.median(intakes)), max(0.0, statistics.median(replies))
+
+
+def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, token_end: int) -> list[Alone]:
+    """Send rounds until the time is up; what came of the lone prompts comes back."""
     rng, alone = random.Random(1), []
     ends_at = time.monotonic() + seconds
     slowest = 0.0  # seconds a token
@@ -131,24 +175,21 @@ def _send_rounds(
         count = len(requests)
         arrivals = [0.0] * count if each.rate is None else arrival_times(count, each.rate, seed=number)
         began = time.monotonic()
-        records = asyncio.run(serving.run_load(target, requests, arrivals))
+        zero, records = asyncio.run(_send(target, requests, arrivals))
         if failed := [record.error for record in records if record.error is not None]:
             raise ConfigError(f"a request of the calibration failed: {failed[0]}")
         if each.kind != "mixed":
             slowest = (time.monotonic() - began) / each.num_tokens
         if each.kind == "prompt":
-            alone.append((each, records[0]))
+            (record,) = records
+            alone.append(Alone(zero + record.sent_s, zero + record.chunk_times[0], zero + record.finished_s))
         print(f"\r{seconds - max(0.0, left):.0f} of {seconds:.0f} s", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return alone
 
 
-def _intake(speed: Speed, alone: Sequence[tuple[Round, RequestRecord]]) -> float:
-    """What lone requests waited for their first token beyond the step that computed it."""
-    if not alone:
-        raise ConfigError("the time was too short to send a prompt alone: give more --seconds")
-    beyond = [
-        record.chunk_times[0] - record.sent_s - speed.times.predict(StepLoad().with_chunk(0, each.prompt_lens[0]))
-        for each, record in alone
-    ]
-    return max(0.0, statistics.median(beyond))
+async def _send(
+    target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float]
+) -> tuple[float, list[RequestRecord]]:
+    """The records, and the `time.perf_counter` that their times count from."""
+    return time.perf_counter(), await serving.run_load(target, requests, arrivals)

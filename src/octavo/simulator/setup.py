@@ -205,7 +205,7 @@ class Plan:
             restore_speed=RestoreSpeed(per_token, per_block),
             scheduler_type=SimulatedScheduler,
         )
-        return SimulatedServer(scheduler, times, clock, speed.intake_s)
+        return SimulatedServer(scheduler, times, clock, speed.intake_s, speed.reply_s)
 
 
 _OWN = {entry.name for entry in dataclasses.fields(Plan)}

@@ -47,13 +47,15 @@ class SimulatedServer:
     """The parts of one replica.
 
     Attributes:
-        intake_s: from a request's arrival until the engine knows of it, its answer's way back included.
+        intake_s: from a request's arrival until the engine knows of it.
+        reply_s: from the end of a step until clients have its tokens.
     """
 
     scheduler: Scheduler
     times: StepTimes
     clock: VirtualClock
     intake_s: float = 0.0
+    reply_s: float = 0.0
 
     @property
     def kv(self) -> KVCacheManager:
@@ -318,7 +320,7 @@ class Simulation:
         self._drew, self._drew_at = drew, now
 
     def _first_token(self, sent: SimulatedRequest, now: float) -> None:
-        waited = now - sent.arrival_s
+        waited = now + self._server.reply_s - sent.arrival_s
         self.results.ttft.add(waited)
         tenant = self.results.tenants.setdefault(sent.shape.tenant, TenantResults())
         tenant.requests += 1
@@ -326,11 +328,11 @@ class Simulation:
         tenant.ttft.add(waited)
 
     def _finish(self, seq_id: SequenceId) -> None:
-        now = self._server.clock.now
+        received = self._server.clock.now + self._server.reply_s
         live = self._live.pop(seq_id)
         self._drew.discard(seq_id)
         # No cycle is left for the garbage collector.
         live.request.sequences.clear()
         self.results.completed += 1
-        self.results.e2e.add(now - live.sent.arrival_s)
-        self._traffic.ended(live.sent, now)
+        self.results.e2e.add(received - live.sent.arrival_s)
+        self._traffic.ended(live.sent, received)

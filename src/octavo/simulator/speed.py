@@ -29,7 +29,8 @@ class Speed:
         origin: one line: what was measured where, or which data sheet.
         kind: "measured" or "estimated".
         times: from one step's beginning to the next one's, with all that the host does in between.
-        intake_s: of a request, from its client's sending until the engine has it, and of its answer back.
+        intake_s: of a request, from its client's sending until a step that could compute it begins.
+        reply_s: from the end of the step that drew a request's first token until its client has it.
         facts: of the engine, as `--record-plans` writes them down.
         fit: how well the coefficients hold: steps, errors, intervals.
     """
@@ -38,6 +39,7 @@ class Speed:
     kind: str
     times: StepTimes
     intake_s: float = 0.0
+    reply_s: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,8 +79,11 @@ class Speed:
             raise ConfigError(f"{path} is damaged: {error}") from error
 
 
-def speed_of_plans(paths: list[str], *, intake_s: float = 0.0, origin: str | None = None) -> Speed:
+def speed_of_plans(paths: list[str], *, origin: str | None = None, since: float = 0.0) -> Speed:
     """Fitted to recordings of one engine.
+
+    Args:
+        since: leave out steps that began before, by `RecordedStep.at`.
 
     Raises:
         ConfigError: no recording, of different engines, or too few steps.
@@ -90,7 +95,7 @@ def speed_of_plans(paths: list[str], *, intake_s: float = 0.0, origin: str | Non
             raise ConfigError(
                 f"{path} is a recording of another engine than {paths[0]}: {read_facts(path)} and {facts}"
             )
-        steps = list(read_plans(path))
+        steps = [step for step in read_plans(path) if step.at >= since]
         measured += periods(steps)
         executed += executions(steps)
     fitted, device = fit(measured), fit(executed)
@@ -98,7 +103,6 @@ def speed_of_plans(paths: list[str], *, intake_s: float = 0.0, origin: str | Non
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
         kind=MEASURED,
         times=fitted.times,
-        intake_s=intake_s,
         facts=facts,
         fit={"period": _quality(fitted), "execution": _quality(device) | {"times": asdict(device.times)}},
     )
