@@ -18,6 +18,10 @@ from octavo.sampling_params import SamplingParams
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 
+TokenIds = Seq[int]
+"""A prompt: an `array("i")` where `engine/input_processor.py` made it, which for a million tokens is 4 MB without an
+object for each token: nothing that a garbage collection looks at, and freed at once."""
+
 _sequence_ids = itertools.count(1)
 
 
@@ -253,13 +257,13 @@ class Sequence:
         """A copy of all tokens, O(n): the step loop asks for `tokens(start, end)` instead."""
         return [*self.request.prompt_token_ids, *self.output_token_ids]
 
-    def tokens(self, start: int, end: int) -> list[int]:
+    def tokens(self, start: int, end: int) -> Seq[int]:
         """Tokens `start .. end`; costs no more than there are of them."""
         split = self.num_prompt_tokens
         if start >= split:
             return self.output_token_ids[start - split : end - split]
         head = self.request.prompt_token_ids[start:end]
-        return head if end <= split else head + self.output_token_ids[: end - split]
+        return head if end <= split else [*head, *self.output_token_ids[: end - split]]
 
     def append_token(self, token_id: int) -> None:
         """Append an output token."""
@@ -317,7 +321,7 @@ class Request:
     """
 
     request_id: RequestId
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     arrival_time: float = field(default_factory=time.monotonic)

@@ -94,7 +94,7 @@ def test_all_sums_are_exact_after_every_step_under_preemption_cancellation_retri
                 assert victim.sequences[0].finish_reason is FinishReason.ABORT
                 check(core, requests)
                 if chance.random() < 0.5:
-                    ask(victim.prompt_token_ids, victim.tenant, victim.request_id)
+                    ask(list(victim.prompt_token_ids), victim.tenant, victim.request_id)
             core.step()
             most_swapped = max(most_swapped, check(core, requests)["bytes"]["swapped"])
         while core.has_work:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,3 +84,11 @@ def test_a_changed_token_changes_every_key_from_its_block_on_and_none_before(
     changed[position] += 1
     for index, (a, b) in enumerate(zip(keys(chain_of(tokens, 4))[1:], keys(chain_of(changed, 4))[1:], strict=True)):
         assert (a == b) == (index < position // 4)
+
+
+def test_the_full_blocks_of_an_array_are_its_own_memory() -> None:
+    prompt = array("i", range(3 * 4096 + 17))
+    found = FullBlocks.of(root_hash("m"), 16, prompt)
+    assert found.tokens.obj is prompt
+    assert bytes(found.tokens) == token_bytes(prompt[: 3 * 4096 + 16])
+    assert found == FullBlocks.of(root_hash("m"), 16, list(prompt))

@@ -105,8 +105,9 @@ def test_a_colliding_key_does_not_hand_out_another_prompts_block(place: int) -> 
     assert isinstance(cache, HashedPrefixCache)
     assert isinstance(mine, FullBlocks)
     assert len(cache.leading(0, cache.chain("", mine), 40)) == 40
-    tokens = mine.tokens[: 16 * place] + b"another prompt's" + mine.tokens[16 * place + 16 :]
-    chain = cache.chain("", dataclasses.replace(mine, tokens=tokens))
+    tokens = bytearray(mine.tokens)
+    tokens[16 * place : 16 * place + 16] = b"another prompt's"
+    chain = cache.chain("", dataclasses.replace(mine, tokens=memoryview(tokens)))
     assert cache.get(0, chain, place) is None
     assert len(cache.leading(0, chain, 40)) == place
 

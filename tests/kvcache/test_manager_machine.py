@@ -329,7 +329,7 @@ class CacheMachine(RuleBasedStateMachine):
         receipt = self.manager.pin(request, PinRequest(num_tokens, ttl))
         assert receipt.num_pinned_tokens <= min(num_tokens, len(request.prompt_token_ids))
         if receipt.pin_id is not None:
-            tokens = request.prompt_token_ids[: receipt.num_pinned_tokens]
+            tokens = list(request.prompt_token_ids[: receipt.num_pinned_tokens])
             self.pinned[receipt.pin_id] = (tokens, request)
 
     @precondition(lambda self: getattr(self, "pinned", None))  # type: ignore[arg-type, return-value]

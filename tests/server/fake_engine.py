@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -125,14 +125,14 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int],
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
         *,
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
         request_id = context.request_id or f"fake-{next(self._ids)}"
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.received.append({"prompt": token_ids, "params": params, "context": context})
         self._check(token_ids, params)
         self.running.add(request_id)

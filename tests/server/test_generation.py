@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -53,7 +53,7 @@ class EndlessEngine(FakeEngine):
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int],
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
         *,

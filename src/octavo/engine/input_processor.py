@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 import time
+from array import array
 from collections.abc import Sequence as Seq
 
 from octavo.config import EngineConfig
@@ -17,7 +18,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.bad_words import bad_word_token_ids
-from octavo.text.prompt_checks import check_text_length, check_token_ids, copy_token_ids
+from octavo.text.prompt_checks import check_text_length, check_token_ids, packed_token_ids
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
@@ -151,11 +152,10 @@ class InputProcessor:
         # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
         return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
 
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self._encode(prompt, add_special_tokens)
-        else:
-            token_ids = copy_token_ids(prompt, self.vocab_size, "prompt")
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
+        token_ids = packed_token_ids(
+            self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt, self.vocab_size, "prompt"
+        )
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
         return token_ids
@@ -164,9 +164,7 @@ class InputProcessor:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        check_token_ids(token_ids, self.vocab_size, "prompt")
-        return token_ids
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _compile(self, wanted: StructuredOutputsParams) -> object:
         if self.grammars is None:

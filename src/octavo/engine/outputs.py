@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenLogprobs
+from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenIds, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
@@ -50,6 +50,7 @@ class RequestOutput:
 
     Attributes:
         prompt: the text, where the prompt came as text.
+        prompt_ids: its token ids, as the engine has them; to read, not to change.
         prompt_logprobs: None for the first prompt token, then one entry per token; only where asked for.
         outputs: all `n` completions (FINAL), or those that have something new (DELTA).
         num_cached_tokens: prompt tokens that came from the prefix cache.
@@ -64,7 +65,7 @@ class RequestOutput:
 
     request_id: RequestId
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_ids: TokenIds
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
@@ -75,6 +76,11 @@ class RequestOutput:
     error_reason: str | None = None
     embedding: list[float] | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's token ids as a list, made anew each time: few callers look at them."""
+        return list(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)

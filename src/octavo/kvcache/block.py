@@ -43,6 +43,11 @@ def as_array(block_ids: Sequence[int]) -> BlockIds:
     return np.array(block_ids, np.int32)
 
 
+def no_null(block_ids: BlockIds) -> BlockIds:
+    """The ids without null blocks: the very array where there is none."""
+    return block_ids if block_ids.all() else block_ids[block_ids != NULL_BLOCK]
+
+
 class BlockState(Enum):
     """Every block is in exactly one of these states; see `BlockPool.state`."""
 

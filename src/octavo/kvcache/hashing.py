@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,11 @@ def root_hash(*parts: str) -> BlockHash:
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as consecutive little-endian int32."""
-    packed = array("i", token_ids)
-    return packed.tobytes()
+    return array("i", token_ids).tobytes()
+
+
+def _is_packed(token_ids: Sequence[int]) -> bool:
+    return isinstance(token_ids, array) and token_ids.typecode == "i"
 
 
 def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
@@ -76,19 +79,22 @@ def chain_hashes(parent: BlockHash, packed: bytes, block_size: int) -> bytes:
     return b"".join(keys)
 
 
+_NOTHING = memoryview(b"")
+
+
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
     """The full blocks of a prompt, packed and hashed; shared by all sequences of a request.
 
     Attributes:
-        tokens: packed token ids, `block_size` a block.
+        tokens: packed token ids, `block_size` a block: the prompt's own memory, where that is an `array("i")`.
         keys: 16 bytes a block.
     """
 
     root: BlockHash
     block_size: int
-    tokens: bytes = b""
-    keys: bytes = b""
+    tokens: memoryview = _NOTHING
+    keys: memoryview = _NOTHING
 
     def __len__(self) -> int:
         return len(self.keys) // DIGEST_BYTES
@@ -96,19 +102,23 @@ class FullBlocks:
     @classmethod
     def of(cls, root: BlockHash, block_size: int, token_ids: Sequence[int]) -> FullBlocks:
         """Pack and hash a prompt. Thread-safe; for a long prompt, other threads may run between slices."""
-        end = len(token_ids) // block_size * block_size
-        step = max(1, _SLICE_TOKENS // block_size) * block_size
-        tokens: list[bytes] = []
-        keys: list[bytes] = []
+        num_blocks = len(token_ids) // block_size
+        if not num_blocks:
+            return cls(root, block_size)
+        width, step = block_size * TOKEN_BYTES, max(1, _SLICE_TOKENS // block_size)
+        packed = token_ids if _is_packed(token_ids) else array("i", token_ids)
+        tokens = memoryview(cast("array[int]", packed)).cast("B")[: num_blocks * width].toreadonly()
+        # Memory that is first touched slice by slice: five megabytes at once take other threads a millisecond or two.
+        keys = np.empty(num_blocks * DIGEST_BYTES, np.uint8).data
         parent = root
-        for start in range(0, end, step):
+        for start in range(0, num_blocks, step):
             if start:
                 time.sleep(0)
-            packed = token_bytes(token_ids[start : min(start + step, end)])
-            tokens.append(packed)
-            keys.append(chain_hashes(parent, packed, block_size))
-            parent = BlockHash(keys[-1][-DIGEST_BYTES:])
-        return cls(root, block_size, b"".join(tokens), b"".join(keys))
+            end = min(start + step, num_blocks)
+            hashed = chain_hashes(parent, bytes(tokens[start * width : end * width]), block_size)
+            keys[start * DIGEST_BYTES : end * DIGEST_BYTES] = hashed
+            parent = BlockHash(hashed[-DIGEST_BYTES:])
+        return cls(root, block_size, tokens, keys.toreadonly())
 
 
 class TokenChain:
@@ -130,7 +140,7 @@ class TokenChain:
         self._keys = bytearray()
         self._length = self._num_shared
         # The key of all blocks, which is asked for several times when a sequence has filled its newest one.
-        self._last = BlockHash(prompt.keys[-DIGEST_BYTES:]) or prompt.root
+        self._last = BlockHash(bytes(prompt.keys[-DIGEST_BYTES:])) or prompt.root
 
     def __len__(self) -> int:
         return self._length
@@ -166,7 +176,7 @@ class TokenChain:
             return self.root
         start = (length - 1) * DIGEST_BYTES
         if length <= self._num_shared:
-            return BlockHash(self._shared.keys[start : start + DIGEST_BYTES])
+            return BlockHash(bytes(self._shared.keys[start : start + DIGEST_BYTES]))
         start -= self._num_shared * DIGEST_BYTES
         return BlockHash(bytes(self._keys[start : start + DIGEST_BYTES]))
 
@@ -174,15 +184,15 @@ class TokenChain:
         """The packed token ids of full blocks `start .. end`."""
         width, split = self._width, self._num_shared
         if end <= split:
-            return self._shared.tokens[start * width : end * width]
+            return bytes(self._shared.tokens[start * width : end * width])
         own = bytes(self._tokens[max(0, start - split) * width : (end - split) * width])
-        return own if start >= split else self._shared.tokens[start * width :] + own
+        return own if start >= split else bytes(self._shared.tokens[start * width :]) + own
 
     def rows(self, start: int, end: int) -> Iterator[tuple[Keys, Tokens]]:
         """Keys and token ids of full blocks `start .. end` as arrays, in one or two pieces."""
         split, width = self._num_shared, self._width
         if start < (middle := min(end, split)):
-            yield self._rows(memoryview(self._shared.keys), memoryview(self._shared.tokens), start, middle)
+            yield self._rows(self._shared.keys, self._shared.tokens, start, middle)
         if end > (middle := max(start, split)):
             # Copies: what is exported as an array could not grow.
             first, last = middle - split, end - split

@@ -106,19 +106,24 @@ class KeyIndex:
 
     def find(self, keys: Keys) -> BlockIds:
         """The id of each of many keys, -1 where there is none."""
-        home = (keys[:, 0] * np.uint64(self._factor)) >> np.uint64(self._shift)
-        slot = home.astype(np.int64)
+        # In place and by `take`, several times as fast as brackets: a long prompt has tens of thousands of keys.
+        home = keys[:, 0] * np.uint64(self._factor)
+        home >>= np.uint64(self._shift)
+        slot = home.view(np.int64)
         slots = np.frombuffer(self._slots, np.int32)
         rows = np.frombuffer(self._keys, np.uint64).reshape(-1, 2)
         found = slots.take(slot)
         # Those that met another key at their home look one place further, until all have met theirs or nothing.
         open_ = np.flatnonzero(_differ(rows.take(found, axis=0), keys) & (found != 0))
+        slot, keys = slot.take(open_), keys.take(open_, axis=0)
         while open_.size:
-            slot[open_] = (slot[open_] + 1) & self._mask
-            found[open_] = slots[slot[open_]]
-            at = found[open_]
-            open_ = open_[_differ(rows[at], keys[open_]) & (at != 0)]
-        return found - 1
+            slot += 1
+            slot &= self._mask
+            found[open_] = there = slots.take(slot)
+            still = np.flatnonzero(_differ(rows.take(there, axis=0), keys) & (there != 0))
+            open_, slot, keys = open_.take(still), slot.take(still), keys.take(still, axis=0)
+        found -= 1
+        return found
 
     def reserve(self, capacity: int) -> None:
         """Make room for ids below `capacity`."""
@@ -158,5 +163,6 @@ class KeyIndex:
 
 
 def _differ(ours: Keys, theirs: Keys) -> npt.NDArray[np.bool_]:
-    differ: npt.NDArray[np.bool_] = (ours[:, 0] != theirs[:, 0]) | (ours[:, 1] != theirs[:, 1])
+    parts = ours ^ theirs
+    differ: npt.NDArray[np.bool_] = (parts[:, 0] | parts[:, 1]) != 0
     return differ

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Audit, Findings, counted, proven
-from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, new_table
+from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState, BlockTable, as_array, new_table
 from octavo.kvcache.eviction import EvictionPolicy, make_eviction_policy
 from octavo.kvcache.hashing import FullBlocks, TokenChain, group_key
 from octavo.kvcache.hierarchy import CacheHierarchy
@@ -177,9 +177,21 @@ class KVCacheManager:
         if None in self._windows:
             # So many blocks at least, none of them twice: no need to look for more than may be pinned.
             length = min(length, self.pins.budget_blocks, self.pins.tenant_blocks)
-        pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds)
+        known = self._published_prefix(request, length)
+        pin = self.pins.pin(chain, length, request.cache_scope, request.tenant, wanted.ttl_seconds, known)
         pin_id, num_pinned = (None, 0) if pin is None else (pin.pin_id, pin.num_tokens)
         return PinReceipt(pin_id, wanted.num_tokens, num_pinned, wanted.ttl_seconds)
+
+    def _published_prefix(self, request: Request, length: int) -> tuple[BlockTable, ...] | None:
+        """The first blocks of a request that runs, where the prefix cache has these very blocks: nothing to look up.
+
+        It has not where another request has published equal blocks before, and is asked then; and where a window has
+        given up blocks that a shorter prefix needs.
+        """
+        if self.slides or not request.sequences or (holding := self._holdings.get(request.sequences[0].seq_id)) is None:
+            return None
+        tables = tuple(table[:length] for table in holding.tables)
+        return tables if all(len(t) == length and self.pool.are_published(t) for t in tables) else None
 
     def stock(self, requests: Iterable[Request]) -> Stock:
         """Every block by state and tenant, and what each of `requests` holds: all that have not ended. O(blocks)."""
@@ -215,7 +227,7 @@ class KVCacheManager:
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
         self.hierarchy.load(seq, holding.tables, hit)
-        holding.num_slid = [table.count(NULL_BLOCK) for table in holding.tables]
+        holding.num_slid = [int((as_array(table) == NULL_BLOCK).sum()) for table in holding.tables]
         # What is loaded is published with what the step computes.
         covered = hit.num_tokens // self.spec.block_size
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)

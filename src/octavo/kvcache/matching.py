@@ -6,7 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
+import numpy as np
+
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, as_array, new_table
 from octavo.kvcache.hashing import TokenChain, group_key
 from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
 from octavo.kvcache.prefix.base import PrefixCache
@@ -61,10 +63,9 @@ def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
     """A hit of tables that a `TieredIndex` filled."""
     loads: list[tuple[int, int, HostBlockId]] = []
     for group, table in enumerate(tables):
-        for index, block in enumerate(table):
-            if block < 0:
-                loads.append((group, index, HostBlockId(-1 - block)))
-                table[index] = NULL_BLOCK
+        for index in np.flatnonzero(as_array(table) < 0).tolist():
+            loads.append((group, index, HostBlockId(-1 - table[index])))
+            table[index] = NULL_BLOCK
     return PrefixHit(len(tables[0]) * block_size, tables, tuple(loads))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import inf
@@ -21,7 +21,8 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, as_array, table_of
+from octavo.kvcache.block import BlockId, BlockIds, BlockTable, as_array, no_null, table_of
+from octavo.kvcache.block_counts import BlockCounts
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
 
@@ -86,7 +87,7 @@ class PinTable:
         self._pool = pool
         self._find = find
         self._pins: dict[str, Pin] = {}
-        self._held: dict[str, Counter[BlockId]] = {}  # by tenant, how many of its pins hold a block
+        self._held: dict[str, BlockCounts] = {}  # by tenant, how many of its pins hold a block
         self._next_expiry = inf  # no pin expires before it
 
     def __len__(self) -> int:
@@ -96,10 +97,21 @@ class PinTable:
         """Every pin, the soonest to expire first."""
         return iter(sorted(self._pins.values(), key=_expiry))
 
-    def pin(self, chain: TokenChain, length: int, salt: str, tenant: str, ttl_seconds: float) -> Pin | None:
+    def pin(
+        self,
+        chain: TokenChain,
+        length: int,
+        salt: str,
+        tenant: str,
+        ttl_seconds: float,
+        known: Tables | None = None,
+    ) -> Pin | None:
         """Pin what is cached of a chain's first `length` full blocks, as far as the tenant's share and the budget go.
 
         The same prefix again renews its pin.
+
+        Args:
+            known: the blocks, where somebody knows them, each in its place whatever the prefix's length.
 
         Returns:
             The pin, which may cover less than the chain; None where not even a first block could be pinned.
@@ -107,25 +119,21 @@ class PinTable:
         if not ttl_seconds > 0:
             raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
         self.expire()
-        length, blocks = self._affordable(chain, length, tenant)
+        length, blocks = self._affordable(chain, length, tenant, known)
         if not length:
             return None
         digest = blake2b(root_hash(tenant, salt) + chain.key(length), digest_size=8)
         pin_id = f"pin-{digest.hexdigest()}"
         expires_at = self.clock() + ttl_seconds
-        known = self._pins.get(pin_id)
-        if known is not None and known.blocks == blocks:
-            pin = replace(known, ttl_seconds=ttl_seconds, expires_at=max(known.expires_at, expires_at))
+        before = self._pins.get(pin_id)
+        if before is not None and before.blocks == blocks:
+            pin = replace(before, ttl_seconds=ttl_seconds, expires_at=max(before.expires_at, expires_at))
         else:
             pin = Pin(pin_id, tenant, length * chain.block_size, blocks, ttl_seconds, expires_at)
             self._pool.pin(blocks)
-            if (own := self._held.get(tenant)) is None:
-                # A third of the time that counting takes; no block comes twice.
-                self._held[tenant] = Counter(dict.fromkeys(blocks, 1))
-            else:
-                own.update(blocks)
-            if known is not None:
-                self._release(known)
+            self._held.setdefault(tenant, BlockCounts()).add(as_array(blocks))
+            if before is not None:
+                self._release([before])
             else:
                 self.counters.num_pinned += 1
         self._pins[pin_id] = pin
@@ -138,7 +146,7 @@ class PinTable:
         pin = self._pins.pop(pin_id, None)
         if pin is None:
             return False
-        self._release(pin)
+        self._release([pin])
         self.counters.num_unpinned += 1
         return True
 
@@ -149,7 +157,7 @@ class PinTable:
         over = [pin for pin in self._pins.values() if pin.expires_at <= now]
         for pin in over:
             del self._pins[pin.pin_id]
-            self._release(pin)
+        self._release(over)
         self.counters.num_expired += len(over)
         self._next_expiry = min((pin.expires_at for pin in self._pins.values()), default=inf)
         return len(over)
@@ -160,7 +168,7 @@ class PinTable:
             return False
         pin = min(self._pins.values(), key=_expiry)
         del self._pins[pin.pin_id]
-        self._release(pin)
+        self._release([pin])
         self.counters.num_yielded += 1
         return True
 
@@ -186,46 +194,40 @@ class PinTable:
         if held.keys() != self._held.keys():
             yield f"tenants {sorted(self._held)} are said to pin, but pins are those of {sorted(held)}"
         for tenant, blocks in held.items():
-            yield from _compare(f"tenant {tenant!r}", self._held.get(tenant, {}), blocks)
+            counted = self._held.get(tenant)
+            yield from _compare(f"tenant {tenant!r}", {} if counted is None else dict(counted.items()), blocks)
             if len(blocks) > self.tenant_blocks:
                 yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
-    def _affordable(self, chain: TokenChain, length: int, tenant: str) -> tuple[int, BlockTable]:
+    def _affordable(self, chain: TokenChain, length: int, tenant: str, known: Tables | None) -> tuple[int, BlockTable]:
         """The longest prefix of the chain that is cached and can be paid for: its full blocks, and what holds them.
 
         Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
         """
         num_pinned = self._pool.num_with_pins
-        own = self._held.get(tenant, Counter())
+        own = self._held.get(tenant) or BlockCounts()
         room, own_room = self.budget_blocks - num_pinned, self.tenant_blocks - len(own)
         while length > 0:
-            tables = self._find(chain, length)
+            tables = self._find(chain, length) if known is None else tuple(table[:length] for table in known)
             length = len(tables[0])
-            ids = np.concatenate([as_array(table) for table in tables])
-            blocks = table_of(ids[ids != NULL_BLOCK])
-            excess = -1
-            if len(blocks) > min(room, own_room):
-                missing = self._pool.num_unpinned(blocks)
-                # Who pins alone has pinned all that is pinned.
-                missing_own = missing if len(own) == num_pinned else _num_missing(blocks, own)
-                excess = max(missing - room, missing_own - own_room)
+            blocks = no_null(np.concatenate([as_array(table) for table in tables]))
+            excess = max(self._pool.num_unpinned(blocks) - room, own.num_missing(blocks) - own_room)
             if excess <= 0:
-                return length, blocks
+                return length, table_of(blocks)
             # One block shorter frees at most one block of each group.
             length -= -(-excess // len(tables))
         return 0, table_of(np.empty(0, np.int32))
 
-    def _release(self, pin: Pin) -> None:
-        # The tail first, so that it is evicted before the head.
-        self._pool.unpin(pin.blocks[::-1])
-        own = self._held[pin.tenant]
-        if len(own) == len(pin.blocks) == own.total():
-            del self._held[pin.tenant]  # it was its only pin
-            return
-        own.subtract(pin.blocks)
-        for block in pin.blocks:
-            if not own[block]:
-                del own[block]
+    def _release(self, pins: Sequence[Pin]) -> None:
+        gone: dict[str, list[BlockIds]] = {}
+        for pin in pins:
+            # The tail first, so that it is evicted before the head.
+            self._pool.unpin(pin.blocks[::-1])
+            gone.setdefault(pin.tenant, []).append(as_array(pin.blocks))
+        for tenant, blocks in gone.items():
+            self._held[tenant].remove(np.concatenate(blocks))
+            if not len(self._held[tenant]):
+                del self._held[tenant]
 
 
 def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, int]) -> Findings:
@@ -236,10 +238,6 @@ def _compare(name: str, counted: Mapping[BlockId, int], held: Mapping[BlockId, i
         yield None
     if len(counted) != len(held):
         yield f"{name} counts pins of {len(counted)} blocks, pins hold {len(held)}"
-
-
-def _num_missing(blocks: BlockTable, among: Mapping[BlockId, int]) -> int:
-    return len(blocks) - sum(map(among.__contains__, blocks))
 
 
 def _expiry(pin: Pin) -> float:

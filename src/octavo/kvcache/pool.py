@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, no_null
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.owners import BlockOwners
 
@@ -152,17 +152,20 @@ class BlockPool:
                 if block_id != NULL_BLOCK:
                     self.acquire(block_id, tenant)
             return
-        ids = as_array(block_ids)
-        ids = ids[ids != NULL_BLOCK]
-        unused = ids[self._count_of[ids] == 0]
-        if unused.size and (self.num_with_pins or not self._is_published[unused].all()):
+        # `take` and whole arrays where it can be: picking by a list of places takes three times as long.
+        ids = no_null(as_array(block_ids))
+        counts = self._count_of.take(ids)
+        unused = _where(counts == 0, ids)
+        if not self._is_published.take(unused).all():
             for block_id in ids.tolist():
-                self.acquire(block_id, tenant)
+                self.acquire(block_id, tenant)  # says which cannot be shared
             return
-        self._eviction.remove_all(unused)
+        unpinned = _where(self._pins_of.take(unused) == 0, unused)
+        self._num_pinned -= len(unused) - len(unpinned)
+        self._eviction.remove_all(unpinned)
         if self.owners is not None:
             self.owners.took(unused.tolist(), tenant)
-        self._count_of[ids] += 1
+        self._count_of[ids] = counts + 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """Drop one reference to each; null blocks are skipped.
@@ -194,23 +197,22 @@ class BlockPool:
         if len(block_ids) <= _MANY:
             self.release(reversed(block_ids))
             return
-        ids = as_array(block_ids)[::-1]
-        ids = ids[ids != NULL_BLOCK]
-        counts = self._count_of[ids]
+        ids = no_null(as_array(block_ids)[::-1])
+        counts = self._count_of.take(ids)
         if not counts.all():
             self.release(reversed(block_ids))  # says which is freed twice
         self._count_of[ids] = counts - 1
-        last = ids[counts == 1]
+        last = _where(counts == 1, ids)
         if self.owners is not None:
             self.owners.gave_back(last.tolist())
-        published = self._is_published[last] != 0
-        self._free.frombytes(last[~published].tobytes())
-        cached = last[published]
-        pinned = self._pins_of[cached] != 0
-        self._num_pinned += int(pinned.sum())
-        cached = cached[~pinned]
+        published = self._is_published.take(last) != 0
+        unpublished = _where(~published, last)
+        self._free.frombytes(unpublished.tobytes())
+        published_ids = _where(published, last)
+        cached = _where(self._pins_of.take(published_ids) == 0, published_ids)
+        self._num_pinned += len(published_ids) - len(cached)
         self._eviction.add_all(cached)
-        self.num_freed += len(last) - int(published.sum()) + len(cached)
+        self.num_freed += len(unpublished) + len(cached)
 
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
@@ -220,13 +222,12 @@ class BlockPool:
         Raises:
             CacheError: a block is not published: nothing could find it.
         """
-        ids = as_array(block_ids)
-        ids = ids[ids != NULL_BLOCK]
-        if not (published := self._is_published[ids] != 0).all():
+        ids = no_null(as_array(block_ids))
+        if not (published := self._is_published.take(ids) != 0).all():
             block_id = BlockId(int(ids[~published][0]))
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
-        pins = self._pins_of[ids]
-        unused = ids[(self._count_of[ids] == 0) & (pins == 0)]
+        pins = self._pins_of.take(ids)
+        unused = ids[(self._count_of.take(ids) == 0) & (pins == 0)]
         self._eviction.remove_all(unused)
         self._num_pinned += len(unused)
         self.num_with_pins += int((pins == 0).sum())
@@ -240,15 +241,14 @@ class BlockPool:
         Raises:
             CacheError: a block is not pinned; then nothing has changed.
         """
-        ids = as_array(block_ids)
-        ids = ids[ids != NULL_BLOCK]
-        pins = self._pins_of[ids]
+        ids = no_null(as_array(block_ids))
+        pins = self._pins_of.take(ids)
         if not pins.all():
             raise CacheError(f"block {ids[pins == 0][0]} is unpinned more often than pinned")
         self._pins_of[ids] = pins - 1
-        last = ids[pins == 1]
+        last = _where(pins == 1, ids)
         self.num_with_pins -= len(last)
-        cached = last[self._count_of[last] == 0]
+        cached = _where(self._count_of.take(last) == 0, last)
         self._num_pinned -= len(cached)
         self.num_freed += len(cached)
         self._eviction.add_all(cached)
@@ -295,13 +295,16 @@ class BlockPool:
         """How many of a table's published blocks are in the cached state."""
         if len(block_ids) <= _MANY:
             return sum(map(self.is_evictable, block_ids))
-        ids = as_array(block_ids)
-        ids = ids[ids != NULL_BLOCK]
-        return int(((self._count_of[ids] == 0) & (self._pins_of[ids] == 0)).sum())
+        ids = no_null(as_array(block_ids))
+        return int(((self._count_of.take(ids) == 0) & (self._pins_of.take(ids) == 0)).sum())
 
-    def num_unpinned(self, block_ids: Sequence[BlockId]) -> int:
+    def num_unpinned(self, block_ids: BlockIds) -> int:
         """How many of these blocks nobody pins."""
-        return int((self._pins_of[as_array(block_ids)] == 0).sum())
+        return int((self._pins_of.take(block_ids) == 0).sum())
+
+    def are_published(self, block_ids: Sequence[BlockId]) -> bool:
+        """Whether all of these blocks are."""
+        return bool(self._is_published.take(as_array(block_ids)).all())
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
@@ -350,6 +353,11 @@ class BlockPool:
         self._published[block_id] = 0
         self._on_evict(block_id)
         return block_id
+
+
+def _where(holds: npt.NDArray[np.bool_], block_ids: BlockIds) -> BlockIds:
+    """The blocks of which something holds: the very array where it holds of all."""
+    return block_ids if holds.all() else block_ids[holds]
 
 
 def check_references(pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]) -> Findings:

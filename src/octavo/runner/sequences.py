@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -110,7 +112,7 @@ class SequenceTable:
             table[child, :length] = table[parent, :length]
         self._note_written(child, 0, length)
 
-    def _write(self, row: int, first: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+    def _write(self, row: int, first: int, blocks: tuple[Seq[int], ...]) -> None:
         for table, run in zip(self.tables, blocks, strict=True):
             table[row, first : first + len(run)] = run
         end = self._lengths[row] = first + len(blocks[0])

@@ -80,14 +80,14 @@ class NewSequence(NamedTuple):
     """A sequence that the runner does not know.
 
     Attributes:
-        tables: one block table per group.
+        tables: one block table per group, an array of its own.
         token_ids: all its tokens so far, int32 in the machine's byte order, where penalties count them or a grammar
             follows them; else empty.
     """
 
     seq_id: SequenceId
     sampling: SamplingSnapshot
-    tables: tuple[tuple[BlockId, ...], ...]
+    tables: tuple[Seq[BlockId], ...]
     token_ids: bytes = b""
 
 

@@ -284,5 +284,5 @@ class PlanBuilder:
         needs_tokens = params.counts_tokens or params.structured_outputs is not None
         token_ids = array("i", seq.token_ids).tobytes() if needs_tokens else b""
         self._told_grammars |= params.structured_outputs is not None
-        self._new.append(NewSequence(seq.seq_id, sampling, tuple(map(tuple, tables)), token_ids))
+        self._new.append(NewSequence(seq.seq_id, sampling, tuple(table[:] for table in tables), token_ids))
         self._told[seq.seq_id] = len(tables[0])

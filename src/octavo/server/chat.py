@@ -75,7 +75,7 @@ class ChatAnswer:
         }
         if self._body.prompt_logprobs is not None:
             given = output.prompt_logprobs or ()
-            response["prompt_logprobs"] = prompt_logprobs(self._texts, output.prompt_token_ids, given)
+            response["prompt_logprobs"] = prompt_logprobs(self._texts, output.prompt_ids, given)
         if self._body.return_token_ids:
             response["prompt_token_ids"] = output.prompt_token_ids
         return json_pieces(response)
@@ -110,7 +110,7 @@ class ChatAnswer:
             async for _, output in outputs:
                 weight = self._weight(output)
                 if not begun and self._body.return_token_ids:
-                    weight += len(output.prompt_token_ids)
+                    weight += len(output.prompt_ids)
                 yield await offload(weight, partial(self._events_of, output, head, first=not begun))
                 begun = True
         if last := self._last_event(head):

@@ -75,7 +75,7 @@ class CompletionAnswer:
         prompt = self._job.prompts[prompt_index]
         if prompt.text is not None:
             return prompt.text
-        return self._engine.tokenizer.decode(prompt.token_ids, self._job.params.skip_special_tokens)
+        return self._engine.tokenizer.decode(list(prompt.token_ids), self._job.params.skip_special_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -86,7 +86,7 @@ class CompletionAnswer:
         """vLLM's `prompt_logprobs`, the same for all choices of a prompt."""
         if prompt_index not in self._prompt_logprobs:
             given = output.prompt_logprobs or ()
-            self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_token_ids, given)
+            self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_ids, given)
         return self._prompt_logprobs[prompt_index]
 
     async def whole(self) -> list[bytes]:

@@ -106,7 +106,7 @@ class EngineClient(Protocol):
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | Sequence[int],
         params: SamplingParams,
         context: RequestContext = DEFAULT_CONTEXT,
         *,

@@ -5,6 +5,7 @@ Where it runs, `body_reading` decides.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -251,7 +252,7 @@ class BodyReader:
             tools = checked_tools(body.tools, None, self._limits)
             self._dialects.calls_for(tools)
             chat = self._dialects.chat(messages, tools)
-            token_ids = self._render(body, chat, body.chat_template_kwargs or {})[0].token_ids
+            token_ids = list(self._render(body, chat, body.chat_template_kwargs or {})[0].token_ids)
         else:
             token_ids = self._tokenize(body.prompt or "", body.add_special_tokens is not False)
         to_token = self.tokenizer.id_to_token
@@ -333,7 +334,7 @@ class BodyReader:
         if kept is not None and len(token_ids) > kept:
             token_ids, text = token_ids[-kept:], None
         self._check_length(token_ids)
-        return EncodedPrompt(token_ids, text)
+        return EncodedPrompt(array("i", token_ids), text)
 
     def _tokenize(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
         tokenizer = self.tokenizer

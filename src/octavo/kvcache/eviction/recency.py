@@ -39,10 +39,10 @@ class LruEviction:
         self._insert(self._previous[NULL_BLOCK], block_id)
 
     def add_all(self, block_ids: BlockIds) -> None:
-        run = block_ids
-        if not run.size:
+        if not block_ids.size:
             return
-        self._grow(int(run.max()))
+        self._grow(int(block_ids.max()))
+        run = block_ids.astype(np.intp)  # as numpy would for each line below
         first, last, newest = int(run[0]), int(run[-1]), self._previous[NULL_BLOCK]
         following, preceding = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
         following[run[:-1]] = run[1:]
@@ -62,10 +62,10 @@ class LruEviction:
 
     def remove_all(self, block_ids: BlockIds) -> None:
         # What one sequence gave up together lies here in one piece, the tail first.
-        run = block_ids[::-1]
-        if len(run) > 1 and run.max() < len(self._next):
+        if len(block_ids) > 1 and block_ids.max() < len(self._next):
+            run = block_ids[::-1].astype(np.intp)
             following = np.frombuffer(self._next, np.int32)
-            if (following[run[:-1]] == run[1:]).all() and following[run[-1]] != _ABSENT:
+            if (following.take(run[:-1]) == run[1:]).all() and following[run[-1]] != _ABSENT:
                 before, after = self._previous[run[0]], self._next[run[-1]]
                 following[run] = _ABSENT
                 self._next[before], self._previous[after] = after, before

@@ -7,13 +7,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import BlockHash, BlockId, BlockTable, new_table, table_of
-from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, group_key, root_hash
+from octavo.kvcache.block import BlockHash, BlockId, BlockIds, BlockTable, new_table, table_of
+from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, Tokens, group_key, root_hash
 from octavo.kvcache.key_index import KeyIndex
 
-# The first blocks of a prompt are looked up one by one, what follows in pieces: most prompts miss early.
+# The first blocks of a prompt are looked up one by one, what follows in pieces, each so many times as long as what was
+# found before: most prompts miss early, and a piece costs as much as some hundreds of its blocks.
 _ONE_BY_ONE = 16
-_PIECE = 8192
+_GROWTH = 8
+# Blocks looked up in one call, and blocks whose tokens are compared in one: a quarter of a megabyte, which stays in the
+# processor's cache.
+MOST_AT_ONCE = 16_384
+_COMPARED_AT_ONCE = 4096
 
 
 class HashedPrefixCache:
@@ -63,7 +68,7 @@ class HashedPrefixCache:
             found.append(block_id)
         while len(found) < limit:
             start = len(found)
-            end = min(limit, start + _PIECE)
+            end = min(limit, start + min(_GROWTH * start, MOST_AT_ONCE))
             found.extend(self._find(group, chain, start, end))
             if len(found) < end:
                 break
@@ -111,17 +116,22 @@ class HashedPrefixCache:
 
     def _find(self, group: int, chain: TokenChain, start: int, end: int) -> BlockTable:
         """The blocks of full blocks `start .. end` up to the first that is missing."""
-        slab = np.frombuffer(self._tokens, np.int32).reshape(-1, self._block_size)
         found = new_table()
         for keys, tokens in chain.rows(start, end):
             ids = self._index.find(keys ^ np.array([0, group << 48], np.uint64) if group else keys)
-            missing = ids < 0
-            length = int(missing.argmax()) if missing.any() else len(ids)
-            ids, tokens = ids[:length], tokens[:length]
-            # Mostly all are equal, which is one comparison.
-            if (differ := slab.take(ids, axis=0) != tokens).any():
-                length = int(differ.any(axis=1).argmax())
+            length = int((ids < 0).argmax()) if ids.min() < 0 else len(ids)
+            length = self._num_equal(ids[:length], tokens)
             found.extend(table_of(ids[:length]))
             if length < len(keys):
                 break
         return found
+
+    def _num_equal(self, ids: BlockIds, tokens: Tokens) -> int:
+        """How many blocks hold the tokens in the same row, up to the first that does not."""
+        slab = np.frombuffer(self._tokens, np.int32).reshape(-1, self._block_size)
+        for start in range(0, len(ids), _COMPARED_AT_ONCE):
+            part = ids[start : start + _COMPARED_AT_ONCE]
+            # Mostly all are equal, which is one comparison.
+            if (differ := slab.take(part, axis=0) != tokens[start : start + len(part)]).any():
+                return start + int(differ.any(axis=1).argmax())
+        return len(ids)
