@@ -17,6 +17,8 @@ def oracle_attention(
 ) -> torch.Tensor:
     """Causal attention of one sequence's last `len(query)` tokens over all of its tokens (Vaswani et al. 2017, 3.2.1).
 
+    Nothing that lies behind the first query's window is read: it may be NaN.
+
     Args:
         query: [queries, num_heads, key_dim]
         key: [tokens, kv_heads, key_dim]
@@ -26,19 +28,22 @@ def oracle_attention(
     Returns:
         float64 [queries, num_heads, value_dim]
     """
-    share = query.shape[1] // key.shape[1]
-    key, value = key.double().repeat_interleave(share, dim=1), value.double().repeat_interleave(share, dim=1)
-    first = len(key) - len(query)
-    output = torch.empty(len(query), query.shape[1], value.shape[2], dtype=torch.float64)
-    for i in range(len(query)):
-        position = first + i
-        start = 0 if window is None else max(0, position - window + 1)
-        scores = torch.einsum("hd,thd->ht", query[i].double(), key[start : position + 1]) * scale
+    num_heads, kv_heads = query.shape[1], key.shape[1]
+    positions = torch.arange(len(key) - len(query), len(key))[:, None]
+    start = 0 if window is None else max(0, len(key) - len(query) - window + 1)
+    tokens = torch.arange(start, len(key))
+    seen = tokens <= positions
+    if window is not None:
+        seen &= tokens > positions - window
+    outputs = []
+    for head in range(num_heads):
+        shared = head // (num_heads // kv_heads)
+        scores = query[:, head].double() @ key[start:, shared].double().T * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = scores.exp()
+        weights = scores.exp() * seen
         total = weights.sum(dim=1)
         if sinks is not None:
-            total = total + sinks.double().exp()
-        output[i] = torch.einsum("ht,thd->hd", weights, value[start : position + 1]) / total[:, None]
-    return output
+            total = total + sinks[head].double().exp()
+        outputs.append(weights @ value[start:, shared].double() / total[:, None])
+    return torch.stack(outputs, dim=1)

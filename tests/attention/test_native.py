@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from typing import Any
 
@@ -18,6 +17,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.storage.layer_kv import LayerKV
 from tests.attention.batches import PagedSequences
+from tests.attention.oracle import oracle_attention
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -26,37 +26,19 @@ pytestmark = [
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 LEVELS = kernels.supported_isas() if kernels.available() else []
+# Emulated tiles are slow, and have the bits of the processor's where there are any: a test below says so.
+QUICK_LEVELS = [level for level in LEVELS if level != "amx_emulated" or "amx" not in LEVELS]
 
 
-def exact(
-    kv: LayerKV,
-    query: torch.Tensor,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention in float64, one token and head at a time: nothing of it is shared with any backend."""
-    out = torch.zeros(query.shape[0], query.shape[1], kv.value_dim, dtype=torch.float64)
-    tables = batch.groups[kv.group].block_tables
-    for seq in range(batch.num_seqs):
-        start, stop = batch.query_start[seq].item(), batch.query_start[seq + 1].item()
-        context = batch.context_lens[seq].item()
-        key, value = kv.gather(tables[batch.table_rows[seq]].long(), context)  # type: ignore[arg-type]
-        share = query.shape[1] // key.shape[1]
-        for token, head in itertools.product(range(start, stop), range(query.shape[1])):  # type: ignore[arg-type]
-            position = context - stop + token
-            low = 0 if kv.sliding_window is None else max(0, position - kv.sliding_window + 1)
-            k = key[low : position + 1, head // share].double()
-            scores = k @ query[token, head].double() * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head].double().view(1)))
-            weights = scores.softmax(0)[: len(k)]
-            out[token, head] = weights @ value[low : position + 1, head // share].double()
-    return out
+def exact(kv: LayerKV, query: torch.Tensor, batch: AttentionBatch, **options: Any) -> torch.Tensor:
+    """The textbook's answer in float64 for each sequence of the batch; nothing of it is shared with any backend."""
+    tables, bounds, contexts = batch.groups[kv.group].block_tables, batch.query_start.tolist(), batch.context_lens
+    outputs = []
+    for i in range(batch.num_seqs):
+        key, value = kv.gather(tables[batch.table_rows[i]].long(), int(contexts[i]))
+        asked = query[bounds[i] : bounds[i + 1]]
+        outputs.append(oracle_attention(asked, key, value, window=kv.sliding_window, **options))
+    return torch.cat(outputs)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -181,7 +163,7 @@ def test_an_infinite_token_does_not_reach_the_queries_that_do_not_see_it(
     assert not spoilt[21:behind].isfinite().any()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", QUICK_LEVELS)
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
 def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtype: str, window: int | None) -> None:
     kernels.force_isa(level)
@@ -190,7 +172,7 @@ def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtyp
     chunks = [{0: 777, 2: 1}, {0: 512, 1: 64, 2: 650}, {1: 25, 2: 48}, {0: 10}, *[{0: 1, 1: 1, 2: 1}]]
     kernels.set_num_threads(1)
     expected = attend_in_steps(dtype, window, whole)
-    for threads, steps in itertools.product((1, 2, 3), (whole, alone, chunks)):
+    for threads, steps in ((1, alone), (1, chunks), (2, whole), (2, chunks), (3, alone)):
         kernels.set_num_threads(threads)
         actual = attend_in_steps(dtype, window, steps)
         assert all(torch.equal(actual[seq], expected[seq]) for seq in expected), (threads, steps)
