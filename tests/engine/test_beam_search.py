@@ -44,6 +44,7 @@ MANY_ENDS = list(range(3, VOCAB, 40))
 def test_beams_that_end_are_those_of_transformers(
     make_llm: MakeLLM, tiny_llama: Path, model: Any, width: int, length_penalty: float, early_stopping: Any
 ) -> None:
+    rules: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     llm = make_llm(tiny_llama, block_size=4)
     params = SamplingParams(
         use_beam_search=True,
@@ -51,21 +52,12 @@ def test_beams_that_end_are_those_of_transformers(
         max_tokens=20,
         ignore_eos=True,
         stop_token_ids=MANY_ENDS,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
+        **rules,
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
     lengths = set()
-    for output in outputs:
-        (expected,) = expected_beams(
-            model,
-            [output.prompt_token_ids],
-            width,
-            20,
-            eos_token_id=MANY_ENDS,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
+    searches = expected_beams(model, prompts(), width, 20, eos_token_id=MANY_ENDS, **rules)
+    for output, expected in zip(outputs, searches, strict=True):
         assert_same_beams(scored(output.outputs, length_penalty), expected, length_penalty)
         lengths |= {len(tokens) for tokens, _ in expected}
     assert len(lengths) > 3 or length_penalty > 1, "the outputs all end alike"
@@ -78,10 +70,8 @@ def test_beams_that_run_into_their_limit_are_those_of_transformers(
     llm = make_llm(tiny_llama)
     params = SamplingParams(use_beam_search=True, best_of=width, n=2, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
-    for output in outputs:
-        (expected,) = expected_beams(
-            model, [output.prompt_token_ids], width, 24, eos_token_id=None, num_return_sequences=2
-        )
+    searches = expected_beams(model, prompts(), width, 24, eos_token_id=None, num_return_sequences=2)
+    for output, expected in zip(outputs, searches, strict=True):
         assert_same_beams(scored(output.outputs), expected)
         assert [c.finish_reason for c in output.outputs] == [FinishReason.LENGTH] * 2
 
@@ -111,8 +101,8 @@ def test_fewer_continuations_than_beams_are_those_of_transformers(
         use_beam_search=True, n=4, max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=enders
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
-    for output in outputs:
-        (expected,) = expected_beams(model, [output.prompt_token_ids], 4, 12, eos_token_id=enders, min_new_tokens=6)
+    searches = expected_beams(model, prompts(), 4, 12, eos_token_id=enders, min_new_tokens=6)
+    for output, expected in zip(outputs, searches, strict=True):
         assert_same_beams(scored(output.outputs), expected)
         for completion in output.outputs:
             last = completion.token_ids[-1]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, ConfigError, SamplingParams, kernels
+from tests.engine.preempting import thrash
 from tests.models.tiny import write_hf_model
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
@@ -20,7 +21,7 @@ NUM_PROMPTS = 24
 def prompts() -> list[str]:
     """Ends of English paragraphs of many lengths; every fifth shares a long beginning with the one before."""
     texts = [text.strip() for _, text in sorted(pydoc_data.topics.topics.items())]
-    chosen = [text[: 60 + 46 * index] for index, text in enumerate(texts[:NUM_PROMPTS])]
+    chosen = [text[: 40 + 26 * index] for index, text in enumerate(texts[:NUM_PROMPTS])]
     for index in range(4, NUM_PROMPTS, 5):
         chosen[index] = chosen[index - 1] + " And then"
     return chosen
@@ -30,7 +31,7 @@ def params() -> list[SamplingParams]:
     """Greedy and seeded in turns; the short prompts, of which many run at once, grow by several blocks."""
     return [
         SamplingParams(
-            max_tokens=40 if i < 12 else 8, ignore_eos=True, temperature=0.0 if i % 2 else 0.9, top_p=0.95, seed=i
+            max_tokens=24 if i < 12 else 4, ignore_eos=True, temperature=0.0 if i % 2 else 0.9, top_p=0.95, seed=i
         )
         for i in range(NUM_PROMPTS)
     ]
@@ -56,10 +57,9 @@ def alone() -> Iterator[list[list[int]]]:
     [
         {"max_num_seqs": 32},
         {"max_num_batched_tokens": 48},
-        {"max_num_seqs": 16, "max_num_batched_tokens": 333, "num_threads": 1},
-        {"block_size": 32},
+        {"max_num_seqs": 16, "max_num_batched_tokens": 333, "num_threads": 1, "block_size": 32},
     ],
-    ids=["in a batch of 32", "in chunks of 48", "in odd chunks on one thread", "in blocks of 32"],
+    ids=["in a batch of 32", "in chunks of 48", "in odd chunks of blocks of 32 on one thread"],
 )
 def test_bfloat16_tokens_do_not_depend_on_how_they_were_computed(
     alone: list[list[int]], options: dict[str, int]
@@ -74,7 +74,8 @@ def test_bfloat16_tokens_do_not_depend_on_how_they_were_computed(
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_bfloat16_tokens_survive_preemption(alone: list[list[int]], preemption_mode: str) -> None:
-    with LLM("smollm2", deterministic=True, max_model_len=2048, num_blocks=36, preemption_mode=preemption_mode) as llm:
+    with LLM("smollm2", deterministic=True, max_model_len=2048, num_blocks=20, preemption_mode=preemption_mode) as llm:
+        thrash(llm.core)
         assert tokens(llm) == alone
         assert llm.core.scheduler.counters.num_preemptions > 0
         llm.core.scheduler.kv.audit()

@@ -89,9 +89,15 @@ def test_the_batch_the_chunks_and_the_blocks_change_no_token(
     assert_same(llm.generate(prompts, params, use_tqdm=False), alone(make_llm, folder))
 
 
-@pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
-@pytest.mark.parametrize("chunk", [2048, 7])
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("model", "chunk", "prefix_cache"),
+    [
+        ("tiny_llama", 2048, "radix"),
+        ("tiny_llama", 7, "hashed"),
+        ("tiny_mistral", 2048, "hashed"),
+        ("tiny_mistral", 7, "radix"),
+    ],
+)
 def test_a_warm_prefix_cache_changes_no_token(
     make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, chunk: int, prefix_cache: str
 ) -> None:
@@ -201,18 +207,19 @@ def test_smollm2_says_the_same_in_chunks_from_the_cache_and_after_preemption(mak
     asked = ["Where are the maps?", "Who wrote this book?", "May I take it home?", "Is there a quiet room upstairs?"]
     prompts = [preamble + question for question in asked]
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=16, ignore_eos=True, logprobs=2)
+        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=10, ignore_eos=True, logprobs=2)
         for i in range(len(prompts))
     ]
     small: dict[str, Any] = {"max_model_len": 128}
-    whole = make_llm("smollm2", enable_prefix_caching=False, **small)
-    expected = [whole.generate(p, s, use_tqdm=False)[0].outputs[0] for p, s in zip(prompts, params, strict=True)]
+    tight = make_llm("smollm2", block_size=8, num_blocks=10, attention_backend="reference", **small)
+    thrash(tight.core)
+    expected = [output.outputs[0] for output in tight.generate(prompts, params, use_tqdm=False)]
+    assert tight.core.scheduler.counters.num_preemptions > 0
     chunked = make_llm("smollm2", max_num_batched_tokens=16, **small)
+    for prompt, sampling, wanted in zip(prompts, params, expected, strict=True):
+        assert_same(chunked.generate(prompt, sampling, use_tqdm=False), [wanted])
+        chunked.reset_prefix_cache()
     assert_same(chunked.generate(prompts, params, use_tqdm=False), expected)
     warm = chunked.generate(prompts, params, use_tqdm=False)
     assert all(output.num_cached_tokens >= 16 for output in warm)
     assert_same(warm, expected)
-    tight = make_llm("smollm2", block_size=8, num_blocks=10, attention_backend="reference", **small)
-    thrash(tight.core)
-    assert_same(tight.generate(prompts, params, use_tqdm=False), expected)
-    assert tight.core.scheduler.counters.num_preemptions > 0

@@ -162,8 +162,10 @@ def test_forced_tokens_take_no_step_of_their_own(make_llm: MakeLLM, tiny_llama: 
     assert llm.core.stats.num_steps < len(completion.token_ids) / 4
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16}])
-@pytest.mark.parametrize("wanted", DESCRIPTIONS[:4])
+TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16}
+
+
+@pytest.mark.parametrize(("wanted", "options"), [*zip(DESCRIPTIONS[:4], [{}, TIGHT, {}, TIGHT], strict=True)])
 def test_parallel_samples_follow_the_grammar_each_for_itself(
     make_llm: MakeLLM, tiny_llama: Path, wanted: StructuredOutputsParams, options: dict[str, Any]
 ) -> None:

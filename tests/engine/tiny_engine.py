@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -51,15 +51,19 @@ def poison(core: EngineCore) -> None:
     core.runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
 
 
-def slow_down(core: EngineCore, seconds: float) -> None:
-    """Let every step take that much longer."""
+def slow_down(core: EngineCore, seconds: float) -> Callable[[], None]:
+    """Let every step take that much longer, until what is returned is called."""
     execute = core.runner.execute
 
     def slowly(plan: Any) -> Any:
         time.sleep(seconds)
         return execute(plan)
 
+    def hurry() -> None:
+        core.runner.execute = execute
+
     core.runner.execute = slowly
+    return hurry
 
 
 def break_after(core: EngineCore, steps: int) -> None:

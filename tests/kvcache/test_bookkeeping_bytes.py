@@ -12,17 +12,23 @@ from octavo.kvcache.eviction import EVICTION_POLICIES, AdaptiveEviction
 from octavo.kvcache.spec import ADAPTIVE_EVICTION_BYTES, eviction_bytes
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 
+# What does not grow with the pool; where this test is the first of its process, 3 KB more than later.
+FIXED_BYTES = 24_000
+CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
 
+
+# Just over a power of two, lists and dicts have grown and are half empty: no other number takes more for each block.
 @pytest.mark.parametrize(
-    ("prefix_cache", "eviction"), [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
+    ("prefix_cache", "eviction", "num_blocks"),
+    [*((*cache, 2049) for cache in CACHES), ("radix", "cost", 3000), ("hashed", "adaptive", 4096)],
 )
-@pytest.mark.parametrize("num_blocks", [2049, 3000, 4096])
 def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
-    admit_and_compute(make_manager(16, 16), make_sequence([1] * 40))  # what is made once
+    caching = {"prefix_cache": prefix_cache, "eviction": eviction}
+    admit_and_compute(make_manager(16, 16, **caching), make_sequence([1] * 40))  # what is made once
     gc.collect()
     tracemalloc.start()
     try:
-        manager = make_manager(num_blocks, 16, prefix_cache=prefix_cache, eviction=eviction)
+        manager = make_manager(num_blocks, 16, **caching)
         for k in range(12):  # the pool is filled, and half of it evicted
             tokens = [k, *(i % 5000 for i in range(num_blocks * 2 - 1))]
             seq = make_sequence(tokens)
@@ -36,7 +42,7 @@ def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, e
     manager.audit()
     assert manager.pool.num_cached >= num_blocks - 2 - num_blocks // 8
     planned = manager.spec.bookkeeping_bytes + eviction_bytes(eviction)
-    assert taken <= planned * num_blocks + 20_000
+    assert taken <= planned * num_blocks + FIXED_BYTES
 
 
 def test_the_plan_counts_ghosts_and_keys_of_adaptive_eviction() -> None:

@@ -562,7 +562,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_promised_places) == (0, 0, 0)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=130, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 

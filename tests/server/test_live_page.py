@@ -36,12 +36,11 @@ def real() -> Iterator[RealServer]:
 
 @contextmanager
 def slowed_down(real: RealServer) -> Iterator[None]:
-    execute = real.core.runner.execute
-    slow_down(real.core, 0.02)
+    hurry = slow_down(real.core, 0.02)
     try:
         yield
     finally:
-        real.core.runner.execute = execute
+        hurry()
 
 
 class Shown:

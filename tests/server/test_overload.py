@@ -18,11 +18,10 @@ from tests.server.real_engine import RealServer, error_of, real_server
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def narrow() -> Iterator[RealServer]:
     """One sequence runs; two may wait, with 100 tokens in all."""
     with real_server(max_num_seqs=1, max_waiting_requests=2, max_waiting_tokens=100) as running:
-        slow_down(running.core, 0.002)
         yield running
 
 
@@ -32,7 +31,8 @@ def _waiting(server: RealServer, count: int) -> None:
 
 @pytest.fixture
 def crowded(narrow: RealServer) -> Iterator[RealServer]:
-    """One runs, two wait."""
+    """One runs, two wait; at the end they hurry."""
+    hurry = slow_down(narrow.core, 0.002)
     with ThreadPoolExecutor(3) as callers:
         calls = []
         for waiting in (0, 1, 2):
@@ -40,6 +40,7 @@ def crowded(narrow: RealServer) -> Iterator[RealServer]:
             wait_until(lambda: narrow.core.scheduler.num_running == 1)
             _waiting(narrow, waiting)
         yield narrow
+        hurry()
         assert [call.result().status_code for call in calls] == [200] * 3
     narrow.assert_nothing_runs()
 
@@ -73,6 +74,7 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         body = {"prompt": [5] * count, "max_tokens": 300, "ignore_eos": True}
         return narrow.post("/v1/completions", body).status_code
 
+    hurry = slow_down(narrow.core, 0.002)
     with ThreadPoolExecutor(2) as callers:
         running = callers.submit(post, 20)
         wait_until(lambda: narrow.core.scheduler.num_running == 1)
@@ -82,6 +84,7 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         response = narrow.post("/v1/completions", {"prompt": [5] * 41})
         assert response.status_code == 503
         assert "this request's 41 prompt tokens, more would be waiting than may: 100" in error_of(response)["message"]
+        hurry()
         assert running.result() == waiting.result() == 200
     assert narrow.core.scheduler.num_waiting_tokens == 0
     narrow.assert_nothing_runs()
@@ -121,7 +124,7 @@ def post_as(server: RealServer, key: str, count: int, max_tokens: int = 300) -> 
 
 def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        slow_down(server.core, 0.002)
+        hurry = slow_down(server.core, 0.002)
         calls = []
         for waiting in (0, 1, 2):
             calls.append(callers.submit(post_as, server, "ada", 20))
@@ -136,6 +139,7 @@ def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: d
         calls.append(callers.submit(post_as, server, "bob", 20, 5))
         _waiting(server, 3)
         assert server.core.stats.waiting.of("bob") == (1, 20)
+        hurry()
         assert [call.result().status_code for call in calls] == [200] * 4
         assert server.core.stats.waiting.snapshot() == {}
         server.assert_nothing_runs()
@@ -143,7 +147,7 @@ def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: d
 
 def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        slow_down(server.core, 0.002)
+        hurry = slow_down(server.core, 0.002)
         calls = [callers.submit(post_as, server, "bob", 20)]
         wait_until(lambda: server.core.scheduler.num_running == 1)
         calls.append(callers.submit(post_as, server, "ada", 60))
@@ -151,6 +155,7 @@ def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
         refused = post_as(server, "ada", 41)
         assert refused.status_code == 429
         assert "60 prompt tokens of this API key's tenant are waiting, and this request's 41" in refused.text
+        hurry()
         assert [call.result().status_code for call in calls] == [200] * 2
         assert post_as(server, "ada", 200, 1).status_code == 200, "alone in the queue, a prompt may be longer"
         server.assert_nothing_runs()
@@ -161,7 +166,7 @@ def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> No
         real_server(keys, max_num_seqs=1, max_waiting_requests=2, queue_tenant_share=0.5) as server,
         ThreadPoolExecutor(4) as callers,
     ):
-        slow_down(server.core, 0.002)
+        hurry = slow_down(server.core, 0.002)
         calls = [callers.submit(post_as, server, "bob", 20)]
         wait_until(lambda: server.core.scheduler.num_running == 1)
         calls.append(callers.submit(post_as, server, "bob", 20))
@@ -171,17 +176,19 @@ def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> No
         _waiting(server, 2)
         full = post_as(server, "ops", 20)
         assert (full.status_code, error_of(full)["code"]) == (503, "queue_full")
+        hurry()
         assert [call.result().status_code for call in calls] == [200] * 3
         server.assert_nothing_runs()
 
 
 def test_a_client_that_leaves_while_it_waits_gives_its_tenants_place_back(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        slow_down(server.core, 0.002)
+        hurry = slow_down(server.core, 0.002)
         running = callers.submit(post_as, server, "bob", 20)
         wait_until(lambda: server.core.scheduler.num_running == 1)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json={"prompt": [5]}, headers={"x-api-key": "ada"}, timeout=0.2)
         wait_until(lambda: server.core.stats.waiting.snapshot() == {})
+        hurry()
         assert running.result().status_code == 200
         server.assert_nothing_runs()

@@ -11,16 +11,18 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
-from octavo.server import body_worker
+from octavo.server import body_reading, body_worker
 from octavo.server.body_reading import LARGE_NICENESS, MEDIUM_BODY, SMALL_BODY, BodyReading
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
 from octavo.server.reading import BodyReader
 from octavo.text.chat_template import MAX_RENDERED, render_chat
+from tests.server.conftest import KeptWorkers
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
 
 
@@ -45,7 +47,12 @@ class SlowTokenizer(ByteTokenizer):
         return render_chat(messages[0]["content"], messages, **variables)
 
 
-def reading(seconds: float = 30.0, max_model_len: int = 500_000, memory: int = 2**30) -> BodyReading:
+def reading(
+    seconds: float = 30.0,
+    max_model_len: int = 500_000,
+    memory: int = 2**30,
+    workers: type[body_reading._Workers] = KeptWorkers,
+) -> BodyReading:
     reader = BodyReader(
         tokenizer=SlowTokenizer(),
         vocab_size=VOCAB_SIZE,
@@ -54,7 +61,8 @@ def reading(seconds: float = 30.0, max_model_len: int = 500_000, memory: int = 2
         limits=DEFAULT_LIMITS,
         names=("fake",),
     )
-    return BodyReading(reader, seconds, memory)
+    with patch("octavo.server.body_reading._Workers", workers):
+        return BodyReading(reader, seconds, memory)
 
 
 def chat(template: str) -> dict[str, Any]:
@@ -86,8 +94,8 @@ def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
 
 
 def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
-    bodies = reading(seconds=3.0)
-    with pytest.raises(ApiError, match=r"took longer than 3 s.*--max-body-seconds") as refusal:
+    bodies = reading(seconds=1.0)
+    with pytest.raises(ApiError, match=r"took longer than 1 s.*--max-body-seconds") as refusal:
         read(bodies, {"prompt": "slow" + "x" * MEDIUM_BODY})
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
     assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
@@ -112,9 +120,9 @@ def test_a_chat_however_short_is_rendered_in_another_process() -> None:
 
 
 def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
-    bodies = reading(seconds=3.0)
+    bodies = reading(seconds=1.0)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ApiError, match="took longer than 3 s") as refusal:
+    with pytest.raises(ApiError, match="took longer than 1 s") as refusal:
         read(bodies, chat(loops), "chat")
     assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
@@ -186,7 +194,7 @@ class BlockedWorker:
 def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("octavo.server.body_reading.BodyWorker", BlockedWorker)
     BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
-    bodies = reading()
+    bodies = reading(workers=body_reading._Workers)
 
     async def run() -> None:
         slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, "ada")) for _ in range(9)]

@@ -265,14 +265,14 @@ def cancel_after_a_token(real: RealServer, prompt: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_ledger_usage_and_metrics_add_up_under_preemption(mode: str) -> None:
-    """Eight requests of 20 blocks each in a pool of 40, beside others that are cancelled and asked again."""
-    options = {"num_blocks": 41, "max_num_seqs": 8, "preemption_mode": mode}
+    """Eight requests of ten blocks each in a pool of 24, beside others that are cancelled and asked again."""
+    options = {"num_blocks": 25, "max_num_seqs": 8, "preemption_mode": mode}
     prompts = [[(i * 31 + j * (i + 3)) % 300 for j in range(60)] for i in range(12)]
     with real_server({"admin_key": "admin-key"}, **options) as small, ThreadPoolExecutor(1) as beside:
         slow_down(small.core, 0.001)
         usages = []
         for _ in range(2):
-            crowd = beside.submit(small.complete, [prompts[0], *prompts[:8]], max_tokens=240)
+            crowd = beside.submit(small.complete, [prompts[0], *prompts[:8]], max_tokens=100)
             usages += [cancel_after_a_token(small, prompt) for prompt in prompts[8:]]
             usages.append(crowd.result()["usage"])
         usages += [small.complete(prompt, max_tokens=4)["usage"] for prompt in prompts[8:]]
