@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("r
     [*((*cache, 2049) for cache in CACHES), ("radix", "cost", 3000), ("hashed", "adaptive", 4096)],
 )
 def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
-    caching = {"prefix_cache": prefix_cache, "eviction": eviction}
+    caching: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
     admit_and_compute(make_manager(16, 16, **caching), make_sequence([1] * 40))  # what is made once
     gc.collect()
     tracemalloc.start()
