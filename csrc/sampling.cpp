@@ -38,6 +38,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
 // One thread's working memory, kept from row to row.
 struct Scratch {
     std::vector<float> allowed_logits, maxima, values;
+    std::vector<int32_t> allowed_ids;
     std::vector<Candidate> candidates, by_mass;
     std::vector<double> cumulative, bins;
 };
@@ -257,13 +258,43 @@ int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
     return candidates[static_cast<size_t>(place)].token_id;
 }
 
-// The logits of the allowed tokens, -inf for all others.
-const float* only_allowed(const Draw& draw, int64_t vocab, std::vector<float>& kept) {
-    kept.resize(static_cast<size_t>(vocab));
+constexpr int64_t kFewAllowed = 4096;
+
+// What a mask leaves of a row: all of it, -inf for what is forbidden; or, of few tokens, these alone, by rising id.
+struct Allowed {
+    const float* logits;
+    int64_t count;
+    const int32_t* token_ids;  // null: a place is a token
+};
+
+// Calls take(first token, how many it is one of, a bit for each) for every word of a mask.
+template <class Take> void each_word(const uint32_t* words, int64_t vocab, const Take& take) {
     for (int64_t begin = 0; begin < vocab; begin += 32) {
-        const int64_t count = std::min<int64_t>(32, vocab - begin);
-        uint32_t word = draw.allowed[begin / 32];
-        if (count < 32) word &= (1u << count) - 1;
+        const auto count = static_cast<int>(std::min<int64_t>(32, vocab - begin));
+        const uint32_t bits = count < 32 ? (1u << count) - 1 : ~0u;
+        take(begin, count, words[begin / 32] & bits);
+    }
+}
+
+Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
+    int64_t allowed = 0;
+    each_word(draw.allowed, vocab, [&](int64_t, int, uint32_t word) { allowed += __builtin_popcount(word); });
+    auto& kept = memory.allowed_logits;
+    if (allowed && allowed <= kFewAllowed) {
+        auto& ids = memory.allowed_ids;
+        kept.clear();
+        ids.clear();
+        each_word(draw.allowed, vocab, [&](int64_t begin, int, uint32_t word) {
+            for (; word; word &= word - 1) {
+                const int64_t token_id = begin + __builtin_ctz(word);
+                kept.push_back(draw.logits[token_id]);
+                ids.push_back(static_cast<int32_t>(token_id));
+            }
+        });
+        return {kept.data(), allowed, ids.data()};
+    }
+    kept.resize(static_cast<size_t>(vocab));
+    each_word(draw.allowed, vocab, [&](int64_t begin, int count, uint32_t word) {
         float* to = kept.data() + begin;
         const float* from = draw.logits + begin;
         if (__builtin_popcount(word) > 16) {
@@ -274,20 +305,28 @@ const float* only_allowed(const Draw& draw, int64_t vocab, std::vector<float>& k
             std::fill(to, to + count, -kInfinity);
             for (; word; word &= word - 1) to[__builtin_ctz(word)] = from[__builtin_ctz(word)];
         }
-    }
-    return kept.data();
+    });
+    return {kept.data(), vocab, nullptr};
 }
 
-Drawn draw_one(const Draw& draw, int64_t vocab) {
-    Scratch& memory = scratch();
-    Row row(draw.allowed ? only_allowed(draw, vocab, memory.allowed_logits) : draw.logits, vocab, memory);
+Drawn draw_among(Draw draw, const Allowed& from, Scratch& memory) {
+    Row row(from.logits, from.count, memory);
     if (!row.sound()) return {0, false};
     if (draw.temperature == 0.0f) return {row.first_largest(), true};
     if (std::isinf(row.most() / draw.temperature)) return {0, false};
+    if (draw.top_k >= from.count) draw.top_k = 0;
     if (draw.top_k || draw.top_p < 1.0 || draw.min_p > 0.0f) return {draw_filtered(row, draw, memory), true};
     const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
     row.add_up_masses(scale);
     return {row.draw(draw.uniform, scale), true};
+}
+
+Drawn draw_one(const Draw& draw, int64_t vocab) {
+    Scratch& memory = scratch();
+    const Allowed from = draw.allowed ? only_allowed(draw, vocab, memory) : Allowed{draw.logits, vocab, nullptr};
+    Drawn drawn = draw_among(draw, from, memory);
+    if (from.token_ids) drawn.token_id = from.token_ids[drawn.token_id];
+    return drawn;
 }
 
 void score_one(Score& score, int64_t vocab) {

@@ -320,7 +320,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
 
 def test_a_grammar_that_takes_too_long_to_compile_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama, max_grammar_ms=1)
-    llm.core.inputs.grammars._tokenizer  # noqa: B018  what takes time here is the grammar
+    llm.core.inputs.grammars._vocabulary  # noqa: B018  what takes time here is the grammar
     schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(900)}}
     with pytest.raises(RequestError, match="takes longer than 1 ms"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)), use_tqdm=False)

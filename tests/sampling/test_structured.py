@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.checkpoint.model_source import resolve_model
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.request import RequestId
@@ -36,11 +38,13 @@ WANTED = [
 
 
 @cache
-def compiler() -> GrammarCompiler:
-    from octavo.checkpoint.model_source import resolve_model
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_source(resolve_model(str(tiny_model())))
 
-    tokenizer = Tokenizer.from_source(resolve_model(str(tiny_model())))
-    return GrammarCompiler(lambda: tokenizer, VOCAB, ENDS, 10_000)
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCAB, ENDS, 10_000)
 
 
 def state_of(wanted: StructuredOutputsParams, **params: object) -> SamplingState:
@@ -55,40 +59,69 @@ def state_of(wanted: StructuredOutputsParams, **params: object) -> SamplingState
 
 
 def allowed_by_mask(state: SamplingState) -> set[int]:
-    batch = SamplingBatch.of([state], [len(state.grammar.token_ids)])
-    words = GrammarMasks().fill(batch, VOCAB)
+    assert state.grammar is not None
+    words = GrammarMasks().fill([state], [len(state.grammar.token_ids)], VOCAB)
     bits = np.unpackbits(words[0].view(np.uint8), bitorder="little", count=VOCAB)
     return set(np.flatnonzero(bits).tolist())
 
 
+def made_anew(state: SamplingState) -> SamplingState:
+    """The same output, told to a grammar that has followed nothing of it."""
+    assert state.grammar is not None
+    wanted = state.snapshot.params.structured_outputs
+    assert wanted is not None
+    return replace(state, grammar=GrammarState(compiler().begin(wanted), state.grammar.token_ids))
+
+
 @settings(max_examples=40, deadline=None)
-@given(wanted=st.sampled_from(WANTED), choices=st.lists(st.integers(0, 10**6), max_size=12), forces=st.booleans())
-def test_a_grammar_takes_the_tokens_that_its_mask_allows(
-    wanted: StructuredOutputsParams, choices: list[int], forces: bool
+@given(wanted=st.sampled_from(WANTED), choices=st.lists(st.integers(0, 10**6), max_size=12), looks=st.booleans())
+def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
+    wanted: StructuredOutputsParams, choices: list[int], looks: bool
 ) -> None:
-    state = state_of(wanted)
+    state, masks = state_of(wanted, max_tokens=50), GrammarMasks()
     grammar = state.grammar
     assert isinstance(grammar, GrammarState)
     for choice in [*choices, 0]:
-        allowed = allowed_by_mask(state)
-        if grammar.matcher.is_stopped():
-            return
-        taken = {token_id for token_id in range(VOCAB) if grammar.takes(token_id, follow=False)}
-        assert taken == allowed
+        anew = made_anew(state)
+        assert anew.grammar is not None
+        assert grammar.is_broad == anew.grammar.is_broad
+        allowed = allowed_by_mask(anew)
+        assert allowed_by_mask(state) == allowed
+        if grammar.is_broad:
+            assert {token_id for token_id in range(VOCAB) if grammar.takes(token_id, follow=False)} == allowed
         token_id = sorted(allowed)[choice % len(allowed)]
         if token_id in grammar.eos_token_ids:
             return
-        assert grammar.takes(token_id, follow=True)
-        if forces:
-            grammar.force(99)
+        position = len(grammar.token_ids)
+        masks.follow([state], [token_id])
+        if looks:
+            forced = masks.look_ahead([state], [position], [token_id], VOCAB)
+            assert grammar.token_ids[position:] == [token_id, *forced.get(0, ())]
+            if forced and forced[0][-1] in grammar.eos_token_ids:
+                return
+            assert (grammar.mask is None) == grammar.is_broad
+
+
+def test_free_text_is_drawn_without_a_mask_and_names_under_one() -> None:
+    wanted = StructuredOutputsParams(regex="(name|age)=[a-z]*")
+    state = state_of(wanted)
+    grammar = state.grammar
+    assert isinstance(grammar, GrammarState)
+    assert not grammar.is_broad
+    state = SamplingState.of(
+        state.snapshot, np.array(tokenizer().encode("name=", add_special_tokens=False)), compiler()
+    )
+    assert state.grammar is not None
+    assert state.grammar.is_broad
 
 
 def drawn(state: SamplingState, logits: torch.Tensor) -> int:
     return Sampler().sample(logits.unsqueeze(0), SamplingBatch.of([state], [0])).token_ids[0]
 
 
-def test_draws_have_the_distribution_of_the_masked_logits() -> None:
-    wanted = StructuredOutputsParams(regex="[a-h]x")
+@pytest.mark.parametrize("regex", ["[a-h]x", "[a-z]x"])
+def test_draws_have_the_distribution_of_the_masked_logits(regex: str) -> None:
+    wanted = StructuredOutputsParams(regex=regex)
     logits = torch.linspace(0, 3, VOCAB)[torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))]
     allowed = sorted(allowed_by_mask(state_of(wanted)))
     logits[allowed[:3]] += 4.0  # so that a good part is allowed at once, and a good part is not

@@ -34,6 +34,35 @@ STEP_ITEMS, STEP_FUEL = 20_000, 200_000
 # token, with 500 it takes 17. Schemas with 900 properties, and 300 tools at once, need less than 250.
 ROW_ITEMS = 500
 _SHOWN_REASON = 300
+# Letters that are rare in names and keywords: a grammar that allows each of them allows free text.
+_PROBES = ("z", "q")
+
+
+class Vocabulary:
+    """The tokens that grammars are made of.
+
+    Attributes:
+        tokenizer: llguidance's.
+        eos_token_id: what ends an output that cannot go on.
+        eos_token_ids: every token that may end one.
+        probes: tokens that are all allowed in free text, a list of one each; none where a letter has no token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_id: int = tokenizer.eos_token
+        self.eos_token_ids: frozenset[int] = frozenset(tokenizer.eos_tokens)
+        probes = [tokenizer.greedy_tokenize(letter) for letter in _PROBES]
+        are_tokens = [tokenizer.decode_bytes(probe[:1]) for probe in probes] == [letter.encode() for letter in _PROBES]
+        self.probes: tuple[list[int], ...] = tuple(probes) if are_tokens else ()
+        self._spells: dict[int, bool] = {}
+
+    def spells(self, token_id: int) -> bool:
+        """Whether a token stands for any bytes: a row of logits beyond the vocabulary does not."""
+        known = self._spells.get(token_id)
+        if known is None:
+            known = self._spells[token_id] = bool(self.tokenizer.decode_bytes([token_id]))
+        return known
 
 
 class CompiledGrammar:
@@ -41,20 +70,13 @@ class CompiledGrammar:
 
     Attributes:
         matcher: llguidance's, never advanced: every sequence begins with a copy.
-        eos_token_id: what ends an output that cannot go on.
-        eos_token_ids: every token that may end one.
+        vocabulary: of the model.
     """
 
-    def __init__(self, lark: str, tokenizer: Any) -> None:
+    def __init__(self, lark: str, vocabulary: Vocabulary) -> None:
         self._lark = lark
-        self._tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.matcher = self._compiled(lark)
-        self.eos_token_id: int = tokenizer.eos_token
-        self.eos_token_ids: frozenset[int] = frozenset(tokenizer.eos_tokens)
-
-    def spells(self, token_id: int) -> bool:
-        """Whether a token stands for any bytes: a row of logits beyond the vocabulary does not."""
-        return bool(self._tokenizer.decode_bytes([token_id]))
 
     @cached_property
     def without_forcing(self) -> Any:
@@ -67,7 +89,7 @@ class CompiledGrammar:
         limits = LLParserLimits(
             max_items_in_row=ROW_ITEMS, step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False
         )
-        return LLMatcher(self._tokenizer, lark, log_level=0, limits=limits)
+        return LLMatcher(self.vocabulary.tokenizer, lark, log_level=0, limits=limits)
 
 
 class GrammarCompiler:
@@ -109,7 +131,7 @@ class GrammarCompiler:
 
     def _prepare(self) -> None:
         try:
-            self._tokenizer  # noqa: B018  kept
+            self._vocabulary  # noqa: B018  kept
         except RequestError as error:
             logger.info("no structured outputs: %s", error)  # whoever asks for one is told
 
@@ -150,7 +172,7 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         lark = to_lark(wanted)
-        compiled = CompiledGrammar(without_forcing(lark) if may_force_long_runs(wanted) else lark, self._tokenizer)
+        compiled = CompiledGrammar(without_forcing(lark) if may_force_long_runs(wanted) else lark, self._vocabulary)
         error = _first_error(compiled.matcher)
         if error and not compiled.matcher.is_error():
             error = _first_error(compiled.without_forcing)
@@ -161,7 +183,7 @@ class GrammarCompiler:
         return compiled
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _vocabulary(self) -> Vocabulary:
         from llguidance import LLTokenizer
 
         tokenizer = self._load_tokenizer()
@@ -176,7 +198,7 @@ class GrammarCompiler:
                 "this model has no end-of-sequence token: its output cannot be structured", param="structured_outputs"
             )
         try:
-            return LLTokenizer(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos_token_ids)
+            return Vocabulary(LLTokenizer(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos_token_ids))
         except Exception as error:  # llguidance raises ValueError, and whatever its readers do
             raise RequestError(
                 f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"

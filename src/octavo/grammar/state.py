@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+import numpy.typing as npt
+
 from octavo.errors import OctavoError, shortened
 from octavo.grammar.compiler import ROW_ITEMS, STEP_FUEL, STEP_ITEMS, CompiledGrammar
 
-# Tokens that follow one drawn token at once. A grammar may force thousands: the rest follow the next one.
-MOST_FORCED = 32
 # Tokens after which a mask is filled though nobody needs it: llguidance counts a lexer's steps from mask to mask.
 _MASK_EVERY = 64
+
+Mask = npt.NDArray[np.uint32]
+"""[ceil(vocab / 32)], a bit for each token, 32 in a word."""
 
 live_states: WeakSet[GrammarState] = WeakSet()
 """Every state that somebody holds, for tests that none is left behind."""
@@ -50,16 +54,28 @@ class GrammarState:
         token_ids: the sequence's output so far.
     """
 
-    __slots__ = ("__weakref__", "_compiled", "_forces", "_grammar", "_is_free", "_matcher", "_since_mask", "token_ids")
+    __slots__ = (
+        "__weakref__",
+        "_compiled",
+        "_forces",
+        "_grammar",
+        "_is_broad",
+        "_mask",
+        "_matcher",
+        "_settle",
+        "_since_mask",
+        "token_ids",
+    )
 
     def __init__(self, grammar: Future[CompiledGrammar], token_ids: Sequence[int] = ()) -> None:
         self._grammar = grammar
         self._compiled: CompiledGrammar | None = None
         self._matcher: Any = None
         self._forces = True
-        # Nothing is known to be forced next.
-        self._is_free = False
+        self._is_broad: bool | None = None
         self._since_mask = 0
+        self._mask: Mask | None = None
+        self._settle: Callable[[], Mask | None] | None = None
         self.token_ids = list(token_ids)
         live_states.add(self)
 
@@ -70,6 +86,8 @@ class GrammarState:
         Raises:
             GrammarBroken: the output does not match the grammar.
         """
+        if self._settle is not None:
+            self._settled()
         if self._matcher is None:
             grammar = self.compiled
             matcher = (grammar.matcher if self._forces else grammar.without_forcing).deep_copy()
@@ -98,12 +116,35 @@ class GrammarState:
         return self._matcher is not None
 
     @property
+    def mask(self) -> Mask | None:
+        """What may come next, where that has been found out; not to be written to."""
+        if self._settle is not None:
+            self._settled()
+        return self._mask
+
+    @property
+    def is_broad(self) -> bool:
+        """Whether free text may come next: a mask would take long and allow nearly everything.
+
+        It depends on the output so far alone. Where several letters may come next, nothing is forced.
+
+        Raises:
+            GrammarBroken: the output does not match the grammar.
+        """
+        if self._is_broad is None:
+            matcher, probes = self.matcher, self.compiled.vocabulary.probes
+            self._is_broad = bool(probes) and all(matcher.validate_tokens(probe) for probe in probes)
+            if not self._is_broad and matcher.is_error():
+                self.failed()
+        return self._is_broad
+
+    @property
     def eos_token_id(self) -> int:
-        return self.compiled.eos_token_id
+        return self.compiled.vocabulary.eos_token_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        return self.compiled.eos_token_ids
+        return self.compiled.vocabulary.eos_token_ids
 
     def follow(self, first: int, token_ids: Sequence[int]) -> None:
         """Take in output tokens `first ..`; those that it has followed already are passed over.
@@ -116,8 +157,8 @@ class GrammarState:
             agreed += 1
         if agreed < len(token_ids):
             self.return_to(first + agreed)
+            self._moved()
             self.token_ids += token_ids[agreed:]
-            self._is_free = False
             rest = self._without_end(token_ids[agreed:])
             if self._matcher is not None and not self._matcher.consume_tokens(rest):
                 self.failed()
@@ -125,29 +166,24 @@ class GrammarState:
     def return_to(self, position: int) -> None:
         """Roll back to the first `position` tokens of the output: what was forced for a parent is not a fork's."""
         if len(self.token_ids) > position:
+            self._moved()
             surplus = self._without_end(self.token_ids[position:])
             del self.token_ids[position:]
-            self._is_free = False
             if self._matcher is not None and not self._matcher.rollback(len(surplus)):
                 self._matcher = None
 
     def takes(self, token_id: int, *, follow: bool) -> bool:
-        """Whether a mask would allow a token; with `follow`, one that it would allow is taken in.
+        """Whether a mask would allow a token where the grammar is broad; with `follow`, such a one is taken in.
 
-        Costs a twentieth of a mask. An output that can only end is left to the mask, which knows with what.
+        Costs a hundredth of a mask.
         """
-        matcher = self.matcher
+        matcher, vocabulary = self.matcher, self.compiled.vocabulary
         if self._since_mask >= _MASK_EVERY:
             matcher.compute_bitmask()
             self._since_mask = 0
-        if matcher.is_stopped():
-            return False
-        # What is forced a mask allows in the tokenizer's own spelling only.
-        if not self._is_free and (following := matcher.compute_ff_tokens()) and following[0] != token_id:
-            return False
-        if token_id in self.eos_token_ids:
+        if token_id in vocabulary.eos_token_ids:
             taken = bool(matcher.is_accepting())
-        elif not self.compiled.spells(token_id):
+        elif not vocabulary.spells(token_id):
             return False
         elif follow:
             taken = matcher.try_consume_tokens([token_id]) == 1
@@ -161,48 +197,51 @@ class GrammarState:
 
     def drew(self, token_id: int) -> None:
         """A token was drawn; the matcher has been given it, unless it is an end-of-sequence."""
+        self._moved()
         self.token_ids.append(token_id)
-        self._is_free = False
         self._since_mask += 1
+
+    def keep(self, mask: Mask) -> None:
+        """Remember what may come next."""
+        self._mask = mask
+        self._since_mask = 0
+
+    def keep_later(self, settle: Callable[[], Mask | None]) -> None:
+        """The same of a mask that another thread fills, which has the matcher until then.
+
+        Args:
+            settle: waits for it; None: it could not be filled.
+        """
+        self._settle = settle
+
+    def _settled(self) -> None:
+        settle, self._settle = self._settle, None
+        assert settle is not None
+        if (mask := settle()) is not None:
+            self.keep(mask)
 
     def failed(self) -> None:
         """The matcher refused a token. It is made anew when the next mask is due, which says so if it must."""
         self._matcher = None
 
-    def force(self, most: int) -> list[int]:
-        """Take in the tokens that must come next, one way only, and return them.
-
-        Each is the one token that a mask would have allowed in its place.
-        """
-        matcher = self.matcher
-        forced: list[int] = []
-        for _ in range(min(most, MOST_FORCED)):
-            following = [self.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()
-            # One at a time: what is forced after a token is not always what was foreseen before it.
-            forced += following[:1]
-            self._is_free = not following
-            if not following or following[0] in self.eos_token_ids:
-                break
-            if not matcher.consume_token(following[0]):
-                self.failed()
-                break
-        self.token_ids += forced
-        self._since_mask += len(forced)
-        return forced
-
     def give_up_forcing(self) -> bool:
         """Go on without looking at what must come next, which may be endless; False: that has been done already."""
         gave_up, self._forces, self._matcher = self._forces, False, None
-        self._is_free = False
         return gave_up
 
     def fork(self) -> GrammarState:
         """A copy, for a forked sequence."""
         child = GrammarState(self._grammar, self.token_ids)
-        child._forces, child._is_free, child._since_mask = self._forces, self._is_free, self._since_mask
+        child._mask = self.mask
+        child._forces, child._is_broad, child._since_mask = self._forces, self._is_broad, self._since_mask
         if self._matcher is not None:
             child._matcher = self._matcher.deep_copy()
         return child
+
+    def _moved(self) -> None:
+        if self._settle is not None:
+            self._settled()
+        self._is_broad = self._mask = None
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:
         eos_token_ids = self.eos_token_ids

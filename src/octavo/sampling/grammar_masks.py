@@ -1,24 +1,29 @@
 """Which tokens the grammars of a step's draws allow.
 
-Most draws need no mask. A token is drawn as if there were no grammar; where its grammar allows it, which takes some
-microseconds to say, it stands, and else another is drawn under a mask (`structured.py` says why that is the same
-distribution). Masks are filled in one pass of llguidance over all who need one, then it is index arithmetic.
+A grammar is broad or narrow after each token (`GrammarState.is_broad`):
 
-A row of the mask is a bit a token, 32 in a word. What becomes of a row depends on how many it allows:
+    narrow   {"name": …     its mask is found out as soon as it is, 30 µs, and the next token is drawn under it
+    broad    "in a text     a mask would take 200 µs and allow nearly all: a token is drawn as if there were no
+                            grammar, and asked for, 10 µs; another is drawn under a mask where it is refused
 
-    few      {"name": …     their logits are gathered, and the token is drawn among these alone     [rows, FEW]
-    nearly all  "in a text  the few others become -inf                                              [rows, vocab]
-    else                    all others become -inf
+(`structured.py` says why that is the same distribution.) Masks are filled in one pass of llguidance over all who need
+one. A mask that allows one token forces it: it follows the drawn one at once, and takes no step of its own.
 
-Most states of JSON are of the first two kinds, so that hardly a row of logits is written.
+A row of masks is a bit a token, 32 in a word. For torch's operations it is index arithmetic then:
+
+    few         their logits are gathered, and the token is drawn among these alone     [rows, FEW]
+    nearly all  the few others become -inf                                              [rows, vocab]
+    else        all others become -inf
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence as Seq
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -27,111 +32,208 @@ import torch
 
 from octavo.errors import GrammarError
 from octavo.grammar.state import GrammarBroken, GrammarState
-from octavo.sampling.batch import SamplingBatch, SamplingState
+from octavo.sampling.batch import SamplingState
 
 # A row that allows no more is drawn from among those.
 FEW = 256
 # A row that forbids no more has them masked one by one.
 _FEW_FORBIDDEN = 4096
+# Tokens that follow one drawn token at once. A grammar may force thousands: the rest follow the next one.
+_MOST_FORCED = 32
+# Draws of a step with more leave forced tokens to the next: with so many rows, another costs as much as a draw.
+_MOST_TO_FORCE = 32
 _MOST_THREADS = 8
 
 Words = npt.NDArray[np.uint32]
+"""Masks: [rows, ceil(vocab / 32)]."""
 _Ids = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
 
 
 class GrammarMasks:
-    """Asks grammars about draws, fills masks, and tells them what was drawn. Holds nothing of a sequence."""
+    """Asks grammars about draws, fills masks, and tells them what was drawn. Holds nothing of a sequence.
+
+    Its methods are given the states of some draws, which all have a grammar, and `positions`: how many output tokens
+    each has before the one that is drawn.
+    """
+
+    def find_broad(self, states: Seq[SamplingState], positions: Seq[int]) -> _Flags:
+        """bool [draws]: whether a token may be drawn without a mask."""
+        broad = np.zeros(len(states), dtype=np.bool_)
+        for i, (grammar, position) in enumerate(zip(_grammars(states), positions, strict=True)):
+            grammar.return_to(position)
+            try:
+                broad[i] = grammar.is_broad
+            except GrammarBroken:
+                continue  # the mask's to say
+        return broad
 
     def accept(
-        self, batch: SamplingBatch, token_ids: Seq[int], own: Seq[bool]
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which draws, made without a mask, their grammars allow: bool [draws]; every draw has a grammar.
+        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], own: Seq[bool]
+    ) -> tuple[_Flags, _Flags]:
+        """Which draws, made without a mask from broad grammars, these allow: bool [draws].
 
         Also says which of them their grammars have followed already: those that share theirs with no other draw.
 
         Args:
             own: whether the draw is of the row's own sequence. What a parallel sample drew will be told of its fork.
         """
-        grammars = _grammars(batch)
+        grammars = _grammars(states)
         draws_of = Counter(map(id, grammars))
-        accepted = np.zeros(len(batch), dtype=np.bool_)
-        followed = np.zeros(len(batch), dtype=np.bool_)
-        for i, (grammar, position) in enumerate(zip(grammars, batch.positions.tolist(), strict=True)):
-            if token_ids[i] in _ends(batch.states[i], position):
+        accepted = np.zeros(len(states), dtype=np.bool_)
+        followed = np.zeros(len(states), dtype=np.bool_)
+        for i, (grammar, token_id) in enumerate(zip(grammars, token_ids, strict=True)):
+            if token_id in _ends(states[i], positions[i]):
                 continue  # the mask knows whether anything else can follow
             follow = own[i] and draws_of[id(grammar)] == 1
             try:
-                grammar.return_to(position)
-                accepted[i] = grammar.takes(token_ids[i], follow=follow)
+                accepted[i] = grammar.takes(token_id, follow=follow)
             except GrammarBroken:
                 continue  # the mask's to say
             followed[i] = accepted[i] and follow
         return accepted, followed
 
-    def fill(self, batch: SamplingBatch, vocab: int) -> Words:
-        """What each draw may be: uint32 [draws, ceil(vocab / 32)]; every draw has a grammar.
+    def fill(self, states: Seq[SamplingState], positions: Seq[int], vocab: int) -> Words:
+        """What each draw may be: uint32 [draws, ceil(vocab / 32)].
 
         Raises:
             GrammarError: names the requests whose grammar cannot be followed any further.
         """
-        words = np.zeros((len(batch), -(-vocab // 32)), dtype=np.uint32)
+        words = np.zeros((len(states), -(-vocab // 32)), dtype=np.uint32)
         rows: dict[int, int] = {}  # by the state's identity: the parallel samples of a prompt share one
-        matchers: list[tuple[Any, int]] = []
-        broken: dict[str, str] = {}
         copies: list[tuple[int, int]] = []
-        grammars = _grammars(batch)
-        for row, (grammar, position) in enumerate(zip(grammars, batch.positions.tolist(), strict=True)):
-            if (first := rows.setdefault(id(grammar), row)) != row:
+        due: list[tuple[GrammarState, int]] = []
+        for row, (grammar, position) in enumerate(zip(_grammars(states), positions, strict=True)):
+            grammar.return_to(position)
+            if grammar.mask is not None:
+                words[row] = grammar.mask
+            elif (first := rows.setdefault(id(grammar), row)) != row:
                 copies.append((first, row))
-                continue
+            else:
+                due.append((grammar, row))
+        if broken := self._fill(due, words):
+            raise GrammarError({states[row].snapshot.request_id: reason for row, reason in broken.items()})
+        for first, row in copies:
+            words[row] = words[first]
+        _forbid_ends(words, states, positions)
+        return words
+
+    def follow(self, states: Seq[SamplingState], token_ids: Seq[int]) -> None:
+        """Let each grammar follow its draw, which a mask has allowed, or `accept` without following it."""
+        self._follow(_grammars(states), token_ids)
+
+    def look_ahead(
+        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], vocab: int
+    ) -> dict[int, tuple[int, ...]]:
+        """Find out what may follow the draws; what must, one way only, is taken in and returned by their numbers.
+
+        Each such token is the one that a mask would have allowed in its place: without it, it would be drawn next.
+        """
+        going: dict[int, GrammarState] = {}
+        for i, (state, grammar) in enumerate(zip(states, _grammars(states), strict=True)):
+            goes_on = positions[i] + 1 < (state.snapshot.params.max_tokens or 1)
+            if goes_on and grammar.is_sound and token_ids[i] not in grammar.eos_token_ids:
+                going[i] = grammar
+        narrow = _narrow(going)
+        if len(states) > _MOST_TO_FORCE:
+            self._begin_masks(list(narrow.values()), vocab)
+            return {}
+        forced: dict[int, list[int]] = {}
+        while narrow:
+            forcing: dict[int, int] = {}
+            for i, token_id in self._find_only(narrow, vocab).items():
+                params, already = states[i].snapshot.params, forced.setdefault(i, [])
+                room = min((params.max_tokens or 1) - positions[i] - 1, _MOST_FORCED) - len(already)
+                # Each token is reported with what the model gave it, or may end the text: it is drawn, not forced.
+                if room > 0 and not params.needs_logprobs and not params.stop:
+                    already.append(token_id)
+                    forcing[i] = token_id
+            going = {i: narrow[i] for i in forcing}
+            self._follow(list(going.values()), list(forcing.values()))
+            narrow = _narrow(
+                {
+                    i: grammar
+                    for i, grammar in going.items()
+                    if grammar.is_sound and forcing[i] not in grammar.eos_token_ids
+                }
+            )
+        return {i: tuple(following) for i, following in forced.items() if following}
+
+    def _find_only(self, grammars: dict[int, GrammarState], vocab: int) -> dict[int, int]:
+        """Let some grammars keep their masks; returns the token of each that allows one only."""
+        words = np.zeros((len(grammars), -(-vocab // 32)), dtype=np.uint32)
+        broken = self._fill([(grammar, row) for row, grammar in enumerate(grammars.values())], words)
+        for row, grammar in enumerate(grammars.values()):
+            if row in broken:
+                grammar.failed()  # said when it draws again
+                words[row] = 0
+            else:
+                grammar.keep(words[row].copy())
+        single = np.flatnonzero(np.bitwise_count(words).sum(-1) == 1)
+        _, token_ids = _positions(words[single])
+        numbers = list(grammars)
+        return {numbers[row]: token_id for row, token_id in zip(single.tolist(), token_ids.tolist(), strict=True)}
+
+    def _begin_masks(self, grammars: list[GrammarState], vocab: int) -> None:
+        """Let another thread fill some masks while this one does the rest of the step."""
+        matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
+        words = np.zeros((len(grammars), -(-vocab // 32)), dtype=np.uint32)
+        begun = threading.Event()
+
+        def fill() -> None:
+            begun.set()
+            self._one_thread.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
+
+        if not matchers:
+            return
+        filling = self._beside.submit(fill)
+        begun.wait()  # for the interpreter's lock, else it would begin when the model does
+
+        def settle(row: int) -> Words | None:
+            filling.result()
+            # What cannot go on, or has become too complex, `fill` says.
+            return None if matchers[row][0].is_stopped() else words[row].copy()
+
+        for row, grammar in enumerate(grammars):
+            grammar.keep_later(partial(settle, row))
+
+    def _follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
+        """Let grammars follow tokens that they allow."""
+        going: list[tuple[Any, int]] = []
+        followers: list[GrammarState] = []
+        for grammar, token_id in zip(grammars, token_ids, strict=True):
+            if token_id not in grammar.eos_token_ids:
+                going.append((grammar.matcher, token_id))
+                followers.append(grammar)
+            grammar.drew(token_id)
+        if going:
+            for grammar, ok in zip(followers, self._executor.consume_token_par(going), strict=True):
+                if not ok:
+                    grammar.failed()
+
+    def _fill(self, due: Seq[tuple[GrammarState, int]], words: Words) -> dict[int, str]:
+        """Fill the rows of some grammars, all different; returns those of broken ones, and why they are."""
+        broken: dict[int, str] = {}
+        matchers: list[tuple[GrammarState, Any, int]] = []
+        for grammar, row in due:
             try:
-                grammar.return_to(position)
-                matchers.append((grammar.matcher, row))
+                matchers.append((grammar, grammar.matcher, row))
             except GrammarBroken as error:
-                broken[batch.states[row].snapshot.request_id] = str(error)
-        self._compute(matchers, words)
-        for matcher, row in matchers:
+                broken[row] = str(error)
+        self._compute([(matcher, row) for _, matcher, row in matchers], words)
+        for grammar, matcher, row in matchers:
+            if not matcher.is_stopped():
+                continue
             if matcher.is_error():
                 try:
-                    matcher = self._compute_anew(grammars[row], row, words)
+                    matcher = self._compute_anew(grammar, row, words)
                 except GrammarBroken as error:
-                    broken[batch.states[row].snapshot.request_id] = str(error)
+                    broken[row] = str(error)
                     continue
             if matcher.is_stopped():
                 words[row] = 0
-                _set(words[row], grammars[row].eos_token_id)
-        if broken:
-            raise GrammarError(broken)
-        for first, row in copies:
-            words[row] = words[first]
-        _forbid_ends(words, batch)
-        return words
-
-    def follow(self, batch: SamplingBatch, token_ids: Seq[int]) -> None:
-        """Let each grammar follow its draw, which a mask has allowed, or `accept` without following it."""
-        grammars = _grammars(batch)
-        for grammar, token_id in zip(grammars, token_ids, strict=True):
-            grammar.drew(token_id)
-        draws = [i for i, grammar in enumerate(grammars) if token_ids[i] not in grammar.eos_token_ids]
-        if draws:
-            followed = self._executor.consume_token_par([(grammars[i].matcher, token_ids[i]) for i in draws])
-            for i, ok in zip(draws, followed, strict=True):
-                if not ok:
-                    grammars[i].failed()
-
-    def force(self, batch: SamplingBatch, token_ids: Seq[int]) -> dict[int, tuple[int, ...]]:
-        """What must come next after the draws, by their numbers."""
-        forced: dict[int, tuple[int, ...]] = {}
-        for i, grammar in enumerate(_grammars(batch)):
-            params = batch.states[i].snapshot.params
-            if token_ids[i] in grammar.eos_token_ids or not grammar.is_sound:
-                continue
-            if params.needs_logprobs or params.stop:
-                # Each of its tokens is reported with what the model gave it, or may end the text.
-                continue
-            if following := grammar.force((params.max_tokens or 1) - int(batch.positions[i]) - 1):
-                forced[i] = tuple(following)
-        return forced
+                _set(words[row], grammar.eos_token_id)
+        return broken
 
     def _compute(self, matchers: list[tuple[Any, int]], words: Words) -> None:
         if matchers:
@@ -152,6 +254,16 @@ class GrammarMasks:
         from llguidance import LLExecutor
 
         return LLExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+
+    @cached_property
+    def _one_thread(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(1)
+
+    @cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
 
 
 def split(words: Words) -> tuple[_Ids, _Ids]:
@@ -198,9 +310,9 @@ def _positions(words: Words) -> tuple[_Ids, _Ids]:
     return rows[which], columns[which] * 32 + bit
 
 
-def _forbid_ends(words: Words, batch: SamplingBatch) -> None:
+def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) -> None:
     """`min_tokens` and `ignore_eos` keep an output from ending, as long as the grammar allows anything else."""
-    for row, (state, position) in enumerate(zip(batch.states, batch.positions.tolist(), strict=True)):
+    for row, (state, position) in enumerate(zip(states, positions, strict=True)):
         ends = [token_id for token_id in _ends(state, position) if _is_set(words[row], token_id)]
         if not ends:
             continue
@@ -227,6 +339,16 @@ def _set(words: Words, token_id: int) -> None:
     words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
-def _grammars(batch: SamplingBatch) -> list[GrammarState]:
-    found = [state.grammar for state in batch.states]
-    return [grammar for grammar in found if grammar is not None]
+def _narrow(grammars: dict[int, GrammarState]) -> dict[int, GrammarState]:
+    narrow: dict[int, GrammarState] = {}
+    for i, grammar in grammars.items():
+        try:
+            if not grammar.is_broad:
+                narrow[i] = grammar
+        except GrammarBroken:
+            continue  # said when it draws again
+    return narrow
+
+
+def _grammars(states: Seq[SamplingState]) -> list[GrammarState]:
+    return [state.grammar for state in states if state.grammar is not None]

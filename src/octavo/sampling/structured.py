@@ -1,14 +1,15 @@
-"""Draws from structured outputs: mostly without a mask, and the same tokens as if every row had one.
+"""Draws from structured outputs: many without a mask, and of the same distribution as if every row had one.
 
-    1. every row draws a token of the whole vocabulary         (seed, position), first number
-    2. its grammar allows it: it stands
-    3. else the others are masked, and one is drawn again      (seed, position), second number
+    narrow grammars    1. a token is drawn under the mask                  (seed, position), first number
+    broad grammars     1. a token of the whole vocabulary is drawn         (seed, position), first number
+                       2. its grammar allows it: it stands
+                       3. else another is drawn under the mask             (seed, position), second number
 
 A token that is drawn and kept only if it is allowed has the distribution of one that is drawn among the allowed
 (von Neumann's rejection), and so has one that is drawn among them with a number of its own: so has the outcome. Under
-greedy decoding both steps give the largest allowed logit. Whether step 3 is due depends on the row alone.
+greedy decoding every way gives the largest allowed logit. Which way a row goes depends on that row alone.
 
-Filters (top_k, top_p, min_p) choose among what a mask leaves: their rows go to step 3 at once, with the first number.
+Filters (top_k, top_p, min_p) choose among what a mask leaves: their rows have a mask always.
 """
 
 from __future__ import annotations
@@ -42,35 +43,38 @@ class StructuredDraws:
         Raises:
             GrammarError: names the requests whose grammar cannot be followed any further.
         """
-        records = batch.records[structured]
-        is_filtered = (records["top_k"] > 0) | (records["top_p"] < 1.0) | (records["min_p"] > 0.0)
-        is_filtered &= ~records["greedy"]
-        tried = structured[~is_filtered]
+        states = [batch.states[i] for i in structured.tolist()]
+        positions = batch.positions[structured].tolist()
+        records, own = batch.records[structured], own[structured]
+        is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
+        is_tried &= self._grammars.find_broad(states, positions)
         is_first = np.ones(len(batch), dtype=np.bool_)
-        is_first[structured[is_filtered]] = False
+        is_first[structured[~is_tried]] = False
         token_ids, sound = self._choice.choose(logits, batch, is_first)
-        is_open = np.zeros(len(batch), dtype=np.bool_)
-        is_open[structured] = True
-        followed = np.zeros(len(batch), dtype=np.bool_)
-        if len(tried):
-            drawn = token_ids[torch.from_numpy(tried).to(token_ids.device)].tolist()
-            accepted, ahead = self._grammars.accept(batch.select(tried), drawn, own[tried].tolist())
+        is_open = np.ones(len(structured), dtype=np.bool_)
+        followed = np.zeros(len(structured), dtype=np.bool_)
+        if len(tried := np.flatnonzero(is_tried)):
+            drawn = token_ids[torch.from_numpy(structured[tried]).to(token_ids.device)].tolist()
+            accepted, followed[tried] = self._grammars.accept(
+                [states[i] for i in tried.tolist()], [positions[i] for i in tried.tolist()], drawn, own[tried].tolist()
+            )
             is_open[tried] = ~accepted
-            followed[tried] = ahead
-        masked = np.flatnonzero(is_open)
-        if len(masked):
-            is_again = np.isin(masked, tried, assume_unique=True)
-            words = self._grammars.fill(batch.select(masked), logits.shape[1])
-            chosen, proper = self._choice.choose_allowed(logits, batch, masked, words, is_again)
-            place(token_ids, masked, chosen)
-            place(sound, masked, proper)
+        if len(masked := np.flatnonzero(is_open)):
+            words = self._grammars.fill(
+                [states[i] for i in masked.tolist()], [positions[i] for i in masked.tolist()], logits.shape[1]
+            )
+            draws = structured[masked]
+            chosen, proper = self._choice.choose_allowed(logits, batch, draws, words, is_tried[masked])
+            place(token_ids, draws, chosen)
+            place(sound, draws, proper)
         if not bool(sound.all()):
             return token_ids, sound, {}
-        due = structured[own[structured] & ~followed[structured]]
-        drawn = token_ids.tolist()
-        if len(due):
-            self._grammars.follow(batch.select(due), [drawn[i] for i in due.tolist()])
-        mine = structured[own[structured]]
-        forced = self._grammars.force(batch.select(mine), [drawn[i] for i in mine.tolist()])
-        numbers = mine.tolist()
+        drawn = token_ids[torch.from_numpy(structured).to(token_ids.device)].tolist()
+        due = np.flatnonzero(own & ~followed).tolist()
+        self._grammars.follow([states[i] for i in due], [drawn[i] for i in due])
+        mine = np.flatnonzero(own).tolist()
+        forced = self._grammars.look_ahead(
+            [states[i] for i in mine], [positions[i] for i in mine], [drawn[i] for i in mine], logits.shape[1]
+        )
+        numbers = structured[mine].tolist()
         return token_ids, sound, {numbers[i]: following for i, following in forced.items()}
