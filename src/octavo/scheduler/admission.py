@@ -24,6 +24,9 @@ from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens
 from octavo.scheduler.yielding import Yielding
 
+MOST_REFUSED = 8
+"""Of those that wait, how many may be tried in vain in a step."""
+
 # A look-up of so many blocks may be repeated with every step: about 0.1 ms.
 _BLOCKS_PER_STEP = 200
 
@@ -86,6 +89,22 @@ class Admission:
     @property
     def has_place(self) -> bool:
         return self._running.num_places < self._max_num_seqs and len(self._waiting) > 0
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a step might admit somebody, as far as can be told without looking up what is cached."""
+        if not self.has_place:
+            return False
+        if self._tenants or not len(self._running):
+            return True  # a floor, or an empty machine, overrules a refusal
+        if self._kv.pool.num_available <= self._watermark:
+            return False
+        head = self._waiting.head
+        return any(
+            not self._is_refused(seq) and self._backfill.keeps_promise(seq, head, self._step)
+            for seq in (head(), *self._waiting.candidates(MOST_REFUSED))
+            if seq is not None
+        )
 
     def num_lacking_places(self, seq: Sequence) -> int:
         """Places that are missing for a waiting sequence and its siblings."""

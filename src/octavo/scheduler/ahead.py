@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence
+from octavo.scheduler.admission import Admission
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.tenant_shares import TenantShares
 
@@ -27,7 +28,6 @@ class LookAhead:
     """Finds the sequences of the next step before the result of the present one is there.
 
     Args:
-        max_num_seqs: places that there are.
         max_model_len: longest sequence in tokens.
         takes_places: whether somebody who waits may take the place of somebody who runs.
     """
@@ -37,46 +37,54 @@ class LookAhead:
         kv: KVCacheManager,
         running: RunningSet,
         tenants: TenantShares,
+        admission: Admission,
         *,
-        max_num_seqs: int,
         max_model_len: int,
         takes_places: bool,
     ) -> None:
         self._kv = kv
         self._running = running
         self._tenants = tenants
-        self._max_num_seqs = max_num_seqs
+        self._admission = admission
         self._max_model_len = max_model_len
         self._takes_places = takes_places
 
-    def streams(self, computing: Seq[Sequence], *, is_awaited: bool) -> list[Sequence] | None:
-        """The sequences of the next step, each with a block for its token; None where this step must be awaited.
+    def streams(self, computing: Seq[Sequence], *, is_awaited: bool) -> list[Sequence]:
+        """The sequences of the next step, each with a block for its token; none where this step must be awaited.
 
         Args:
             computing: of the step in flight, in which each computes one token and draws one.
             is_awaited: whether somebody waits for a place.
         """
-        running, host = self._running, self._kv.hierarchy.host
-        if running.num_following or host.has_transfers:
-            return None
-        if is_awaited and (self._takes_places or running.num_places < self._max_num_seqs):
-            return None
+        running = self._running
+        if running.num_following or self._moves_blocks():
+            return []
+        if is_awaited and (self._takes_places or self._admission.may_admit):
+            return []
         places = running.places
         going = [(seq, place) for seq in computing if (place := places.get(seq.seq_id)) is not None]
         if len(going) != len(running):
-            return None
+            return []
         streams = []
         for seq, place in going:
             computed = seq.num_computed + 1
             if computed >= place.attend_at and self._ends(seq):
                 if is_awaited:
-                    return None  # its place is free in the very next step
+                    return []  # its place is free in the very next step
             elif computed < place.capacity or self._extend(seq):
                 streams.append(seq)
             else:
-                return None
+                return []
         # To give somebody a block another may have been evicted, which is to be kept on the host.
-        return None if host.has_transfers else streams
+        if self._moves_blocks():
+            return []
+        if streams:
+            self._admission.begin_step()
+        return streams
+
+    def _moves_blocks(self) -> bool:
+        """Whether the next step has blocks to bring to the host, or from there."""
+        return self._kv.hierarchy.host.has_transfers
 
     def _ends(self, seq: Sequence) -> bool:
         """Whether the token that is drawn now is a sequence's last, whatever it is."""

@@ -89,20 +89,30 @@ class Backfill:
         self._promise = None
 
     def may_pass(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
-        """Whether a waiting sequence may be admitted although it is not the head of the line."""
+        """Whether a waiting sequence may be admitted although it is not the head of the line; it is taken to be."""
+        outlasting = self._outlasting(seq, head, now)
+        if outlasting is None:
+            return False
+        if self._promise is not None:
+            self._promise.places -= outlasting[0]
+            self._promise.blocks -= outlasting[1]
+        return True
+
+    def keeps_promise(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
+        """What `may_pass` would say."""
+        return self._outlasting(seq, head, now) is not None
+
+    def _outlasting(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> tuple[int, int] | None:
+        """Places and blocks that a waiting sequence would still have in the promised step; None: it may not pass."""
         promise = self._promise
         if promise is None or seq is promise.head or promise.head is not head():
-            return True
+            return 0, 0
         if now >= promise.step or (self._turns is not None and not self._turns.may_pass(seq, promise.head)):
-            return False
+            return None
         if now + self._steps_left(seq) <= promise.step:
-            return True
+            return 0, 0
         places, blocks = 1 + num_pending_siblings(seq), self._most_blocks(seq)
-        if places > promise.places or blocks > promise.blocks:
-            return False
-        promise.places -= places
-        promise.blocks -= blocks
-        return True
+        return None if places > promise.places or blocks > promise.blocks else (places, blocks)
 
     def _steps_left(self, seq: Sequence) -> int:
         """Most steps until a sequence ends, once it runs."""

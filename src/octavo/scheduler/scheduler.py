@@ -154,7 +154,7 @@ class Scheduler:
             kv,
             self._running,
             self._tenants,
-            max_num_seqs=config.max_num_seqs,
+            self._admission,
             max_model_len=config.max_model_len,
             takes_places=self.claims is not None,
         )
@@ -384,8 +384,12 @@ class Scheduler:
         """
         builder = self._builder
         rows = builder.in_flight
-        if not rows.draws and (streams := self._look_ahead.streams(rows.sequences, is_awaited=self.num_waiting > 0)):
-            builder.add_ahead(streams)
+        # Whoever waits for a store is let into the line by `schedule`.
+        is_fetching = self.fetching is not None and len(self.fetching) > 0
+        if not rows.draws and not is_fetching:
+            streams = self._look_ahead.streams(rows.sequences, is_awaited=len(self._waiting) > 0)
+            if streams:
+                builder.add_ahead(streams)
         return builder.finish()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:

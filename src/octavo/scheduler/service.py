@@ -35,7 +35,7 @@ from collections.abc import Callable
 from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
-from octavo.scheduler.admission import Admission
+from octavo.scheduler.admission import MOST_REFUSED, Admission
 from octavo.scheduler.budget import StepBudget, TimeLimit
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
@@ -50,8 +50,6 @@ SHARE_OF_FIRST = 4
 
 SHARE_OF_FIRST_IN_TURNS = 16
 """The same where tenants take turns: the rest goes by tenants, so that fewer prompts need it."""
-
-_MOST_REFUSED = 8  # of those that wait, how many may be tried in vain in a step
 
 MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
 
@@ -268,7 +266,7 @@ class Service:
         while budget.num_tokens > 0:
             prompt = by_rank[place] if place < len(by_rank) else None
             newcomer = None
-            if not short and admission.has_place and budget.num_newcomers > 0 and len(refused) < _MOST_REFUSED:
+            if not short and admission.has_place and budget.num_newcomers > 0 and len(refused) < MOST_REFUSED:
                 nearest = waiting.candidates(len(refused) + 1)
                 newcomer = next((seq for seq in nearest if seq not in refused), None)
             if newcomer is not None and (prompt is None or ranking(newcomer) < ranking(prompt)):

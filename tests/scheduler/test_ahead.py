@@ -1,0 +1,110 @@
+"""Which steps are planned while the one before is computed; that their tokens are right is the engine's test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.request import FinishReason, SequenceStatus
+from octavo.scheduler.assembly import make_turns
+from octavo.scheduler.plan import DRAWN, StepPlan
+from tests.scheduler.plans import shares
+from tests.scheduler.test_scheduler import Engine
+
+
+def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
+    """A step, and those that are planned ahead from it on, each before the one before is taken in; all are taken in."""
+    plans = [engine.scheduler.schedule()]
+    while len(plans) < most and (ahead := engine.scheduler.schedule_ahead()):
+        engine.finish_step(plans[-1])
+        plans.append(ahead)
+    engine.finish_step(plans[-1])
+    return plans
+
+
+def test_a_step_ahead_computes_what_the_one_in_flight_draws() -> None:
+    engine = Engine()
+    requests = [engine.add(length, max_tokens=6) for length in (3, 9)]
+    assert len(run_ahead(engine)) == 1, "behind a prompt nothing is planned"
+    plans = run_ahead(engine)
+    assert [plan.ahead for plan in plans] == [False, True, True, True, True]
+    assert plans[1].token_ids == (DRAWN, DRAWN)
+    assert [plan.starts for plan in plans] == [(3 + i, 9 + i) for i in range(5)]
+    assert [plan.step for plan in plans] == [2, 3, 4, 5, 6]
+    assert all(request.finished for request in requests), "nobody computed a sixth time"
+
+
+def test_whoever_reaches_its_longest_length_is_left_out() -> None:
+    engine = Engine()
+    short, long = engine.add(3, max_tokens=4), engine.add(3, max_tokens=7)
+    engine.step()
+    assert [plan.num_rows for plan in run_ahead(engine)] == [2, 2, 2, 1, 1, 1]
+    assert (short.sequences[0].num_output_tokens, long.sequences[0].num_output_tokens) == (4, 7)
+
+
+def test_what_is_computed_for_whoever_has_ended_is_dropped_and_charged_to_nobody() -> None:
+    engine = Engine()
+    turns = engine.scheduler.turns = make_turns("vtc", engine.kv)
+    assert turns is not None
+    leaving, staying = engine.add(3, tenant="leaving"), engine.add(3, tenant="staying")
+    engine.step()
+    plan, ahead = engine.scheduler.schedule(), engine.scheduler.schedule_ahead()
+    engine.finish_step(plan)
+    received = turns.recent("leaving")
+    engine.scheduler.finish(leaving.sequences[0], FinishReason.STOP, "stop")
+    assert engine.kv.pool.num_active == 2
+    (update,) = engine.finish_step(ahead)
+    assert update.seq.request is staying
+    assert leaving.sequences[0].num_output_tokens == 2
+    assert turns.recent("leaving") <= received
+    engine.run()
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"logprobs": 0}], ids=str)
+def test_draws_that_follow_tokens_are_awaited_until_their_request_has_ended(params: dict[str, Any]) -> None:
+    engine = Engine()
+    engine.add(3, max_tokens=40)
+    following = engine.add(3, max_tokens=40, **params)
+    engine.step()
+    assert len(run_ahead(engine)) == 1
+    engine.scheduler.end_request(following.request_id)
+    assert len(run_ahead(engine, most=4)) == 4
+
+
+def test_whoever_could_be_admitted_is_not_passed_by_a_step_ahead() -> None:
+    engine = Engine()
+    engine.add(3, max_tokens=40)
+    engine.step()
+    plan = engine.scheduler.schedule()
+    newcomer = engine.add(3)
+    assert not engine.scheduler.schedule_ahead()
+    engine.finish_step(plan)
+    assert newcomer.request_id in shares(engine.scheduler.schedule())
+
+
+@pytest.mark.parametrize("limits", [{"num_blocks": 6}, {"max_num_seqs": 1}], ids=str)
+def test_whoever_finds_no_room_stops_no_step_ahead_and_has_the_first_that_is_free(limits: dict[str, int]) -> None:
+    engine = Engine(**limits)
+    engine.add(4, max_tokens=9)
+    engine.step()
+    waiting = engine.add(16, max_tokens=4)
+    plans: list[StepPlan] = []
+    while waiting.sequences[0].status is SequenceStatus.WAITING:
+        plans += run_ahead(engine)
+    assert [len(plan.lengths) for plan in plans] == [1] * 9, "no step of both, and none of nobody"
+    assert [plan.ahead for plan in plans][-2:] == [True, False], "its prompt comes right after the other's last token"
+    assert sum(plan.ahead for plan in plans) > 4
+    engine.run()
+
+
+def test_blocks_that_run_out_are_taken_from_somebody_only_once_the_step_is_awaited() -> None:
+    engine = Engine(num_blocks=6)
+    requests = [engine.add(4, max_tokens=12) for _ in range(2)]
+    engine.step()
+    while not engine.scheduler.counters.num_preemptions:
+        before = engine.scheduler.num_running
+        plans = run_ahead(engine)
+        assert {plan.num_rows for plan in plans[1:]} <= {before}
+    engine.run()
+    assert [len(request.sequences[0].output_token_ids) for request in requests] == [12, 12]
