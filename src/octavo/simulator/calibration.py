@@ -124,7 +124,7 @@ def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float =
             break
         lengths = (max(1, min(length, max_model_len - 8)) for length in prompt_lens)
         requests = [BenchRequest(random_token_ids(rng, length, token_end), 8) for length in lengths]
-        asyncio.run(serving.run_load(target, requests, [0.0] * len(requests)))
+        run_load(target, requests, [0.0] * len(requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, tok
         count = len(requests)
         arrivals = [0.0] * count if each.rate is None else arrival_times(count, each.rate, seed=number)
         began = time.monotonic()
-        zero, records = asyncio.run(_send(target, requests, arrivals))
+        zero, records = run_load(target, requests, arrivals)
         if failed := [record.error for record in records if record.error is not None]:
             raise ConfigError(f"a request of the calibration failed: {failed[0]}")
         if each.kind != "mixed":
@@ -188,8 +188,15 @@ def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, tok
     return alone
 
 
-async def _send(
-    target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float]
+def run_load(
+    target: Target,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    max_concurrency: int | None = None,
 ) -> tuple[float, list[RequestRecord]]:
-    """The records, and the `time.perf_counter` that their times count from."""
-    return time.perf_counter(), await serving.run_load(target, requests, arrivals)
+    """`bench.serving.run_load`: the records, and the `time.perf_counter` that their times count from."""
+
+    async def run() -> tuple[float, list[RequestRecord]]:
+        return time.perf_counter(), await serving.run_load(target, requests, arrivals, max_concurrency)
+
+    return asyncio.run(run())

@@ -30,10 +30,11 @@ _BOOTSTRAPS = 200
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step's load, and the seconds it took."""
+    """A step's load, the seconds it took, and when it began."""
 
     load: StepLoad
     seconds: float
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Fit:
 
 def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Each step with the seconds that the device took for it."""
-    return [MeasuredStep(load_of(step), step.seconds) for step in steps if step.seconds > 0]
+    return [MeasuredStep(load_of(step), step.seconds, step.at) for step in steps if step.seconds > 0]
 
 
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
@@ -66,7 +67,7 @@ def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     found, before = [], None
     for step in steps:
         if before is not None and step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids):
-            found.append(MeasuredStep(load_of(before), step.at - before.at))
+            found.append(MeasuredStep(load_of(before), step.at - before.at, before.at))
         before = step
     return found
 
