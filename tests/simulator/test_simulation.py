@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import CacheError, ConfigError
 from octavo.planner.sources import find_shape
 from octavo.request import Request
-from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.step_time import StepTimes
 from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas, simulate, variants
 from octavo.simulator.setup import Plan
@@ -212,7 +212,7 @@ def test_lighter_parts_of_the_scheduler_decide_as_those_that_serve(
         return {name: value for name, value in simulate(cramped, demand).report().items() if name != "simulated_in_s"}
 
     light = figures()
-    monkeypatch.setattr("octavo.simulator.setup.SimulatedScheduler", Scheduler)
+    monkeypatch.setattr("octavo.simulator.setup.LoadBuilder", PlanBuilder)
     assert light == figures()
     assert light["evictions"] > 0
     assert light["cached_tokens"] > 0

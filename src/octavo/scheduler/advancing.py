@@ -20,6 +20,7 @@ class Advancing:
         moves: the scheduler's operations on sequences.
         turns: told what was computed, where tenants take turns.
         fail: ends a request, because its own update raised.
+        tells_all: False: a stream's token that does nothing but follow the one before is told to nobody.
     """
 
     def __init__(
@@ -29,12 +30,15 @@ class Advancing:
         turns: VirtualTokenCounter | None,
         max_model_len: int,
         fail: Callable[[Request, Exception], None],
+        *,
+        tells_all: bool = True,
     ) -> None:
         self._kv = kv
         self._moves = moves
         self._turns = turns
         self._max_model_len = max_model_len
         self._fail = fail
+        self._tells_all = tells_all
         self._sampling = Sampling(max_model_len)
         self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
 
@@ -66,7 +70,7 @@ class Advancing:
             if (states := sequences[pool.row].request.pooled) is not None:
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
-        places, forced = running.places, result.forced
+        places, forced, tells_all = running.places, result.forced, self._tells_all
         # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
         streams = sequences[: plan.num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
@@ -78,7 +82,8 @@ class Advancing:
             else:
                 seq.num_computed = computed
                 seq.output_token_ids.append(token_id)
-                updates.append(SequenceUpdate(seq, (token_id,)))
+                if tells_all:
+                    updates.append(SequenceUpdate(seq, (token_id,)))
         draw = plan.num_streams
         for row, drawing in enumerate(draws, start=plan.num_streams):
             self._advance(sequences[row], plan.starts[row] + plan.lengths[row], drawing, draw, result, running, updates)

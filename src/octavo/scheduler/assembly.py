@@ -24,6 +24,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.claims import ByPriority, ByService, Claims
 from octavo.scheduler.fairness import DeficitRound, MostServed, VirtualTokenCounter
+from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import (
     CheaperWay,
     PreemptionMode,
@@ -98,21 +99,22 @@ def assemble_scheduler(
     restore_speed: RestoreSpeed | None = None,
     watermark: float = DEFAULT_WATERMARK,
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
-    scheduler_type: type[Scheduler] = Scheduler,
+    builder: PlanBuilder | None = None,
+    tells_all: bool = True,
 ) -> Scheduler:
     """The scheduler that the options describe, over a cache that `assemble_cache` made of the same options.
 
     Args:
         restore_speed: as measured or assumed; needed where `needs_restore_speed` says so.
         watermark, headroom_tokens: see `SchedulerConfig`.
-        scheduler_type: the simulator's has lighter parts.
+        builder, tells_all: see `Scheduler`.
 
     Raises:
         ConfigError: the speed is missing.
     """
     turns = make_turns(config.scheduling_policy, kv)
     victims = make_victim_policy(config.preemption_victim, kv.restore_cost)
-    return scheduler_type(
+    return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -128,6 +130,8 @@ def assemble_scheduler(
         preemption=_preemption_mode(config, kv, restore_speed),
         turns=turns,
         claims=make_claims(config.scheduling_policy, turns),
+        builder=builder,
+        tells_all=tells_all,
     )
 
 

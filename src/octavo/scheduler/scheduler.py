@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
@@ -73,17 +72,17 @@ class SchedulerConfig:
 class Scheduler:
     """Decides each step, and advances the sequences by its result.
 
+    Args:
+        builder: writes the plans; the simulator has one for plans that nobody carries out.
+        tells_all: see `Advancing`.
+
     Attributes:
         capacity: what can never be served.
         turns: whose turn it is, where tenants take turns (`TenantQueue`).
         claims: who may take places and blocks of those that run; None: nobody.
         fetching: requests that wait for stores below host memory; None: there are none.
         on_admitted: told of each request once, when it is given its place for the first time.
-        builder_type, advancing_type: its parts that know plans and results in full; the simulator has lighter ones.
     """
-
-    builder_type: ClassVar[type[PlanBuilder]] = PlanBuilder
-    advancing_type: ClassVar[type[Advancing]] = Advancing
 
     def __init__(
         self,
@@ -94,12 +93,15 @@ class Scheduler:
         preemption: PreemptionMode | None = None,
         turns: VirtualTokenCounter | None = None,
         claims: Claims | None = None,
+        builder: PlanBuilder | None = None,
+        *,
+        tells_all: bool = True,
     ) -> None:
         self.config = config
         self.kv = kv
         self.turns = turns
         self.claims = claims
-        self._builder = self.builder_type(kv)
+        self._builder = builder or PlanBuilder(kv)
         self._latency = None if config.itl_slo_ms is None else LatencyTarget(config.itl_slo_ms / 1e3)
         queue = ArrivalOrder() if waiting is None else waiting
         self._limits: Mapping[str, KVLimits] = {}
@@ -107,7 +109,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._pinning = Pinning(kv, self._fail)
         self._held_back = HeldBack()
-        self._advancing = self.advancing_type(kv, self, turns, config.max_model_len, self._fail)
+        self._advancing = Advancing(kv, self, turns, config.max_model_len, self._fail, tells_all=tells_all)
         self._noted: set[RequestId] = set()  # whose admission has been told
         self.on_admitted: Callable[[Request], None] = lambda request: None
         self.fetching: Fetching | None = None

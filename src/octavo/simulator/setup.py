@@ -27,7 +27,7 @@ from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
-from octavo.simulator.lean import SimulatedScheduler
+from octavo.simulator.lean import LoadBuilder
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 
@@ -203,7 +203,8 @@ class Plan:
             kv,
             self.max_model_len,
             restore_speed=RestoreSpeed(per_token, per_block),
-            scheduler_type=SimulatedScheduler,
+            builder=LoadBuilder(kv),
+            tells_all=False,
         )
         return SimulatedServer(scheduler, times, clock, speed.intake_s, speed.reply_s)
 
