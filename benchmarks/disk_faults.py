@@ -21,10 +21,11 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
-from octavo.kvcache.host_memory import Label
-from octavo.tiers.base import Reason, Store
+from octavo.kvcache.label import Label
+from octavo.tiers.base import Reason
 from octavo.tiers.disk import ALIGNMENT, DiskMedium
 from octavo.tiers.header import HEADER_BYTES
+from octavo.tiers.store import Store
 
 BLOCK_BYTES = 20_000
 SLAB_BYTES = 512 << 10

@@ -31,10 +31,10 @@ from unittest import mock
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
-from octavo.kvcache.host_memory import Label
-from octavo.tiers.base import Store
+from octavo.kvcache.label import Label
 from octavo.tiers.disk import DiskMedium, _write_all, model_folders, stored_blocks
 from octavo.tiers.header import Header
+from octavo.tiers.store import Store
 from tiers import redis_server
 
 # SmolLM2-135M in bfloat16: 30 layers, 3 heads of 64, 16 tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from octavo.tiers.base import Store
+from octavo.tiers.store import Store
 from tests.commands.conftest import OctavoCommand
 from tests.tiers.stores import FINGERPRINT, disk, put
 

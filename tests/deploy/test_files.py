@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.cli import build_parser
 from octavo.observe.metrics import MetricsPage
 from octavo.observe.stats import EngineStats
-from octavo.tiers.base import Store
 from octavo.tiers.files import BlockFiles
+from octavo.tiers.store import Store
 from tests.deploy.files import (
     DASHBOARD,
     DEPLOY,

@@ -87,7 +87,7 @@ def test_swapped_preempted_and_cached_sequences_have_their_tokens(apart: LLM, ma
     for _ in range(2):
         assert_same(apart.generate(prompts, params, use_tqdm=False), expected)
     assert apart.core.scheduler.counters.num_preemptions > 3
-    assert apart.core.scheduler.kv.hierarchy.host.claims.blocks_in > 0
+    assert apart.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0
 
 
 @pytest.mark.parametrize(

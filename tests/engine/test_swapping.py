@@ -61,7 +61,7 @@ def test_swapping_changes_no_token(
     llm = make_llm(folder, preemption_mode="swap", preemption_victim=victim, **tight(**cache))
     thrash(llm.core)
     outputs = llm.generate(*workload(), use_tqdm=False)
-    swapped = llm.core.scheduler.kv.hierarchy.host.claims
+    swapped = llm.core.scheduler.kv.hierarchy.host.claims.counters
     assert swapped.blocks_in > 0
     assert llm.core.scheduler.counters.recomputed_tokens == 0
     assert llm.core.stats.swapped_in_bytes == swapped.blocks_in * block_bytes(llm.core)
@@ -98,7 +98,7 @@ def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_ll
     mode.speed = RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.7)
     outputs = llm.generate(*workload(), use_tqdm=False)
     assert llm.core.scheduler.counters.recomputed_tokens > 0
-    assert llm.core.scheduler.kv.hierarchy.host.claims.blocks_in > 0
+    assert llm.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0
     assert_same(outputs, alone(make_llm, tiny_llama))
 
 

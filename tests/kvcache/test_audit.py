@@ -69,7 +69,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
     "a host block of nobody": (_forget_a_sequence, "0 host blocks, 1 are claimed"),
     "a lost hope": (_forget_a_place, "and is not noted there"),
-    "a miscounted transfer": (lambda kv: setattr(kv.hierarchy.host.claims, "blocks_in", 5), "blocks were moved out"),
+    "a miscounted transfer": (
+        lambda kv: setattr(kv.hierarchy.host.claims.counters, "blocks_in", 5),
+        "blocks were moved out",
+    ),
 }
 
 

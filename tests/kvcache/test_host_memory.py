@@ -8,7 +8,8 @@ from octavo.errors import CacheError
 from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory, Label
+from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence, resume
 

@@ -126,7 +126,7 @@ def test_an_evicted_block_that_two_preempted_sequences_want_is_stored_once_for_b
     for seq in both:
         assert resume(manager, seq)
         assert len(step(manager)[1]) == 3
-    counters = host_of(manager).claims
+    counters = host_of(manager).claims.counters
     assert (counters.blocks_out, counters.blocks_in, counters.blocks_dropped) == (4, 4, 0)
     assert host_of(manager).num_free == 8
 
@@ -159,7 +159,7 @@ def test_what_was_to_come_back_with_the_same_step_is_claimed_again_without_being
     assert manager.demote(seq)
     assert step(manager) == ([], [])
     assert manager.match(seq).num_tokens == 10
-    assert host_of(manager).claims.blocks_out == 3
+    assert host_of(manager).claims.counters.blocks_out == 3
 
 
 def test_blocks_outside_a_window_stay_null() -> None:

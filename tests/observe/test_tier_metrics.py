@@ -6,7 +6,8 @@ from pathlib import Path
 
 from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
-from octavo.tiers.base import Reason, Store
+from octavo.tiers.base import Reason
+from octavo.tiers.store import Store
 from tests.observe.test_stats import exposed, value
 from tests.tiers.stores import BLOCK_BYTES, MEDIA, get, label, put
 

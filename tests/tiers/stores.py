@@ -7,10 +7,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from octavo.kvcache.host_memory import Label
-from octavo.tiers.base import Medium, Reason, Store
+from octavo.kvcache.label import Label
+from octavo.tiers.base import Medium, Reason
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.files import BlockFiles
+from octavo.tiers.store import Store
 
 FINGERPRINT = b"f" * 16
 BLOCK_BYTES = 5000

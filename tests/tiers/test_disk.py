@@ -14,9 +14,10 @@ from octavo.errors import ConfigError
 from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.tiers import disk as disk_module
-from octavo.tiers.base import Reason, Store
+from octavo.tiers.base import Reason
 from octavo.tiers.disk import ALIGNMENT, DiskMedium, slots_within, stored_blocks
 from octavo.tiers.header import HEADER_BYTES, Header
+from octavo.tiers.store import Store
 from tests.tiers.stores import FINGERPRINT, disk, get, label, payload, put
 
 

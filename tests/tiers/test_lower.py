@@ -9,10 +9,12 @@ import pytest
 
 from octavo.kvcache.audit import problems
 from octavo.kvcache.eviction import make_eviction_policy
-from octavo.kvcache.host_memory import HostMemory, Label
-from octavo.tiers.base import Reason, Store
+from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.label import Label
+from octavo.tiers.base import Reason
 from octavo.tiers.fetch import Fetch
 from octavo.tiers.lower import LowerTiers
+from octavo.tiers.store import Store
 from tests.tiers.stores import SECONDS, label
 
 LOAD_SECONDS = 5.0

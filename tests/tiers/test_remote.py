@@ -15,9 +15,10 @@ from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.engine.tiers import _open_remote
 from octavo.errors import ConfigError
-from octavo.tiers.base import Reason, Store
+from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium, without_password
+from octavo.tiers.store import Store
 from tests.redis_server import RedisServer
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload, put, remote
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kvcache.host_memory import Label
-from octavo.tiers.base import LookupResult, Medium, Reason, Store
+from octavo.kvcache.label import Label
+from octavo.tiers.base import LookupResult, Medium, Reason
+from octavo.tiers.store import Store
 from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put, remote
 
 
@@ -149,7 +150,7 @@ def test_whatever_a_medium_raises_is_a_miss_and_after_some_it_is_left_alone(
     assert "failed 3 times in a row" in caplog.text
     assert store.lookup(label(1).key) is LookupResult.MISS
     assert get(store, [label(1)])[0] == [Reason.CLOSED]
-    assert store.counters.closings == 1
+    assert store.num_closings == 1
     now[0] = 31.0
     medium.error = None
     assert get(store, [label(1)])[0] == [None]

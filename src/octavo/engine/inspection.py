@@ -16,7 +16,8 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import CacheOutcome, CacheReport
 from octavo.scheduler.kv_limits import KVLimits
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tiers.base import LATENCY_BOUNDS, Store
+from octavo.tiers.counters import LATENCY_BOUNDS
+from octavo.tiers.store import Store
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
 # No state of a block of the pool: in host memory, beside them.
@@ -87,10 +88,10 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
         },
         "swap": {
             "space_bytes": host.num_swap_slots * size,
-            "free_bytes": (host.num_swap_slots - host.num_claimed) * size,
-            "out_bytes": host.claims.blocks_out * size,
-            "in_bytes": host.claims.blocks_in * size,
-            "dropped_bytes": host.claims.blocks_dropped * size,
+            "free_bytes": (host.num_swap_slots - host.claims.num_slots) * size,
+            "out_bytes": host.claims.counters.blocks_out * size,
+            "in_bytes": host.claims.counters.blocks_in * size,
+            "dropped_bytes": host.claims.counters.blocks_dropped * size,
         },
         "prefix_cache": _totals(totals),
         "tenants": {
@@ -158,7 +159,7 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
             "written_bytes": store.counters.written_bytes,
             "read_misses": {reason.value: count for reason, count in store.counters.read_misses.items()},
             "write_misses": {reason.value: count for reason, count in store.counters.write_misses.items()},
-            "closings": store.counters.closings,
+            "closings": store.num_closings,
             "latency_bounds": list(LATENCY_BOUNDS),
             "read_latency": list(store.counters.read_latency),
             "write_latency": list(store.counters.write_latency),

@@ -217,7 +217,7 @@ def _counters(scheduler: Scheduler) -> list[int]:
         scheduler.num_running,
         scheduler.num_waiting,
         scheduler.num_swapped,
-        kv.hierarchy.host.num_claimed,
+        kv.hierarchy.host.claims.num_slots,
         kv.num_evicted,
         scheduler.counters.num_preemptions,
     ]

@@ -106,9 +106,9 @@ class StatsRecorder:
         size, host = kv.spec.block_bytes, kv.hierarchy.host
         self._stats.on_blocks(kv.bytes_by_state(), kv.num_evicted)
         self._stats.on_swapped(
-            bytes_out=host.claims.blocks_out * size,
-            bytes_in=host.claims.blocks_in * size,
-            bytes_held=host.num_claimed * size,
+            bytes_out=host.claims.counters.blocks_out * size,
+            bytes_in=host.claims.counters.blocks_in * size,
+            bytes_held=host.claims.num_slots * size,
         )
 
     def _queues(self) -> _Queues:

@@ -16,10 +16,11 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.scheduler import Scheduler
-from octavo.tiers.base import LAYOUT_VERSION, MOST_WRITE_BYTES, Medium, Store
+from octavo.tiers.base import LAYOUT_VERSION, Medium
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
+from octavo.tiers.store import MOST_WRITE_BYTES, Store
 
 _READ_BYTES = 8 << 20
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain
-from octavo.kvcache.host_memory import HostMemory, Label
-from octavo.kvcache.matching import label_of
+from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.label import Label, label_of
 
 
 class Demotion(Protocol):

@@ -19,8 +19,9 @@ from octavo.kvcache.audit import Findings
 from octavo.kvcache.block import BlockId, BlockTable
 from octavo.kvcache.demotion import Demotion, make_demotion
 from octavo.kvcache.hashing import TokenChain
-from octavo.kvcache.host_memory import HostMemory, Label
-from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, label_of, split_tiers
+from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.label import Label, label_of
+from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.preempted import Preempted
 from octavo.kvcache.prefix.base import PrefixCache

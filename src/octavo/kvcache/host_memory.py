@@ -29,7 +29,9 @@ from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.eviction.ghosts import GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES
+from octavo.kvcache.host_claims import HostClaims
 from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.label import Label
 from octavo.request import SequenceId
 
 HostBlockId = NewType("HostBlockId", int)
@@ -42,34 +44,11 @@ class BlockTransfer(NamedTuple):
     host: HostBlockId
 
 
-class Label(NamedTuple):
-    """What a block outside the device must prove to be.
-
-    Attributes:
-        key: of the prefix that it ends; stands for the model, its weights, dtype, block size and tenant too.
-        parent: the key of the prefix before it.
-        tokens: its own packed token ids.
-    """
-
-    key: bytes
-    parent: bytes
-    tokens: bytes
-
-
 class Slot(Enum):
     FREE = "free"
     STORING = "storing"  # a step writes it
     FILLING = "filling"  # a store writes it
     READY = "ready"
-
-
-class _Claimed(Enum):
-    """How far a slot is that preempted sequences claim, or claimed until its contents are taken back."""
-
-    NOT = "not"
-    PLANNED = "planned"  # no step has taken its transfer out
-    OUT = "out"
-    BACK = "back"  # at least once
 
 
 class _Load(NamedTuple):
@@ -90,18 +69,6 @@ class HostCounters:
     lost: int = 0  # their step failed
 
 
-@dataclass(slots=True)
-class ClaimCounters:
-    """Totals since the start of blocks that preempted sequences claimed, as steps took their transfers.
-
-    `blocks_out` = `blocks_in` + `blocks_dropped` + those that are still claimed, exactly.
-    """
-
-    blocks_out: int = 0
-    blocks_in: int = 0  # and back
-    blocks_dropped: int = 0  # and never back: their sequence ended, or was given up
-
-
 class HostMemory:
     """Slots for blocks in host memory, and the index of those that are found by their key. O(1) an operation.
 
@@ -114,6 +81,7 @@ class HostMemory:
         eviction: the order in which slots of prefixes are given up.
 
     Attributes:
+        claims: what preempted sequences claim of it.
         on_ready: told of each slot with a prefix that a step has just filled, with its label.
     """
 
@@ -121,10 +89,8 @@ class HostMemory:
         if not 0 <= num_swap_slots <= num_slots:
             raise CacheError(f"of {num_slots} slots of host memory {num_swap_slots} cannot be for swapping")
         self.num_slots = num_slots
-        self.num_swap_slots = num_swap_slots
-        self.num_claimed = 0
+        self.claims = HostClaims(num_swap_slots)
         self.counters = HostCounters()
-        self.claims = ClaimCounters()
         self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
         self._keeps_prefixes = num_slots > num_swap_slots
         self._width = block_size * TOKEN_BYTES
@@ -137,15 +103,12 @@ class HostMemory:
         self._origins: list[str] = []
         self._tokens = bytearray()
         self._holds = array("i")  # claims included
-        self._claims = array("i")
-        self._claimed: list[_Claimed] = []
         # Of slots that are being written: what they will be found by, if by anything.
         self._labels: dict[HostBlockId, Label | None] = {}
         self._coming: dict[bytes, HostBlockId] = {}
         self._chosen: set[HostBlockId] = set()  # stored whether or not anybody claims them
         self._out: dict[HostBlockId, BlockId] = {}
         self._in: dict[BlockId, _Load] = {}
-        self._returning: Counter[HostBlockId] = Counter()  # by slot, its planned loads for who claimed it
         self._out_flying: list[HostBlockId] = []
         self._in_flying: list[HostBlockId] = []
 
@@ -153,6 +116,11 @@ class HostMemory:
     def bookkeeping_bytes(block_size: int) -> int:
         """Of one slot, the device's block that may go there included."""
         return 4 * KeyIndex.BYTES_PER_ID + 8 * DIGEST_BYTES + TOKEN_BYTES * block_size + 4 * GhostList.BYTES_EACH
+
+    @property
+    def num_swap_slots(self) -> int:
+        """Slots that preempted sequences may claim at once."""
+        return self.claims.most
 
     @property
     def num_prefix_slots(self) -> int:
@@ -176,7 +144,7 @@ class HostMemory:
     @property
     def num_held(self) -> int:
         """Holds on slots that are no claims; none where nothing waits and no step or store is under way."""
-        return sum(self._holds) - sum(self._claims)
+        return sum(self._holds) - self.claims.total()
 
     @property
     def has_transfers(self) -> bool:
@@ -250,7 +218,7 @@ class HostMemory:
 
     def can_claim(self, count: int, num_held: int = 0) -> bool:
         """Whether so many slots can be claimed, of which `num_held` are held already."""
-        return self.num_claimed + count <= self.num_swap_slots and count - num_held <= self.num_takeable
+        return self.claims.may_add(count) and count - num_held <= self.num_takeable
 
     def store_claimed(self, block_id: BlockId, label: Label | None, tenant: str) -> HostBlockId | None:
         """The slot of a block of the device that a sequence claims, which is copied there if it is not there yet.
@@ -267,7 +235,7 @@ class HostMemory:
             if known is None and coming is not None and self._states[coming] is Slot.STORING:
                 known = coming
             if known is not None:
-                if not self._claims[known] and self.num_claimed >= self.num_swap_slots:
+                if not self.claims[known] and not self.claims.may_add(1):
                     return None
                 self.claim(known)
                 return known
@@ -284,21 +252,10 @@ class HostMemory:
     def claim(self, slot: HostBlockId) -> None:
         """Keep a slot for a preempted sequence until `unclaim`; within what may be claimed (`can_claim`)."""
         self.hold(slot)
-        self._claims[slot] += 1
-        self.num_claimed += self._claims[slot] == 1
-        if self._claimed[slot] is _Claimed.NOT:
-            if slot in self._out:
-                self._claimed[slot] = _Claimed.PLANNED
-            else:
-                self._claimed[slot] = _Claimed.OUT
-                self.claims.blocks_out += 1
+        self.claims.add(slot, planned=slot in self._out)
 
     def unclaim(self, slot: HostBlockId) -> None:
-        if self._claims[slot] < 1:
-            raise CacheError(f"slot {slot} of host memory is given back more often than claimed")
-        self._claims[slot] -= 1
-        self.num_claimed -= self._claims[slot] == 0
-        self._count_claim(slot)
+        self.claims.remove(slot)
         self.release(slot)
 
     # From stores below
@@ -339,8 +296,9 @@ class HostMemory:
         self.hold(slot)
         if not returns:
             self._eviction.hit([BlockId(slot + 1)], 0)
+        else:
+            self.claims.plan_return(slot)
         self._in[block_id] = _Load(slot, seq_id, returns)
-        self._returning[slot] += returns
 
     def source_of(self, block_id: BlockId) -> HostBlockId | None:
         """The slot whose bytes go to that block with the next step."""
@@ -351,23 +309,15 @@ class HostMemory:
         """A sequence gives up its blocks; what no step has taken yet will not happen."""
         for block_id in [block for block, load in self._in.items() if load.seq_id == seq_id]:
             load = self._in.pop(block_id)
-            self._returning[load.slot] -= load.returns
-            self._count_claim(load.slot)
+            if load.returns:
+                self.claims.cancel_return(load.slot)
             self.release(load.slot)
 
     def take_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
         """The next step's stores and loads, in flight until `complete` or `fail`."""
         stores = [BlockTransfer(block, slot) for slot, block in self._out.items()]
         loads = [BlockTransfer(block, load.slot) for block, load in self._in.items()]
-        for _, slot in stores:
-            if self._claimed[slot] is _Claimed.PLANNED:
-                self._claimed[slot] = _Claimed.OUT
-                self.claims.blocks_out += 1
-        self._returning.clear()
-        for slot, _, returns in self._in.values():
-            if returns and self._claimed[slot] is _Claimed.OUT:
-                self._claimed[slot] = _Claimed.BACK
-            self._count_claim(slot)
+        self.claims.moved(self._out, (slot for _, slot in loads))
         self.counters.loaded += sum(not load.returns for load in self._in.values())
         self._out_flying.extend(self._out)
         self._in_flying.extend(slot for _, slot in loads)
@@ -421,37 +371,26 @@ class HostMemory:
             if free[slot]:
                 yield f"slot {slot} of host memory stands twice in its free list"
             free[slot] = 1
-        writing, claimed, out = self._labels.keys(), 0, 0
+        writing = self._labels.keys()
         for slots in in_slices(range(num_used)):
             for slot in map(HostBlockId, slots):
-                state, holds, claims = self._states[slot], self._holds[slot], self._claims[slot]
+                state, holds = self._states[slot], self._holds[slot]
                 idle = BlockId(slot + 1) in self._eviction
-                claimed += claims > 0
-                out += self._claimed[slot] in (_Claimed.OUT, _Claimed.BACK)
                 if bool(free[slot]) != (state is Slot.FREE):
                     yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
                 if (slot in writing) != (state in (Slot.STORING, Slot.FILLING)):
                     yield f"slot {slot} of host memory is {state.value}, being written: {slot in writing}"
                 if idle != (state is Slot.READY and holds == 0):
                     yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
-                if claims > holds or (claims and self._claimed[slot] is _Claimed.NOT):
-                    yield f"slot {slot} of host memory has {claims} claims, {holds} holds, {self._claimed[slot].value}"
-                if state is Slot.FREE and self._claimed[slot] is not _Claimed.NOT:
-                    yield f"slot {slot} of host memory is free and {self._claimed[slot].value}"
+                if state is Slot.FREE and holds:
+                    yield f"slot {slot} of host memory is free and has {holds} holds"
             yield None
-        if claimed != self.num_claimed or claimed > self.num_swap_slots:
-            yield f"{claimed} slots are claimed, {self.num_claimed} are counted, {self.num_swap_slots} may be"
         if stray := (set(self._out) | set(self._out_flying) | self._chosen) - writing:
             yield f"stores are planned for slots {sorted(stray)}, which nobody writes"
         named = {label.key: slot for slot, label in self._labels.items() if label is not None}
         if named != self._coming:
             yield f"{len(named)} slots of host memory are being written with keys, {len(self._coming)} are coming"
-        counters = self.claims
-        if counters.blocks_out != counters.blocks_in + counters.blocks_dropped + out:
-            yield (
-                f"{counters.blocks_out} blocks were moved out, but {counters.blocks_in} back, "
-                f"{counters.blocks_dropped} were dropped and {out} are in host memory"
-            )
+        yield from self.claims.check(self._holds)
         yield from self._index.check()
 
     def __iter__(self) -> Iterator[HostBlockId]:
@@ -469,8 +408,7 @@ class HostMemory:
             self._origins.append("host")
             self._tokens.extend(bytes(self._width))
             self._holds.append(0)
-            self._claims.append(0)
-            self._claimed.append(_Claimed.NOT)
+            self.claims.grow()
         elif len(self._eviction):
             slot = HostBlockId(self._eviction.evict() - 1)
             self._index.remove(slot)
@@ -524,14 +462,6 @@ class HostMemory:
         else:
             self._index.remove(slot)
             self._free_slot(slot)
-
-    def _count_claim(self, slot: HostBlockId) -> None:
-        """Where nobody claims a slot any more or is about to load it, count what became of it."""
-        if self._claims[slot] or self._returning[slot]:
-            return
-        was, self._claimed[slot] = self._claimed[slot], _Claimed.NOT
-        self.claims.blocks_dropped += was is _Claimed.OUT
-        self.claims.blocks_in += was is _Claimed.BACK
 
     def _free_slot(self, slot: HostBlockId) -> None:
         if slot in self._labels:

@@ -408,7 +408,7 @@ class KVCacheManager:
         yield from proven(self._check())
         states = yield from counted(pool.state(BlockId(i)) for i in range(pool.num_blocks))
         num_sequences = sum(any(holding.tables) for holding in holdings)
-        return Audit(states, num_sequences, len(self.hierarchy.preempted), self.hierarchy.host.num_claimed)
+        return Audit(states, num_sequences, len(self.hierarchy.preempted), self.hierarchy.host.claims.num_slots)
 
     def _check(self) -> Findings:
         yield from self.pool.check()

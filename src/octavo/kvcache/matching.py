@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, as_array, new_table
-from octavo.kvcache.hashing import TokenChain, group_key
-from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
+from octavo.kvcache.hashing import TokenChain
+from octavo.kvcache.host_memory import HostBlockId, HostMemory
+from octavo.kvcache.label import label_of
 from octavo.kvcache.prefix.base import PrefixCache
 
 
@@ -28,11 +29,6 @@ class PrefixHit:
     num_tokens: int
     tables: tuple[BlockTable, ...]
     loads: tuple[tuple[int, int, HostBlockId], ...] = ()
-
-
-def label_of(group: int, chain: TokenChain, index: int) -> Label:
-    """What full block `index` of a chain must prove to be, in a group."""
-    return Label(group_key(group, chain.key(index + 1)), chain.key(index), chain.tokens(index, index + 1))
 
 
 class TieredIndex:

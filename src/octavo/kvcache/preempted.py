@@ -21,7 +21,8 @@ from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
-from octavo.kvcache.matching import PrefixHit, label_of
+from octavo.kvcache.label import label_of
+from octavo.kvcache.matching import PrefixHit
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix.base import PrefixCache
 from octavo.request import Sequence, SequenceId
@@ -187,8 +188,8 @@ class Preempted:
             yield None
         if num_noted != num_hopes:
             yield f"{num_noted} hopes for cached blocks are noted, preempted sequences have {num_hopes}"
-        if len(claimed) != self._host.num_claimed:
-            yield f"preempted sequences have {len(claimed)} host blocks, {self._host.num_claimed} are claimed"
+        if len(claimed) != self._host.claims.num_slots:
+            yield f"preempted sequences have {len(claimed)} host blocks, {self._host.claims.num_slots} are claimed"
 
     def _forget(self, seq_id: SequenceId) -> None:
         left = self._left.pop(seq_id)

@@ -14,7 +14,7 @@ from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason
-from octavo.tiers.base import Store
+from octavo.tiers.store import Store
 
 # Upper bounds in seconds, vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (

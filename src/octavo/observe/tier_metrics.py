@@ -13,7 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
-from octavo.tiers.base import LATENCY_BOUNDS, Reason, Store
+from octavo.tiers.base import Reason
+from octavo.tiers.counters import LATENCY_BOUNDS
+from octavo.tiers.store import Store
 
 _UPPER_BOUNDS = (*map(str, LATENCY_BOUNDS), "+Inf")
 
@@ -65,7 +67,7 @@ class TierCollector(Collector):
         for store in stores:
             own, values = store.counters, [self._model_name, store.name]
             usable.add_metric(values, store.is_open)
-            closings.add_metric(values, own.closings)
+            closings.add_metric(values, store.num_closings)
             for operation, missed, latency, total in (
                 ("read", own.read_misses, own.read_latency, own.read_seconds),
                 ("write", own.write_misses, own.write_latency, own.write_seconds),

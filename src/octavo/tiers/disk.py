@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.recency import LruEviction
-from octavo.kvcache.host_memory import Label
+from octavo.kvcache.label import Label
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from octavo.kvcache.host_memory import HostBlockId, Label
-from octavo.tiers.base import Store, Transfer
+from octavo.kvcache.host_memory import HostBlockId
+from octavo.kvcache.label import Label
+from octavo.tiers.store import Store
+from octavo.tiers.transfer import Transfer
 
 
 class Fetch:

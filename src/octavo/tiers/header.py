@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from octavo.kvcache.host_memory import Label
+from octavo.kvcache.label import Label
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 
 MAGIC = b"OCTAVOKV"

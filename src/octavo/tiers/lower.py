@@ -15,10 +15,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 
-from octavo.kvcache.host_memory import HostBlockId, HostMemory, Label
-from octavo.tiers.base import LookupResult, Reason, Store, Transfer
+from octavo.kvcache.host_memory import HostBlockId, HostMemory
+from octavo.kvcache.label import Label
+from octavo.tiers.base import LookupResult, Reason
 from octavo.tiers.fetch import Fetch
 from octavo.tiers.room import Room
+from octavo.tiers.store import Store
+from octavo.tiers.transfer import Transfer
 
 # A request waits so long at most for its blocks, and before that for room for them: then what is missing is computed.
 LOAD_SECONDS = 5.0

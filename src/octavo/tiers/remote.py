@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from octavo.errors import ConfigError
-from octavo.kvcache.host_memory import Label
+from octavo.kvcache.label import Label
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
 
