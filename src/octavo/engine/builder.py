@@ -42,6 +42,7 @@ from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.recording import RecordingExecutor
 from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
+from octavo.runner.warm_up import warm_up
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, needs_restore_speed
 from octavo.scheduler.plan_log import PlanLog
 from octavo.scheduler.preemption import RestoreSpeed
@@ -260,6 +261,8 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         host=host,
         capture=_capture(config, attention, arena, device),
     )
+    if device.type == "cuda":
+        _warm_up(config, runner)
     facts = RunnerFacts(
         spec=spec,
         num_blocks=pool.num_blocks,
@@ -280,6 +283,15 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         # Only now: what was computed to measure speeds was no text.
         layer.finds_scales = config.calculate_kv_scales
     return runner, facts
+
+
+def _warm_up(config: EngineConfig, runner: ModelRunner) -> None:
+    """Compile kernels and record decodes now, so that no request waits for it."""
+    started = time.perf_counter()
+    arena = runner.arena
+    max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
+    warm_up(runner, arena.spec, arena.num_blocks, max_num_seqs=config.max_num_seqs, max_tokens=max_tokens)
+    logger.info("the first steps of each kind were computed in %.1f s", time.perf_counter() - started)
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
