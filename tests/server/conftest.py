@@ -17,6 +17,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 
+from octavo.server import body_worker
 from octavo.server.app import create_app
 from octavo.server.body_reading import _Workers
 from octavo.server.body_worker import BodyWorker
@@ -69,6 +70,42 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
     return time.monotonic() - began
 
 
+class _Hasty:
+    """asyncio, as uvicorn sees it: it looks whether it is to stop after its sleeps, of a tenth of a second each."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+patch("uvicorn.server.asyncio", _Hasty()).start()
+
+
+class InlineWorker:
+    """Stands in for a process that reads bodies: the same results, pickled as ever, read in this process."""
+
+    is_alive = True
+    is_bloated = False
+
+    def __init__(self, reader: bytes) -> None:
+        self._reader = pickle.loads(reader)
+
+    def read(self, method: str, raw: bytes, seconds: float) -> Any:
+        succeeded, value = pickle.loads(body_worker._answer(self._reader, method, raw))
+        if succeeded:
+            return value
+        raise value
+
+
+class InlineWorkers(_Workers):
+    """For servers without a model: starting a process takes a second, and test_reading.py is about those."""
+
+    def _take(self) -> Any:
+        return self._idle.pop() if self._idle else InlineWorker(pickle.dumps(self._reader))
+
+
 _kept_workers: dict[tuple[bytes, int, int], list[BodyWorker]] = {}
 
 
@@ -95,7 +132,8 @@ def running_server(engine: Any, **options: Any) -> Iterator[Running]:
 def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iterator[Running]:
     port = 0 if config.uds is not None else listener.getsockname()[1]
     in_flight = InFlight(config.request_timeout)
-    with patch("octavo.server.body_reading._Workers", KeptWorkers):
+    workers = InlineWorkers if isinstance(engine, FakeEngine) else KeptWorkers
+    with patch("octavo.server.body_reading._Workers", workers):
         app = create_app(engine, config, in_flight)
     server = Server(app, config, in_flight, engine.model_name)
 

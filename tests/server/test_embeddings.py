@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from octavo.limits import RequestLimits
-from tests.server.conftest import Running
+from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.server.real_engine import error_of, real_server
 
 PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Running]:
+    """A server that takes at most three prompts in a body."""
+    with running_server(FakeEngine(limits=RequestLimits(max_body_prompts=3)), shutdown_timeout=0) as running:
+        yield running
 
 
 def test_each_input_has_its_embedding_in_order(server: Running) -> None:
@@ -52,11 +59,8 @@ def test_inputs_come_in_every_form_that_openai_has(given: Any, server: Running) 
         ({"input": "a", "model": "other"}, "model", "does not exist"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused(
-    fields: Any, param: str, message: str, start_server: Callable[..., Running]
-) -> None:
-    server = start_server(FakeEngine(limits=RequestLimits(max_body_prompts=3)))
-    response = server.post(PATH, fields)
+def test_what_cannot_be_embedded_is_refused(fields: Any, param: str, message: str, narrow: Running) -> None:
+    response = narrow.post(PATH, fields)
     assert response.status_code == (404 if param == "model" else 400)
     assert error_of(response)["param"] == param
     assert message in error_of(response)["message"]

@@ -19,7 +19,7 @@ from octavo.commands.top_run import State, percentile
 from octavo.engine.live import ACTIVE, LiveView, block_codes
 from octavo.server.live_page import MOST_PAGES
 from tests.engine.tiny_engine import slow_down
-from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, chromium
+from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, Page, chromium
 from tests.server.conftest import wait_until
 from tests.server.real_engine import RealServer, real_server
 
@@ -32,6 +32,13 @@ def real() -> Iterator[RealServer]:
     with real_server(num_blocks=65) as running:
         yield running
         running.assert_nothing_runs()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """One browser for all; each test opens what it looks at."""
+    with chromium() as page:
+        yield page
 
 
 @contextmanager
@@ -219,60 +226,57 @@ def test_a_quantile_is_linear_within_its_bucket() -> None:
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
-def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer) -> None:
-    with chromium() as page:
-        page.open(real.url)
+def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+    with slowed_down(real):
+        thread = threading.Thread(target=lambda: real.complete([STORY, STORY], max_tokens=40))
+        thread.start()
+        page.wait_for("document.querySelectorAll('#requests tr').length === 2")
+        page.wait_for("codes.some((code) => code > 3)")  # shared
+        page.wait_for("[...document.querySelectorAll('#requests meter')].some((meter) => meter.value > 3)")
+        page.value("document.querySelector('#requests button').click()")
+        page.wait_for("document.getElementById('details').textContent.includes('table 0')")
+        thread.join()
+    page.wait_for("document.querySelectorAll('#requests tr').length === 0")
+    colours = page.value(
+        "[...new Uint32Array(document.getElementById('blocks').getContext('2d')"
+        ".getImageData(0, 0, 200, 20).data.buffer)].filter((v, i, all) => all.indexOf(v) === i).length"
+    )
+    assert colours >= 3, "free, cached and what is between the cells"
+    page.value("document.getElementById('blocks').focus()")
+    page.press("ArrowRight")
+    page.press("Enter")
+    page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_a_page_survives_a_restart_of_the_server(page: Page) -> None:
+    with real_server(num_blocks=65) as first:
+        page.open(first.url)
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
-        with slowed_down(real):
-            thread = threading.Thread(target=lambda: real.complete([STORY, STORY], max_tokens=40))
-            thread.start()
-            page.wait_for("document.querySelectorAll('#requests tr').length === 2")
-            page.wait_for("codes.some((code) => code > 3)")  # shared
-            page.wait_for("[...document.querySelectorAll('#requests meter')].some((meter) => meter.value > 3)")
-            page.value("document.querySelector('#requests button').click()")
-            page.wait_for("document.getElementById('details').textContent.includes('table 0')")
-            thread.join()
-        page.wait_for("document.querySelectorAll('#requests tr').length === 0")
-        colours = page.value(
-            "[...new Uint32Array(document.getElementById('blocks').getContext('2d')"
-            ".getImageData(0, 0, 200, 20).data.buffer)].filter((v, i, all) => all.indexOf(v) === i).length"
-        )
-        assert colours >= 3, "free, cached and what is between the cells"
-        page.value("document.getElementById('blocks').focus()")
-        page.press("ArrowRight")
-        page.press("Enter")
-        page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
+    page.wait_for("document.getElementById('status').textContent.includes('asking again')")
+    with real_server({"port": first.port}, num_blocks=33) as second:
+        page.wait_for("codes.length === 33 && document.getElementById('status').textContent === 'live'")
+        second.complete(STORY, max_tokens=4)
+        page.wait_for("codes.some((code) => code === 1)")  # what was computed is cached
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
-def test_a_page_survives_a_restart_of_the_server() -> None:
-    with chromium() as page:
-        with real_server(num_blocks=65) as first:
-            page.open(first.url)
-            page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
-        page.wait_for("document.getElementById('status').textContent.includes('asking again')")
-        with real_server({"port": first.port}, num_blocks=33) as second:
-            page.wait_for("codes.length === 33 && document.getElementById('status').textContent === 'live'")
-            second.complete(STORY, max_tokens=4)
-            page.wait_for("codes.some((code) => code === 1)")  # what was computed is cached
-
-
-@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
-def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer) -> None:
-    with chromium() as page:
-        page.open(real.url)
-        page.wait_for("typeof take === 'function'")
-        page.value(
-            "take = () => 0; spec = {num_blocks: 100001, block_size: 16, block_bytes: 1024, host_blocks: 0}; layOut();"
-            "counters = [0, 0, 0, 0, 0, 0]; owners = new Uint16Array(100001);"
-            "codes = Uint8Array.from({length: 100001}, (_, block) => block % 11); paint()"
-        )
-        assert page.value("cell") == 2
-        at = "const x = (block - 1) % columns * cell, y = Math.floor((block - 1) / columns) * cell"
-        pixel = "new Uint32Array(context.getImageData(x, y, 1, 1).data.buffer)[0]"
-        wrong = page.value(
-            "(() => { const context = document.getElementById('blocks').getContext('2d'); let wrong = 0;"
-            f"for (let block = 1; block < 100001; block += 997) {{ {at}; "
-            f"if ({pixel} !== STATE_PIXELS[block % 11]) wrong++; }} return wrong; }})()"
-        )
-        assert wrong == 0
+def test_a_hundred_thousand_blocks_have_each_its_colour(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof take === 'function'")
+    page.value(
+        "take = () => 0; spec = {num_blocks: 100001, block_size: 16, block_bytes: 1024, host_blocks: 0}; layOut();"
+        "counters = [0, 0, 0, 0, 0, 0]; owners = new Uint16Array(100001);"
+        "codes = Uint8Array.from({length: 100001}, (_, block) => block % 11); paint()"
+    )
+    assert page.value("cell") == 2
+    at = "const x = (block - 1) % columns * cell, y = Math.floor((block - 1) / columns) * cell"
+    pixel = "new Uint32Array(context.getImageData(x, y, 1, 1).data.buffer)[0]"
+    wrong = page.value(
+        "(() => { const context = document.getElementById('blocks').getContext('2d'); let wrong = 0;"
+        f"for (let block = 1; block < 100001; block += 997) {{ {at}; "
+        f"if ({pixel} !== STATE_PIXELS[block % 11]) wrong++; }} return wrong; }})()"
+    )
+    assert wrong == 0

@@ -95,15 +95,20 @@ def test_of_64_streaming_clients_some_leave_and_all_others_get_every_token(optio
         assert server.complete([5, 6], max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RealServer]:
+    with real_server() as server:
+        slow_down(server.core, STEP)
+        yield server
+
+
 class TestOneThatLeaves:
     """How many steps go on after its client has closed the connection."""
 
     @pytest.fixture
-    def slow(self) -> Iterator[RealServer]:
-        with real_server() as server:
-            slow_down(server.core, STEP)
-            yield server
-            server.assert_nothing_runs()
+    def slow(self, shared: RealServer) -> Iterator[RealServer]:
+        yield shared
+        shared.assert_nothing_runs()
 
     @pytest.mark.parametrize("polite", [True, False])
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
