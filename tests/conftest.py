@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.redis_server import RedisServer
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
     from octavo.engine.core import EngineCore
     from octavo.runner.runner import ModelRunner
+
+# The tests run in several processes, each with a core of its own: further threads would take turns on those of others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Servers that the tests start inherit what is ignored, and a shell ignores both in what it starts in the background.
 for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

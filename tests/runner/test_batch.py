@@ -81,7 +81,7 @@ def assert_rows_are_wanted(batch: StepBatch, plan: StepPlan, engine: Engine, sta
         assert list(scores.targets) == seq.token_ids[scores.first + 1 : scores.first + count + 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_course_of_arrivals_chunks_forks_windows_and_preemptions(data: st.DataObject) -> None:
     layers: tuple[LayerKVSpec, ...] = data.draw(st.sampled_from([(FULL,), (sliding(5),), (FULL, sliding(3))]))

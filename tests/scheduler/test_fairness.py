@@ -94,7 +94,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1,
 WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     policy=st.sampled_from(["vtc", "dlpm"]),
     tenants=st.lists(st.tuples(WEIGHTS, SHAPES), min_size=2, max_size=4),

@@ -164,7 +164,7 @@ def unreachable(manager: KVCacheManager) -> list[BlockId]:
 
 
 @pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layers=st.sampled_from([(FULL,), (FULL, sliding(3))]),
     history=st.lists(

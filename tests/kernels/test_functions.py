@@ -280,8 +280,8 @@ def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedPro
 
 
 @compiled
-@pytest.mark.parametrize("level", LEVELS[:: max(len(LEVELS) - 1, 1)])
-def test_the_environment_forces_a_level(level: str) -> None:
+def test_the_environment_forces_a_level() -> None:
+    level = LEVELS[0]  # the last would be chosen without it
     result = in_a_fresh_process("from octavo import kernels; print(kernels.isa())", OCTAVO_ISA=level)
     assert result.stdout.split() == [level], result.stderr
 
