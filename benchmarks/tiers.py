@@ -20,13 +20,10 @@ import argparse
 import gc
 import json
 import random
-import shutil
-import subprocess
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.bench.workload import BenchRequest, random_token_ids
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
+from redis_process import redis_url
 
 BLOCK_SIZE = 16
 TOKENS = 90_000
@@ -166,29 +164,6 @@ def measure(
     return row
 
 
-@contextmanager
-def redis_server() -> Iterator[str | None]:
-    """The address of a Redis of our own, without persistence; None where there is no program."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="octavo-redis-") as folder:
-        socket = Path(folder) / "socket"
-        options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", folder]
-        server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            until = time.monotonic() + 20
-            while not socket.exists():
-                if server.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"{program} does not start")
-                time.sleep(0.01)
-            yield f"unix://{socket}?db=0"
-        finally:
-            server.kill()
-            server.wait()
-
-
 def run(name: str, requests: Sequence[BenchRequest], arguments: argparse.Namespace, redis: str | None) -> list[Row]:
     blocks = different_blocks(requests)
     longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
@@ -304,7 +279,7 @@ def main() -> None:
             f"{len(requests)} requests of {prompt_tokens:,} prompt tokens, {different_blocks(requests):,} different "
             f"blocks of {BLOCK_SIZE}."
         )
-        with redis_server() as redis:
+        with redis_url() as redis:
             rows += run(name, requests, arguments, redis)
     text = table(rows, sizes, arguments)
     print(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,48 @@ def test_a_disk_that_fills_up_is_a_miss_and_no_other_model_pays(
     assert put(store, 1, 2) == [Reason.NO_SPACE] * 2
     store.close()
     assert load(tmp_path, 0) == [None]
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "octavo-test", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("a full file system is not tested: there is no mount here")
+    if mounted.returncode:
+        pytest.skip(f"a full file system is not tested: only root may mount one: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_real_file_system_that_is_full_costs_the_oldest_blocks_and_nothing_else(small_file_system: Path) -> None:
+    store = Store(disk(small_file_system, size=4 << 20))
+    assert put(store, *range(200)) == [None] * 200
+    outcomes, buffers = get(store, [label(n) for n in range(200)])
+    store.close()
+    found = [n for n, outcome in enumerate(outcomes) if outcome is None]
+    assert [buffers[n] for n in found] == [payload(n) for n in found]
+    assert found == [*range(200 - len(found), 200)]
+    assert len(found) >= 75, "what the file system has room for"
+
+
+def test_a_file_system_without_room_for_a_slab_is_used_once_it_has_some(
+    small_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "GROW_AGAIN_SECONDS", 0.0)
+    store = Store(disk(small_file_system))
+    others = small_file_system / "others"
+    others.write_bytes(bytes((1 << 20) - (64 << 10)))
+    assert put(store, 1, 2) == [Reason.NO_SPACE] * 2
+    assert get(store, [label(1)])[0] == [Reason.ABSENT]
+    others.unlink()
+    assert put(store, 1, 2) == [None] * 2
+    assert get(store, [label(1), label(2)])[1] == [payload(1), payload(2)]
+    store.close()
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium, without_password
 from octavo.tiers.store import Store
-from tests.redis_server import RedisServer
+from tests.redis_server import PROGRAM, RedisServer
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload, put, remote
 
 SECRET = "only our servers know"
@@ -62,6 +65,14 @@ def test_another_server_finds_what_one_has_stored(open_store: Open) -> None:
     assert get(second, [label(2), label(1)]) == ([None, None], [payload(2), payload(1)])
     assert second.counters.read_misses == {Reason.ABSENT: 1}
     assert (second.counters.loaded, second.counters.read_bytes) == (2, 2 * BLOCK_BYTES)
+
+
+def test_a_prompt_that_redis_does_not_know_costs_one_command(open_store: Open, client: Any) -> None:
+    store = open_store()
+    put(store, 2)
+    client.config_resetstat()
+    assert ask(store, 1, 2, 3) == [Reason.ABSENT] * 3
+    assert client.info("commandstats")["cmdstat_strlen"]["calls"] == 1
 
 
 @pytest.mark.parametrize(
@@ -172,6 +183,48 @@ def test_a_time_to_live_runs_from_the_last_use(open_store: Open, client: Any) ->
     put(forever, 1)
     (other,) = set(client.keys()) - {name}
     assert client.ttl(other) == -1
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a Redis that speaks TLS alone, and the file of the authority that its certificate is of."""
+    if PROGRAM is None or (openssl := shutil.which("openssl")) is None:
+        pytest.skip("Redis over TLS is not tested: it needs redis-server and openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([openssl, "req", "-x509", "-nodes", *curve, *files, *name], check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    options = ["--port", "0", "--tls-port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen([PROGRAM, *options, *tls], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    said = ""
+    for line in server.stdout:
+        said += line
+        if "Ready to accept connections" in line:
+            break
+    else:
+        pytest.skip(f"Redis over TLS is not tested: this redis-server was built without it: {said}")
+    yield f"rediss://127.0.0.1:{port}/0?socket_timeout=5", certificate
+    server.kill()
+    server.communicate()
+
+
+def test_blocks_travel_over_tls_and_only_to_a_server_with_the_right_certificate(
+    open_store: Open, tls_server: tuple[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    url, authority = tls_server
+    store = open_store(f"{url}&ssl_ca_certs={authority}", secret=SECRET)
+    assert put(store, 1) == [None]
+    assert ask(store, 1, 2) == [None, Reason.ABSENT]
+    assert get(store, [label(1)]) == ([None], [payload(1)])
+    stranger = open_store(url, secret=SECRET)
+    assert "certificate verify failed" in caplog.text
+    assert get(stranger, [label(1)])[0] == [Reason.IO_ERROR]
 
 
 def test_a_full_redis_refuses_and_goes_on_serving(open_store: Open, client: Any) -> None:

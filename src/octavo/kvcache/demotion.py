@@ -13,7 +13,7 @@ from typing import Protocol
 
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
-from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain
+from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain, group_key
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.label import Label, label_of
 
@@ -86,11 +86,11 @@ class DemoteEvicted:
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         for block_id, index, group in blocks:
-            label, at = label_of(group, chain, index), block_id * DIGEST_BYTES
-            self._keys[at : at + DIGEST_BYTES] = label.key
-            self._parents[at : at + DIGEST_BYTES] = label.parent
+            key, at = group_key(group, chain.key(index + 1)), block_id * DIGEST_BYTES
+            self._keys[at : at + DIGEST_BYTES] = key
+            self._parents[at : at + DIGEST_BYTES] = chain.key(index)
             self._tenants[block_id] = tenant
-            again = self._gone_once.take(label.key) is not None or self._host.has(label.key)
+            again = self._gone_once.take(key) is not None or self._host.has(key)
             self._used_again[block_id] = again
 
     def hit(self, block_ids: Seq[BlockId]) -> None:

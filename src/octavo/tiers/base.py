@@ -76,4 +76,4 @@ class DistantMedium(Protocol):
     """What a medium has besides where only asking tells what is there."""
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
-        """Which blocks are there (None), and why others are not."""
+        """Which blocks are there (None), and why others are not; where the first is not there, none is asked for."""

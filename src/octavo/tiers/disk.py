@@ -19,6 +19,7 @@ import re
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 SLAB_BYTES = 256 << 20
+GROW_AGAIN_SECONDS = 30.0
+"""Where the file system has no room for a slab, another is tried after so long."""
+
 _SLAB_MAGIC = b"OCTAVOSL"
 _SIZES = struct.Struct("<8sIIQQ")  # magic, layout version, reserved, bytes of a block, slots
 
@@ -84,7 +88,7 @@ class DiskMedium:
         self._free: list[int] = []
         self._files: list[int] = []
         self._number = 0
-        self._may_grow = True
+        self._may_grow_at = 0.0
         self.num_evicted = 0
         try:
             self._lock_file = _lock(folder)
@@ -219,7 +223,7 @@ class DiskMedium:
 
     def _grow(self) -> bool:
         """Another slab, within the size that all may take; other models' oldest go for it."""
-        if not self._may_grow:
+        if time.monotonic() < self._may_grow_at:
             return False
         while _slab_bytes_in(self._root) + self._slab_bytes > self._size:
             others = [folder for folder in model_folders(self._root) if folder != self._folder]
@@ -238,7 +242,7 @@ class DiskMedium:
             os.close(file)
             path.unlink(missing_ok=True)
             logger.warning("disk: no further %d bytes for slots: %s", self._slab_bytes, error)
-            self._may_grow = False
+            self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
             return False
         self._add(file)
         return True

@@ -33,6 +33,7 @@ class Store:
         most_faults: in a row, after which the medium is left alone for `retry_seconds`.
 
     Attributes:
+        must_ask: whether only `ask` tells what is there.
         on_done: called in a store's thread after each transfer.
     """
 
@@ -49,6 +50,7 @@ class Store:
     ) -> None:
         self.medium = medium
         self.name = medium.name
+        self.must_ask = isinstance(medium, DistantMedium)
         self.counters = StoreCounters()
         self.on_done: Callable[[], None] = lambda: None
         self._breaker = Breaker(self.name, most_faults, retry_seconds, clock)
@@ -94,11 +96,6 @@ class Store:
         if there is None:
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if there else LookupResult.MISS
-
-    @property
-    def must_ask(self) -> bool:
-        """Whether only `ask` tells what is there."""
-        return isinstance(self.medium, DistantMedium)
 
     def wants(self, key: bytes) -> bool:
         """Whether a block should be stored: it is not known to be there or on its way; waits for nothing."""

@@ -1,0 +1,82 @@
+"""A Redis of a benchmark's own: on a socket in a folder of its own, without persistence."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class RedisProcess:
+    """A server that can be killed, started again and stopped for a while."""
+
+    def __init__(self, folder: Path) -> None:
+        if PROGRAM is None:
+            raise SystemExit("there is neither redis-server nor valkey-server here: apt-get install redis-server")
+        self._socket = folder / "socket"
+        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        self._command = [PROGRAM, *options, "--dir", str(folder)]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}?db=0"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{PROGRAM} does not start")
+            time.sleep(0.001)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(self._socket))
+            except OSError:
+                return False
+        return True
+
+    def kill(self) -> None:
+        """As by `kill -9`; what it held is lost."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.unlink(missing_ok=True)
+
+    def stand_still(self) -> None:
+        """It keeps its connections and answers nothing, until `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def redis_process() -> Iterator[RedisProcess]:
+    """A server for the length of a `with`."""
+    # A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="octavo-redis-") as folder:
+        server = RedisProcess(Path(folder))
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@contextmanager
+def redis_url() -> Iterator[str | None]:
+    """The address of a server for the length of a `with`; None where there is no program."""
+    if PROGRAM is None:
+        yield None
+        return
+    with redis_process() as server:
+        yield server.url
