@@ -252,7 +252,9 @@ def attend_chunks(
         BLOCK=kv.block_size,
         PAIR=kv.pair,
         SCALED=kv.scales is not None,
-        TILE=tile_tokens(rows, padded(key_dim), padded(value_dim), query.dtype),
+        TILE=tile_tokens(
+            rows, padded(key_dim), padded(value_dim), query.dtype, crowded=kv.has_int4 and (wide or kv.is_padded)
+        ),
         WINDOW=kv.sliding_window or 0,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,

@@ -265,7 +265,13 @@ def attend_decodes(
         BLOCK=kv.block_size,
         PAIR=kv.pair,
         SCALED=kv.scales is not None,
-        TILE=tile_tokens(padded(share, MIN_DOT), padded(key_dim), padded(value_dim), query.dtype),
+        TILE=tile_tokens(
+            padded(share, MIN_DOT),
+            padded(key_dim),
+            padded(value_dim),
+            query.dtype,
+            crowded=kv.has_int4 and kv.is_padded,
+        ),
         SPLIT_TOKENS=SPLIT,
         WINDOW=window,
         SOFTCAP=softcap is not None,
@@ -297,8 +303,7 @@ def attend_decodes(
 
 def _warps(kv: ReadKV, dtype: torch.dtype) -> int:
     """As many as keep what a program holds in registers: what codes of 4 bits become takes more while it is made."""
-    dims = kv.key_dim, kv.value_dim
-    is_wide = max(dims) > 128 or any(dim != padded(dim) for dim in dims)
+    is_wide = max(kv.key_dim, kv.value_dim) > 128 or kv.is_padded
     return 8 if dtype is torch.float32 or (any(kv.halves) and is_wide) else 4
 
 

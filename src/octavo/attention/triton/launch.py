@@ -70,6 +70,15 @@ class ReadKV:
     group: int
     sliding_window: int | None
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether vectors take more registers than they have dimensions."""
+        return self.key_dim != padded(self.key_dim) or self.value_dim != padded(self.value_dim)
+
+    @property
+    def has_int4(self) -> bool:
+        return any(code.startswith("int4") for code in self.codes)
+
 
 def read_kv(kv: LayerKV) -> ReadKV | None:
     """The layer as kernels read it; None where they cannot: codes in the CPU's layout, blocks of an odd size."""
@@ -141,17 +150,20 @@ def kv_strides(kv: FloatKV) -> tuple[int, ...]:
     return (*kv.key.stride()[:4], *kv.value.stride()[:4])
 
 
-def tile_tokens(rows: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+def tile_tokens(rows: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> int:
     """Tokens of a tile of keys and values, so that queries and two stages of both fit shared memory.
 
     Args:
         rows: of queries.
         key_dim, value_dim: padded.
         dtype: of the products. What is stored takes less: two stages of a byte, and one of what becomes of them.
+        crowded: what becomes of a tile of 64 tokens does not fit the registers.
     """
     if INTERPRETED:
         return 128  # few, large steps: each costs the interpreter the same
     tile = 64 if max(key_dim, value_dim) <= (64 if dtype is torch.float32 else 256) else 32
+    if crowded:
+        tile = min(tile, 32)
     # A product of float32 is three of tf32, for which queries are cut in two parts of 32 bits.
     room = _shared_memory(driver.active.get_current_device())
     queries = rows * key_dim * (2 if dtype is torch.float32 else 1)
