@@ -87,7 +87,9 @@ def step(scheduler: Scheduler) -> tuple[float, float]:
     return planned - started, time.perf_counter() - resumed
 
 
-def make_core(num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer: Tokenizer | None) -> EngineCore:
+def make_core(
+    num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer: Tokenizer | None, plans_ahead: bool = False
+) -> EngineCore:
     scheduler = make_scheduler(make_kv(num_blocks), seqs=seqs, budget=budget)
     return EngineCore(
         config=EngineConfig(),
@@ -96,6 +98,7 @@ def make_core(num_blocks: int, runner: Any, *, seqs: int, budget: int, tokenizer
         tokenizer=tokenizer,
         vocab_size=VOCAB,
         eos_token_ids=frozenset(),
+        plans_ahead=plans_ahead,
     )
 
 
@@ -113,8 +116,13 @@ class BatchOnly:
         built = time.perf_counter()
         drawn = (start for start, num_draws in zip(plan.starts, plan.draws, strict=True) if num_draws)
         result = StepResult(tuple(300 + start * 7919 % 40_000 for start in drawn))
+        self.batches.note_drawn(torch.tensor(result.token_ids))
         self.seconds, self.drawing = built - started, time.perf_counter() - built
         return result
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self.execute(plan)
+        return lambda: result
 
     def close(self) -> None:
         return
@@ -151,9 +159,15 @@ def python_of_a_step() -> Figures:
     """On the engine's thread, and what the event loop does with each step's news meanwhile; and with stop strings."""
     tokenizer = Tokenizer.from_source(resolve_model("smollm2"))
     found = {}
-    for streams, stop in ((64, ()), (256, ()), (1000, ()), (1000, ("no such string",))):
+    for streams, stop, is_ahead in (
+        (64, (), False),
+        (256, (), False),
+        (256, (), True),
+        (1000, (), False),
+        (1000, ("no such string",), False),
+    ):
         runner = BatchOnly(streams, 512)
-        core = make_core(streams * 64, runner, seqs=streams, budget=16_384, tokenizer=tokenizer)
+        core = make_core(streams * 64, runner, seqs=streams, budget=16_384, tokenizer=tokenizer, plans_ahead=is_ahead)
         for i in range(streams):
             params = SamplingParams(max_tokens=500, ignore_eos=True, stop=stop)
             core.add(core.make_request([i % 40_000 + 300] * (20 + i % BLOCK), params), kind=OutputKind.DELTA)
@@ -168,7 +182,7 @@ def python_of_a_step() -> Figures:
                 started = time.perf_counter()
                 core.outputs.process(news)
                 outputs.append(time.perf_counter() - started)
-        who = f"{streams} streams{' with stop strings' if stop else ''}"
+        who = f"{streams} streams{' with stop strings' if stop else ''}{' planned ahead' if is_ahead else ''}"
         found[f"Python of a step besides model and sampler, {who}"] = ms(statistics.median(seconds))
         found[f"its outputs, off the engine's thread, {who}"] = ms(statistics.median(outputs))
     return found
