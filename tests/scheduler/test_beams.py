@@ -15,7 +15,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.beam import Beam, BeamSearch
 from octavo.scheduler.plan import Candidate, SampleResult, StepPlan, StepResult
 from octavo.scheduler.preemption import VICTIM_POLICIES, make_victim_policy
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request, sliding
 from tests.scheduler import beams
 

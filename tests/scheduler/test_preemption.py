@@ -18,7 +18,8 @@ from octavo.scheduler.preemption import (
     Swap,
     make_victim_policy,
 )
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_request
 from tests.scheduler.test_scheduler import Engine, shares, status  # type: ignore[attr-defined]
 

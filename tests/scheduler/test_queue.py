@@ -14,7 +14,8 @@ from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.tenant_queue import TenantQueue
 from tests.kvcache.caches import make_manager, make_request
 

@@ -12,7 +12,8 @@ from octavo.request import FinishReason, PinReceipt, PinRequest, Request
 from octavo.scheduler.cached_prefixes import CachedPrefixes
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.queue import LongestPrefixFirst
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import Clock, make_manager, make_request
 
 BLOCK_SIZE = 16

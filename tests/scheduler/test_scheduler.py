@@ -12,7 +12,8 @@ from octavo.kvcache.block import BlockState
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, Sequence, SequenceStatus, TokenLogprobs
 from octavo.scheduler.plan import SampleResult, SequenceUpdate, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request
 from tests.scheduler.plans import shares
 

@@ -33,7 +33,8 @@ from octavo.scheduler.preemption import (
     Swap,
     make_victim_policy,
 )
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
 from tests.scheduler import beams
 from tests.scheduler.plans import ToldRunner

@@ -13,7 +13,8 @@ from octavo.request import PinRequest, Request, SequenceStatus, TokenLogprobs
 from octavo.scheduler.budget import NEWCOMERS_BESIDE_STREAMS, SCORED_BESIDE_STREAMS
 from octavo.scheduler.keyed_heap import KeyedHeap
 from octavo.scheduler.plan import SampleResult, StepPlan, StepResult
-from octavo.scheduler.scheduler import Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from tests.kvcache.caches import make_manager, make_request, make_sequence
 
 _arrivals = itertools.count()

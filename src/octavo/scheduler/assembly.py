@@ -34,7 +34,8 @@ from octavo.scheduler.preemption import (
     make_victim_policy,
 )
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
-from octavo.scheduler.scheduler import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK, Scheduler, SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK, SchedulerConfig
 from octavo.scheduler.tenant_queue import TenantQueue
 
 

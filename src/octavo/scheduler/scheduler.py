@@ -11,62 +11,30 @@ resumption after preemption differ only in how far behind they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
-from octavo.scheduler.admission import Admission
 from octavo.scheduler.advancing import Advancing
-from octavo.scheduler.ahead import LookAhead
 from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.kv_limits import KVAmounts, KVLimits, resolve_limits
+from octavo.scheduler.parts import compose
 from octavo.scheduler.pinning import Pinning
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.scheduler.plan_builder import PlanBuilder
 from octavo.scheduler.preemption import LowestPriority, PreemptionMode, Recompute, VictimPolicy
 from octavo.scheduler.queue import ArrivalOrder, WaitingQueue
 from octavo.scheduler.restart import HeldBack, MayRun
-from octavo.scheduler.running import RunningSet
-from octavo.scheduler.service import Service
+from octavo.scheduler.scheduler_config import SchedulerConfig
 from octavo.scheduler.step_time import LatencyTarget, StepLoad
-from octavo.scheduler.tenant_shares import TenantShares
-from octavo.scheduler.waiting import WaitingLine, needs_all_tokens
-from octavo.scheduler.yielding import SchedulerCounters, Yielding
-
-DEFAULT_WATERMARK = 0.01
-DEFAULT_HEADROOM_TOKENS = 32
+from octavo.scheduler.waiting import needs_all_tokens
+from octavo.scheduler.yielding import SchedulerCounters
 
 _MOMENT = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The limits of a step.
-
-    Attributes:
-        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
-            preemption in the very next steps. Not applied while nothing runs.
-        headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
-            must be able to grow by after an admission, as far as max_tokens lets them; what is left of their prompts
-            comes on top.
-        itl_slo_ms: milliseconds between two tokens of a running stream that chunks of prompts leave room for; None:
-            the token budget alone sizes them.
-        priority_seconds: what a step of priority is worth in seconds of waiting, so that whoever waits long enough is
-            next; None: priorities do not age.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    watermark: float = DEFAULT_WATERMARK
-    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
-    itl_slo_ms: float | None = None
-    priority_seconds: float | None = None
 
 
 class Scheduler:
@@ -123,43 +91,22 @@ class Scheduler:
         )
 
     def _compose(self, queue: WaitingQueue, victims: VictimPolicy, mode: PreemptionMode) -> None:
-        """The parts that know who runs and who waits: nobody, over an empty queue."""
-        config, kv = self.config, self.kv
-        self._running = RunningSet(kv, config.headroom_tokens, on_leave=self._builder.drop)
-        self._tenants = TenantShares(kv, self._running, self._limits)
-        self._waiting = WaitingLine(queue, lambda tenant: self._tenants.is_capped(tenant))
-        self._yielding = Yielding(kv, self._running, self._waiting, victims, mode)
-        self._admission = Admission(
-            kv,
-            self._running,
-            self._waiting,
-            self._yielding,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            watermark_blocks=int(config.watermark * kv.pool.num_blocks),
-            tenants=self._tenants,
-            turns=self.turns,
-        )
-        self._service = Service(
-            kv,
-            self._running,
-            self._waiting,
-            self._yielding,
-            self._admission,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            tenants=self._tenants,
-            time_limit=None if self._latency is None else self._time_limit,
+        """Nobody runs, and nobody waits: the queue is empty."""
+        parts = compose(
+            self.config,
+            self.kv,
+            queue,
+            victims,
+            mode,
+            limits=self._limits,
             turns=self.turns,
             claims=self.claims,
+            time_limit=None if self._latency is None else self._time_limit,
+            on_leave=self._builder.drop,
         )
-        self._look_ahead = LookAhead(
-            kv,
-            self._running,
-            self._tenants,
-            self._admission,
-            max_model_len=config.max_model_len,
-            takes_places=self.claims is not None,
-        )
+        self._running, self._tenants, self._waiting = parts.running, parts.tenants, parts.waiting
+        self._yielding, self._admission = parts.yielding, parts.admission
+        self._service, self._look_ahead = parts.service, parts.look_ahead
 
     @property
     def counters(self) -> SchedulerCounters:

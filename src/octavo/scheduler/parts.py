@@ -1,0 +1,94 @@
+"""The parts of a scheduler that know who runs and who waits. A restart makes them anew, all together.
+
+Service ──> Admission ──> Yielding ──> RunningSet, WaitingLine      each asks and changes what stands behind it
+   │            └──> TenantShares ──> RunningSet                    floors and caps of tenants
+   └── LookAhead: the step after the one in flight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import Sequence
+from octavo.scheduler.admission import Admission
+from octavo.scheduler.ahead import LookAhead
+from octavo.scheduler.claims import Claims
+from octavo.scheduler.fairness import VirtualTokenCounter
+from octavo.scheduler.kv_limits import KVLimits
+from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
+from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.running import RunningSet
+from octavo.scheduler.scheduler_config import SchedulerConfig
+from octavo.scheduler.service import MakeTimeLimit, Service
+from octavo.scheduler.tenant_shares import TenantShares
+from octavo.scheduler.waiting import WaitingLine
+from octavo.scheduler.yielding import Yielding
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One of each, made for each other."""
+
+    running: RunningSet
+    tenants: TenantShares
+    waiting: WaitingLine
+    yielding: Yielding
+    admission: Admission
+    service: Service
+    look_ahead: LookAhead
+
+
+def compose(
+    config: SchedulerConfig,
+    kv: KVCacheManager,
+    queue: WaitingQueue,
+    victims: VictimPolicy,
+    mode: PreemptionMode,
+    *,
+    limits: Mapping[str, KVLimits],
+    turns: VirtualTokenCounter | None,
+    claims: Claims | None,
+    time_limit: MakeTimeLimit | None,
+    on_leave: Callable[[Sequence], None],
+) -> Parts:
+    """The parts of a scheduler in which nobody runs or waits.
+
+    Args:
+        queue: empty.
+        limits: tenants' floors and caps.
+        time_limit: how long a step with these streams may take; None: no latency has to be kept.
+        on_leave: told of each sequence that stops running.
+    """
+    running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
+    tenants = TenantShares(kv, running, limits)
+    waiting = WaitingLine(queue, tenants.is_capped)
+    yielding = Yielding(kv, running, waiting, victims, mode)
+    admission = Admission(
+        kv,
+        running,
+        waiting,
+        yielding,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        watermark_blocks=int(config.watermark * kv.pool.num_blocks),
+        tenants=tenants,
+        turns=turns,
+    )
+    service = Service(
+        kv,
+        running,
+        waiting,
+        yielding,
+        admission,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tenants=tenants,
+        time_limit=time_limit,
+        turns=turns,
+        claims=claims,
+    )
+    look_ahead = LookAhead(
+        kv, running, tenants, admission, max_model_len=config.max_model_len, takes_places=claims is not None
+    )
+    return Parts(running, tenants, waiting, yielding, admission, service, look_ahead)
