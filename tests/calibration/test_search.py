@@ -30,7 +30,7 @@ class Additive:
         names = [format.name for format in layer_formats(dtype, len(LAYERS))]
         kl = sum(cost.get(name, 0.0) for cost, name in zip(COSTS, names, strict=True))
         if self.together is not None and all(names[index] == "int4" for index in self.together):
-            kl *= 0.1
+            kl *= 0.5
         return Loss(kl, kl, 1.0)
 
 
@@ -46,7 +46,8 @@ def best_of_all(bits: float) -> float:
 
 @pytest.mark.parametrize("bits", [4.0, 5.0, 6.0, 6.9, 8.0])
 def test_the_table_is_the_best_there_is_where_losses_add_up(bits: float) -> None:
-    found = search(cast(Probe, Additive()), LAYERS, ["int4", "int8"], bits, exchanges=0)
+    probe = cast(Probe, Additive())
+    found = search(probe, LAYERS, ["int4", "int8"], bits, decide=probe, exchanges=0)
     assert found.loss.kl == pytest.approx(best_of_all(bits)) == pytest.approx(found.predicted)
     assert found.bits <= bits
     points = [point for point, _ in found.frontier]
@@ -56,10 +57,27 @@ def test_the_table_is_the_best_there_is_where_losses_add_up(bits: float) -> None
 
 def test_an_exchange_that_measures_better_is_taken() -> None:
     probe = cast(Probe, Additive(together=(1, 3)))
-    predicted = search(probe, LAYERS, ["int8", "int4"], 6.0, exchanges=0)
-    measured = search(probe, LAYERS, ["int8", "int4"], 6.0, exchanges=60)
+    predicted = search(probe, LAYERS, ["int8", "int4"], 6.0, decide=probe, exchanges=0)
+    measured = search(probe, LAYERS, ["int8", "int4"], 6.0, decide=probe, exchanges=60)
     assert measured.loss.kl < predicted.loss.kl
     assert measured.bits == predicted.bits == 6.0
+
+
+class Uneven(Additive):
+    """Other text, on which only tables of one codec lose little."""
+
+    def loss(self, dtype: str) -> Loss:
+        names = {format.name for format in layer_formats(dtype, len(LAYERS))}
+        return Loss(float(len(names)), 1.0, 1.0)
+
+
+def test_a_uniform_codec_that_loses_less_on_other_text_is_preferred_to_the_searchs_table() -> None:
+    probe, other = cast(Probe, Additive()), cast(Probe, Uneven())
+    assert len(set(search(probe, LAYERS, ["int8", "int4"], 6.0, decide=probe).formats)) > 1
+    found = search(probe, LAYERS, ["int8", "int4"], 6.0, decide=other)
+    assert found.dtype == "k8v4"
+    assert found.loss.kl == Additive().loss("k8v4").kl
+    assert found.finalists["k8v4"].kl < min(loss.kl for name, loss in found.finalists.items() if "," in name)
 
 
 def test_the_table_that_is_written_is_served_and_says_what_was_measured(

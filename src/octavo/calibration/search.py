@@ -3,8 +3,11 @@
 Sensitivity first: everything in the widest codec but one layer, whose values, or keys too, are in a narrower one, and
 what that adds to the KL divergence of next-token distributions from the unquantised cache's. Then, as if these added
 up, the least sum for every budget at once (a knapsack by dynamic programming): the Pareto frontier. That they add up is
-an approximation, so that the table at the budget is measured, and improved by giving bits of one layer to another where
-that measures better. After KVTuner (Li et al. 2025) and KVmix (2025), which search per layer and side too.
+an approximation, so that the table at the budget is measured beside the uniform ones that fit, and the best of them is
+improved by giving bits of one layer to another where that measures better. What was picked out of many by one text
+looks better there than it is: of these finalists the one with the least loss over other text is taken, so that no table
+is preferred to a uniform codec that loses less. After KVTuner (Li et al. 2025) and KVmix (2025), which search per layer
+and side too.
 
 Keys get no fewer bits than values: an error in a key moves every weight of a softmax, and no kernel reads such a layer.
 """
@@ -113,7 +116,9 @@ class Found:
     Attributes:
         formats: of each layer.
         bits: mean of the codes, scales apart.
-        predicted: what the sensitivities say that the table, before any exchange, adds to the KL divergence.
+        loss: over the text of the search.
+        predicted: what the sensitivities say that the least table, before any exchange, adds to the KL divergence.
+        finalists: the loss of each over the text that decides between them.
         costs: for each layer, what it adds in each of the formats that it may have.
         frontier: (mean bits, dtype) of the least predicted loss, from the fewest bits to the most.
     """
@@ -124,6 +129,7 @@ class Found:
     predicted: float
     costs: list[dict[str, float]]
     frontier: list[tuple[float, str]]
+    finalists: dict[str, Loss]
 
     @property
     def dtype(self) -> str:
@@ -136,12 +142,15 @@ def search(
     candidates: Sequence[str],
     bits: float,
     *,
+    decide: Probe,
     exchanges: int = 12,
     say: Callable[[str], None] = lambda line: None,
 ) -> Found:
     """The table of `candidates` that loses least at a mean of `bits` a number.
 
     Args:
+        probe: the text of the search.
+        decide: other text, which decides between the finalists.
         exchanges: measured attempts to improve on what the sensitivities predict.
 
     Raises:
@@ -160,18 +169,30 @@ def search(
     sizes = [{format.name: _bits(layer, format) for format in formats} for layer in layers]
     elements = sum(layer.elements_per_token for layer in layers)
     costs = _sensitivities(probe, len(layers), formats, say)
-    frontier = _frontier(sizes, costs, int(bits * elements + 1e-6))
+    most = int(bits * elements + 1e-6)
+    frontier = _frontier(sizes, costs, most)
     size, predicted, names = frontier[-1]
-    loss = probe.loss(_dtype(names))
-    say(f"{size / elements:.2f} bits as predicted ({predicted:+.5f}): KL {loss.kl:.5f}")
-    names, loss = _exchange(probe, names, loss, sizes, costs, exchanges, say)
+    tables = {names: probe.loss(_dtype(names))}
+    say(f"{size / elements:.2f} bits as predicted ({predicted:+.5f}): KL {tables[names].kl:.5f}")
+    for format in formats:
+        uniform = (format.name,) * len(layers)
+        if sum(size[format.name] for size in sizes) <= most and uniform not in tables:
+            tables[uniform] = probe.loss(_dtype(uniform))
+    start = min(tables, key=lambda names: tables[names].kl)
+    improved, loss = _exchange(probe, start, tables[start], sizes, costs, exchanges, say)
+    tables[improved] = loss
+    finalists = {names: decide.loss(_dtype(names)) for names in tables}
+    names = min(finalists, key=lambda names: finalists[names].kl)
+    for finalist, of in finalists.items():
+        say(f"{_dtype(finalist)}: KL {of.kl:.5f} over other text{', the least' if finalist == names else ''}")
     return Found(
         tuple(map(kv_format, names)),
         sum(size[name] for size, name in zip(sizes, names, strict=True)) / elements,
-        loss,
+        tables[names],
         predicted,
         costs,
         [(size / elements, _dtype(names)) for size, _, names in frontier],
+        {_dtype(names): loss for names, loss in finalists.items()},
     )
 
 

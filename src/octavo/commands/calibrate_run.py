@@ -27,6 +27,7 @@ from octavo.runner.runner import ModelRunner
 
 _BLOCK_SIZE = 16
 _HELD_OUT = 4  # times the calibration's windows, of the other half of the text
+_DECIDE = 3  # windows between two of the search's, which decide between the tables that it found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,13 +85,17 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
         half, count = len(tokens) // 2, args.windows or 2
         device = runner.model.device
 
-        def probe(part: list[int], windows: int, what: str) -> Probe:
-            pieces = windows_of(part, windows, length, what)
+        def probe(pieces: list[list[int]]) -> Probe:
             return Probe(runner.model, lambda: make_backend(runner.attention.name, device), pieces, _BLOCK_SIZE)
 
-        seen = probe(tokens[:half], count, f"the first half of {text.name}")
-        found = search(seen, runner.model.kv_layers, candidates, args.bits, exchanges=args.exchanges, say=_say)
-        held = probe(tokens[half:], _HELD_OUT * count, f"the second half of {text.name}")
+        pieces = windows_of(tokens[:half], (1 + _DECIDE) * count, length, f"the first half of {text.name}")
+        others = [piece for index, piece in enumerate(pieces) if index % (1 + _DECIDE)] or pieces
+        seen = probe(pieces[:: 1 + _DECIDE])
+        found = search(
+            seen, runner.model.kv_layers, candidates, args.bits, decide=probe(others), exchanges=args.exchanges,
+            say=_say,
+        )  # fmt: skip
+        held = probe(windows_of(tokens[half:], _HELD_OUT * count, length, f"the second half of {text.name}"))
         uniform = _uniform(candidates)
         losses = {name: (seen.loss(name), held.loss(name)) for name in uniform}
         if nearest := _nearest(seen, found.dtype, uniform):
