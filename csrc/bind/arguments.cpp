@@ -114,10 +114,12 @@ LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values,
     check_dtype(value, "value codes", DType::u8);
     check_shape(key, "key codes", {-1, -1, -1, -1, 16, fp8 ? 1 : 4});
     const int64_t blocks = key.shape[0], heads = key.shape[1], block_size = key.shape[2] * 16;
-    check_shape(value, "value codes", {blocks, heads, block_size, -1});
+    const int64_t together = fp8 ? 1 : 4;
+    check_shape(value, "value codes", {blocks, heads, block_size / together, -1, together});
     const int64_t key_bytes = key.shape[3] * key.shape[5], value_bytes = value.shape[3];
     require(strided(key, 5, 1) && strided(key, 4, key.shape[5]) && strided(key, 3, 16 * key.shape[5]) &&
-                strided(key, 2, 16 * key_bytes) && strided(value, 3, 1) && strided(value, 2, value_bytes),
+                strided(key, 2, 16 * key_bytes) && strided(value, 4, 1) && strided(value, 3, together) &&
+                strided(value, 2, together * value_bytes),
             "key and value codes must be dense within a head of a block");
     LayerKV kv{};
     kv.key = key.base;

@@ -185,12 +185,14 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
     for (int r = 0; r < count; ++r) {
         F16 s[kVectors], top = F16::set1(kNoScore);
         if (visible.whole) {
+#pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = score(r, v);
                 top = max(top, s[v]);
             }
         } else {
             const TokenRange seen = tokens_seen(task, begin, first_row + r);
+#pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
                 if (v < visible.first_vector || v >= visible.end_vector) continue;
@@ -213,6 +215,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
             row_max = new_max;
         }
         const F16 less = F16::set1(-row_max);
+#pragma GCC unroll 2
         for (int v = 0; v < kVectors; v += 2)
             weigh(r, v, exp2_weight<S>(fma(s[v], factor, less)), exp2_weight<S>(fma(s[v + 1], factor, less)));
     }

@@ -2,14 +2,17 @@
 // copy.
 //
 // A tile is 64 tokens, as in attention_tile.h. Keys of 16 tokens lie together, codes of one token's dimensions in
-// units; values lie token by token:
+// units; values lie token by token, or four tokens of one dimension together:
 //
-//     fp8    K [dim][16 tokens]              floats times float32 queries
-//     int8   K [dim / 4][16 tokens][4]       integers times integers: a query is q ≈ s (256 h + l), h and l signed
-//     int4   K [dim / 8][16 tokens][4]       bytes, which is 15 bits: sums are exact, rounding is the query's alone
+//     fp8    K [dim][16 tokens]              V [token][dim]              floats times float32
+//     int8   K [dim / 4][16 tokens][4]       V [token / 4][dim][4]       integers times integers
+//     int4   K [dim / 8][16 tokens][4]       V [token / 4][dim / 2][4]
 //
-// Scores are multiplied by their token's scale, weights by that of their token's value, in float32, and so are sums of
-// values. A token that a row does not see weighs zero; nobody reads one that no row of a pass sees.
+// A query is q ≈ s (256 h + l), h and l signed bytes; a tile's weights, times the scales of their tokens' values, are
+// w ≈ u (128 h + l), h and l of seven bits, u by the largest of them. So sums of integers are exact, and rounding is
+// the query's or the weight's alone (2^-15 of the largest). What becomes of them goes on in float32: scores times their
+// token's scale, sums of a tile's values times u. A token that a row does not see weighs zero; nobody reads one that no
+// row of a pass sees.
 #pragma once
 
 #include "level/attention_tile.h"
@@ -20,27 +23,21 @@ namespace octavo::OCTAVO_LEVEL {
 // What a stored code is a multiple of, beside its scale: e4m3 is decoded as the half whose exponent is 8 less.
 constexpr float code_unit(Code code) { return code == kCodeE4m3 ? 256.0f : 1.0f; }
 
-// 32 codes -> two vectors, in their order.
+// 32 codes of fp8 -> two vectors, in their order.
 template <Code C> inline void decode32(const char* p, F16& low, F16& high) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);
     if constexpr (C == kCodeE4m3)
         load_e4m3(bytes, low, high);
-    else if constexpr (C == kCodeE5m2)
+    else
         load_e5m2(bytes, low, high);
-    else {
-        low = F16::from_int(widen_signed(bytes));
-        high = F16::from_int(widen_signed(bytes + 16));
-    }
 }
 
 template <Code C> inline F16 decode16(const char* p) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(p);
     if constexpr (C == kCodeE4m3)
         return load_e4m3(bytes);
-    else if constexpr (C == kCodeE5m2)
-        return load_e5m2(bytes);
     else
-        return F16::from_int(widen_signed(bytes));
+        return load_e5m2(bytes);
 }
 
 struct CodedTile {
@@ -50,14 +47,14 @@ struct CodedTile {
     int begin;
 };
 struct CodedTilePair {
-    CodedTile now, next;
+    const CodedTile &now, &next;
 };
 
-inline CodedTile locate_coded(const AttendTask& task, int head, int begin, int end_position) {
+inline CodedTile locate_coded(const AttendTask& task, int begin, int end_position) {
     const LayerKV& kv = *task.kv;
     CodedTile tile;
     tile.begin = begin;
-    head += task.kv_head;
+    const int head = task.kv_head;
     for (int v = 0; v < kVectors; ++v) {
         const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
         const int64_t block = task.block_table[position / kv.block_size], offset = position % kv.block_size;
@@ -72,107 +69,114 @@ inline CodedTile locate_coded(const AttendTask& task, int head, int begin, int e
     }
     return tile;
 }
-
-// Scores of rows [0, R) and vectors [first, first + N), times the queries' scales but not yet their tokens'.
-template <Code C, int R, int N>
-inline void coded_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
-                         const float* query_scale, const int32_t* query_zero, float* scores) {
-    const char* key[N];
-    const char* next[N];
-    for (int n = 0; n < N; ++n) key[n] = tiles.now.key[first + n], next[n] = tiles.next.key[first + n];
-    if constexpr (is_fp8(C)) {
-        F16 acc[R][N];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
-        for (int dim = 0; dim < kv.key_units; dim += 2, query += 2 * R) {
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                F16 even, odd;
-                decode32<C>(key[n] + dim * 16, even, odd);
-                if (dim % 4 == 0) __builtin_prefetch(next[n] + dim * 16, 0, 2);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
-                    acc[r][n] = fma(odd, F16::set1(bits_to_float(query[R + r])), acc[r][n]);
-                }
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
-    } else {
-        U16 high[R][N], low[R][N];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                // Codes of int8 are multiplied as bytes 128 larger.
-                high[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r] * -128 : 0));
-                low[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r + 1] * -128 : 0));
-            }
-        constexpr int kParts = C == kCodeInt8 ? 1 : 2;
-        const int units = kv.key_units / (4 * kParts);
-        for (int unit = 0; unit < units; ++unit, query += kParts * 2 * R) {
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                const U16 codes = U16::load(key[n] + unit * 64);
-                __builtin_prefetch(next[n] + unit * 64, 0, 2);
-                if constexpr (C == kCodeInt8) {
-                    const U16 bytes = codes ^ U16::set1(0x80808080u);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) {
-                        high[r][n] = dot_bytes(high[r][n], bytes, U16::set1(query[2 * r]));
-                        low[r][n] = dot_bytes(low[r][n], bytes, U16::set1(query[2 * r + 1]));
-                    }
-                } else {
-                    const U16 mask = U16::set1(0x0f0f0f0fu);
-                    const U16 first_half = codes & mask, second_half = shift_right<4>(codes) & mask;
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) {
-                        high[r][n] = dot_nibbles(high[r][n], first_half, U16::set1(query[2 * r]));
-                        low[r][n] = dot_nibbles(low[r][n], first_half, U16::set1(query[2 * r + 1]));
-                        high[r][n] = dot_nibbles(high[r][n], second_half, U16::set1(query[2 * (R + r)]));
-                        low[r][n] = dot_nibbles(low[r][n], second_half, U16::set1(query[2 * (R + r) + 1]));
-                    }
-                }
-            }
-        }
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-            F16 zero = F16::zero();
-            if constexpr (C == kCodeInt4)
-                zero = F16::from_int(
-                    widen(reinterpret_cast<const uint8_t*>(tiles.now.key_field[first + n][1])));
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                F16 sum = fma(F16::from_int(high[r][n]), F16::set1(256.0f), F16::from_int(low[r][n]));
-                if constexpr (C == kCodeInt4)
-                    sum = sum - zero * F16::set1(static_cast<float>(query_zero[2 * r] * 256 + query_zero[2 * r + 1]));
-                (sum * F16::set1(query_scale[r])).store(scores + r * kTile + (first + n) * 16);
-            }
+// The same tokens' next head.
+inline void next_head(const LayerKV& kv, const CodedTile& tile, CodedTile& next) {
+    next.begin = tile.begin;
+    for (int v = 0; v < kVectors; ++v) {
+        next.key[v] = tile.key[v] + kv.key_head_stride;
+        next.value[v] = tile.value[v] + kv.value_head_stride;
+        for (int f = 0; f < 2; ++f) {  // a null pointer's stride is 0
+            next.key_field[v][f] = tile.key_field[v][f] + kv.key_side.field_head_stride[f];
+            next.value_field[v][f] = tile.value_field[v][f] + kv.value_side.field_head_stride[f];
         }
     }
 }
+inline void ask_fields(const CodedTile& tile, int v) {
+    for (int f = 0; f < 2; ++f) {
+        if (tile.key_field[v][f]) __builtin_prefetch(tile.key_field[v][f], 0, 2);
+        if (tile.value_field[v][f]) __builtin_prefetch(tile.value_field[v][f], 0, 2);
+    }
+}
 
-// values[r][d ..] = values[r][d ..] * rescale[r] - zeros[r] + weights[r] . codes, over tokens [low, high) of the tile.
+inline F16 token_scale(const char* field) { return F16::load(reinterpret_cast<const bf16*>(field)); }
+
+// Scores of rows [0, R) and vectors [first, first + N), not yet times any scale.
 template <Code C, int R, int N>
-inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int dim,
-                         const float* weights, const float* rescale, const float* zeros, const Rows& rows,
-                         int first_row) {
-    // Vectors of the accumulators: of int4, N / 2 from either half of the dimensions.
-    const int half = kv.value_dim / 2;
-    const auto place = [&](int n) { return C == kCodeInt4 ? dim + n / 2 * 16 + n % 2 * half : dim + n * 16; };
+inline void float_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+                         float* scores) {
     F16 acc[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
+    for (int dim = 0; dim < kv.key_units; dim += 2, query += 2 * R) {
+#pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-            acc[r][n] = F16::load(rows.values(first_row + r) + place(n)) * F16::set1(rescale[r]);
-            if constexpr (C == kCodeInt4) acc[r][n] = acc[r][n] - F16::set1(zeros[r]);
+            F16 even, odd;
+            decode32<C>(tiles.now.key[first + n] + dim * 16, even, odd);
+            if (dim % 4 == 0) __builtin_prefetch(tiles.next.key[first + n] + dim * 16, 0, 2);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
+                acc[r][n] = fma(odd, F16::set1(bits_to_float(query[R + r])), acc[r][n]);
+            }
         }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
+}
+
+// The same of integers: products with h and with l, as [h, l][row][64 tokens].
+template <Code C, int R, int N>
+inline void integer_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+                           const int32_t* query_zero, uint32_t* scores) {
+    U16 high[R][N], low[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            // Codes of int8 are multiplied as bytes 128 larger.
+            high[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r] * -128 : 0));
+            low[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r + 1] * -128 : 0));
+        }
+    constexpr int kParts = C == kCodeInt8 ? 1 : 2;
+    const int units = kv.key_units / (4 * kParts);
+    for (int unit = 0; unit < units; ++unit, query += kParts * 2 * R) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const U16 codes = U16::load(tiles.now.key[first + n] + unit * 64);
+            __builtin_prefetch(tiles.next.key[first + n] + unit * 64, 0, 2);
+            if constexpr (C == kCodeInt8) {
+                const U16 bytes = codes ^ U16::set1(0x80808080u);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    high[r][n] = dot_bytes(high[r][n], bytes, U16::set1(query[2 * r]));
+                    low[r][n] = dot_bytes(low[r][n], bytes, U16::set1(query[2 * r + 1]));
+                }
+            } else {
+                const U16 mask = U16::set1(0x0f0f0f0fu);
+                const U16 first_half = codes & mask, second_half = shift_right<4>(codes) & mask;
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    high[r][n] = dot_small(high[r][n], first_half, U16::set1(query[2 * r]));
+                    low[r][n] = dot_small(low[r][n], first_half, U16::set1(query[2 * r + 1]));
+                    high[r][n] = dot_small(high[r][n], second_half, U16::set1(query[2 * (R + r)]));
+                    low[r][n] = dot_small(low[r][n], second_half, U16::set1(query[2 * (R + r) + 1]));
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            store(high[r][n], scores + r * kTile + (first + n) * 16);
+            store(low[r][n], scores + (R + r) * kTile + (first + n) * 16);
+        }
+}
+
+// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . codes, over tokens [low, high) of the tile.
+template <Code C, int R, int N>
+inline void float_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int dim,
+                         const float* weights, const float* rescale, const Rows& rows, int first_row) {
+    F16 acc[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+            acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
     const int64_t stride = kv.value_side.code_bytes;
     for (int token = low; token < high;) {
         const int vector = token / 16, stop = min(high, vector * 16 + 16);
@@ -181,14 +185,7 @@ inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low,
         for (; token < stop; ++token, from += stride, next += stride) {
             __builtin_prefetch(next, 0, 2);
             F16 x[N];
-            if constexpr (C == kCodeInt4) {
-#pragma GCC unroll 4
-                for (int n = 0; n < N; n += 2) {
-                    const U16 bytes = widen(reinterpret_cast<const uint8_t*>(from) + n / 2 * 16);
-                    x[n] = F16::from_int(bytes & U16::set1(15));
-                    x[n + 1] = F16::from_int(shift_right<4>(bytes));
-                }
-            } else if constexpr (N == 1) {
+            if constexpr (N == 1) {
                 x[0] = decode16<C>(from);
             } else {
 #pragma GCC unroll 4
@@ -205,91 +202,245 @@ inline void coded_values(const LayerKV& kv, const CodedTilePair& tiles, int low,
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + place(n));
+        for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
+}
+
+// What the rows' weights of one tile became as integers: [row]
+template <int R> struct Digits {
+    float unit[R], zeros[R];  // `zeros`: the weights times their tokens' zero points
+};
+constexpr float kMostWeight = 16383.0f;
+
+// The same of integers, whose weights lie in scratch.weights as [row][h, l][64 tokens] bytes. Of int4, the dimensions
+// in either nibble.
+template <Code C, bool Upper, int R, int N>
+inline void integer_values(const LayerKV& kv, const CodedTilePair& tiles, int low, int high, int column,
+                           const uint32_t* weights, const Digits<R>& digits, const float* rescale, const Rows& rows,
+                           int first_row) {
+    U16 h[R][N], l[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) h[r][n] = l[r][n] = U16::zero();
+    const int64_t stride = kv.value_side.code_bytes * 4;
+    for (int quad = low / 4, end = (high + 3) / 4; quad < end;) {
+        const int vector = quad / 4, stop = min(end, vector * 4 + 4);
+        const int64_t offset = (quad - vector * 4) * stride + column * 4;
+        const char *from = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
+        for (; quad < stop; ++quad, from += stride, next += stride) {
+            U16 codes[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                codes[n] = U16::load(from + n * 64);
+                if constexpr (!Upper) __builtin_prefetch(next + n * 64, 0, 2);
+                if constexpr (Upper) codes[n] = shift_right<4>(codes[n]);
+                if constexpr (C == kCodeInt4) codes[n] = codes[n] & U16::set1(0x0f0f0f0fu);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const U16 high_digits = U16::set1(weights[r * kTile + quad]);
+                const U16 low_digits = U16::set1(weights[r * kTile + kTile / 4 + quad]);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) {
+                    h[r][n] = dot_small(h[r][n], high_digits, codes[n]);
+                    l[r][n] = dot_small(l[r][n], low_digits, codes[n]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            F16 sum = F16::from_int(shift_left<7>(h[r][n]) + l[r][n]);
+            if constexpr (C == kCodeInt4) sum = sum - F16::set1(digits.zeros[r]);
+            float* values = rows.values(first_row + r) + column + n * 16 + (Upper ? kv.value_dim / 2 : 0);
+            fma(sum, F16::set1(digits.unit[r]), F16::load(values) * F16::set1(rescale[r])).store(values);
+        }
 }
 
 // One function for each code and number of rows, not one for each pair of codes: they take most of the time that this
 // file compiles.
 template <Code K, int R>
 [[gnu::noinline]] void all_scores(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
-                                  const uint32_t* query, const float* query_scale, const int32_t* query_zero,
-                                  float* scores) {
-    constexpr int N = kVectorsPerPass == 1 ? 1 : is_fp8(K) || R <= 3 ? 4 : 2;  // what registers hold
+                                  const uint32_t* query, const int32_t* query_zero, float* scores) {
+    constexpr int N = kVectorsPerPass == 1 ? 1 : R <= (is_fp8(K) ? 6 : 2) ? 4 : 2;  // what registers hold
+    const auto pass = [&]<int M>(int v) {
+        if constexpr (is_fp8(K))
+            float_scores<K, R, M>(kv, tiles, v, query, scores);
+        else
+            integer_scores<K, R, M>(kv, tiles, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
+    };
     int v = visible.first_vector;
     if constexpr (N > 1)
-        for (; v + N <= visible.end_vector; v += N)
-            coded_scores<K, R, N>(kv, tiles, v, query, query_scale, query_zero, scores);
-    for (; v < visible.end_vector; ++v)
-        coded_scores<K, R, 1>(kv, tiles, v, query, query_scale, query_zero, scores);
+        for (; v + N <= visible.end_vector; v += N) pass.template operator()<N>(v);
+    for (; v < visible.end_vector; ++v) pass.template operator()<1>(v);
 }
 
 template <Code V, int R>
-[[gnu::noinline]] void all_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
-                                  const float* weights, const float* rescale, const float* zeros, const Rows& rows,
-                                  int first_row) {
-    const int low = visible.low, high = visible.high;
-    constexpr int N = V == kCodeInt4 ? (kVectorsPerPass == 1 ? 2 : 4) : kVectorsPerPass;
-    constexpr int kStep = V == kCodeInt4 ? N / 2 * 16 : N * 16, kLeast = V == kCodeInt4 ? 2 : 1;
-    const int end = V == kCodeInt4 ? kv.value_dim / 2 : kv.value_dim;
+[[gnu::noinline]] void all_float_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+                                        const float* weights, const float* rescale, const Rows& rows, int first_row) {
+    constexpr int N = kVectorsPerPass;
     int dim = 0;
-    for (; dim + kStep <= end; dim += kStep)
-        coded_values<V, R, N>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
-    if constexpr (N > kLeast)
-        for (; dim < end; dim += 16)
-            coded_values<V, R, kLeast>(kv, tiles, low, high, dim, weights, rescale, zeros, rows, first_row);
+    for (; dim + N * 16 <= kv.value_dim; dim += N * 16)
+        float_values<V, R, N>(kv, tiles, visible.low, visible.high, dim, weights, rescale, rows, first_row);
+    if constexpr (N > 1)
+        for (; dim < kv.value_dim; dim += 16)
+            float_values<V, R, 1>(kv, tiles, visible.low, visible.high, dim, weights, rescale, rows, first_row);
 }
 
-inline F16 token_scale(const char* field) { return F16::load(reinterpret_cast<const bf16*>(field)); }
+template <Code V, bool Upper, int R>
+[[gnu::noinline]] void all_integer_values(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+                                          const uint32_t* weights, const Digits<R>& digits, const float* rescale,
+                                          const Rows& rows, int first_row) {
+    constexpr int N = kVectorsPerPass == 1 ? 1 : R <= 2 ? 4 : 2;
+    const int end = static_cast<int>(kv.value_side.code_bytes);
+    int column = 0;
+    for (; column + N * 16 <= end; column += N * 16)
+        integer_values<V, Upper, R, N>(kv, tiles, visible.low, visible.high, column, weights, digits, rescale, rows,
+                                       first_row);
+    if constexpr (N > 1)
+        for (; column < end; column += 16)
+            integer_values<V, Upper, R, 1>(kv, tiles, visible.low, visible.high, column, weights, digits, rescale, rows,
+                                           first_row);
+}
 
-// One tile for rows [first_row, first_row + R).
+// Scores in float32, from sums over codes: those of integers [h, l][R rows][64 tokens].
+template <Code K, int R> class TileScores {
+  public:
+    TileScores(const AttendTask& task, const CodedTile& tile, const Visible& visible, int head, int first_row,
+               const AttendScratch& scratch, const void* sums)
+        : scratch_(scratch), row_(head * task.rows_per_head() + first_row), sums_(static_cast<const uint32_t*>(sums)) {
+        const F16 head_scale = F16::set1(task.kv->key_side.scale(task.kv_head + head) * code_unit(K));
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            scale_[v] = head_scale, zero_[v] = F16::zero();
+            if (v < visible.first_vector || v >= visible.end_vector) continue;
+            if constexpr (!is_fp8(K)) scale_[v] = token_scale(tile.key_field[v][0]);
+            if constexpr (K == kCodeInt4)
+                zero_[v] = F16::from_int(widen(reinterpret_cast<const uint8_t*>(tile.key_field[v][1])));
+        }
+    }
+    F16 operator()(int r, int v) const {
+        const uint32_t* at = sums_ + r * kTile + v * 16;
+        if constexpr (is_fp8(K)) return F16::load(reinterpret_cast<const float*>(at)) * scale_[v];
+        F16 sum = fma(F16::from_int(U16::load(at)), F16::set1(256.0f), F16::from_int(U16::load(at + R * kTile)));
+        const int32_t* zero = scratch_.query_zero + 2 * (row_ + r);
+        if constexpr (K == kCodeInt4) sum = sum - zero_[v] * F16::set1(static_cast<float>(zero[0] * 256 + zero[1]));
+        return sum * F16::set1(scratch_.query_scale[row_ + r]) * scale_[v];
+    }
+
+  private:
+    const AttendScratch& scratch_;
+    int row_;
+    const uint32_t* sums_;
+    F16 scale_[kVectors], zero_[kVectors];
+};
+
+// The weights of a tile as its values are multiplied by them, into scratch.weights; the rows' sums.
+template <Code V, int R> class TileWeights {
+  public:
+    TileWeights(const AttendTask& task, const CodedTile& tile, const Visible& visible, int head, int first_row,
+                const Rows& rows, AttendScratch& scratch)
+        : task_(task), tile_(tile), visible_(visible), first_row_(first_row), rows_(rows), scratch_(scratch) {
+        const F16 head_scale = F16::set1(task.kv->value_side.scale(task.kv_head + head) * code_unit(V));
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            scale_[v] = head_scale, zero_[v] = F16::zero();
+            if (v < visible.first_vector || v >= visible.end_vector) continue;
+            if constexpr (!is_fp8(V)) scale_[v] = token_scale(tile.value_field[v][0]);
+            if constexpr (V == kCodeInt4)
+                zero_[v] = F16::from_int(widen(reinterpret_cast<const uint8_t*>(tile.value_field[v][1])));
+        }
+    }
+    // Two vectors of row r from v on, the first pair before the second.
+    void add(int r, int v, F16 low, F16 high) {
+        add_vector(r, v, low);
+        add_vector(r, v + 1, high);
+        if (v + 2 == kVectors) finish(r);
+    }
+    Digits<R> digits;
+    float* rescale;  // of the rows, set before
+
+  private:
+    void add_vector(int r, int v, F16 weight) {
+        sum_ = v == 0 ? weight : sum_ + weight;
+        if (v < visible_.first_vector || v >= visible_.end_vector) {
+            scaled_[v] = F16::zero();
+            return;
+        }
+        scaled_[v] = weight * scale_[v];
+        if constexpr (is_fp8(V)) return;
+        if (!visible_.all) {
+            // A scale that the row does not see may be no number.
+            const TokenRange seen = tokens_seen(task_, tile_.begin, first_row_ + r);
+            scaled_[v] = keep_lanes(scaled_[v], seen.low - v * 16, seen.high - v * 16, F16::zero());
+        }
+        // One that it sees must come out as no number: a sum of integers would hide it.
+        sum_ = fma(scaled_[v], F16::zero(), sum_);
+    }
+    void finish(int r) {
+        float* row_sum = rows_.sum(first_row_ + r);
+        fma(F16::load(row_sum), F16::set1(rescale[r]), sum_).store(row_sum);
+        uint32_t* row = scratch_.weights + r * kTile;
+        if constexpr (is_fp8(V)) {
+            for (int v = 0; v < kVectors; ++v) scaled_[v].store(reinterpret_cast<float*>(row) + v * 16);
+            return;
+        }
+        constexpr float kMagic = 0x1p23f;  // its last place is 1
+        const U16 digit = U16::set1(127);
+        const float largest = reduce_max(max(max(scaled_[0], scaled_[1]), max(scaled_[2], scaled_[3])));
+        digits.unit[r] = largest * (1.0f / kMostWeight);
+        const F16 inverse = F16::set1(largest > 1e-33f ? kMostWeight / largest : 0.0f);
+        auto* to = reinterpret_cast<uint8_t*>(row);
+        F16 zero = F16::zero();
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            const F16 whole = fma(scaled_[v], inverse, F16::set1(kMagic));
+            narrow(shift_right<7>(as_bits(whole)) & digit, to + v * 16);
+            narrow(as_bits(whole) & digit, to + kTile + v * 16);
+            if constexpr (V == kCodeInt4) zero = fma(whole - F16::set1(kMagic), zero_[v], zero);
+        }
+        if constexpr (V == kCodeInt4) digits.zeros[r] = reduce_add(zero);
+    }
+
+    const AttendTask& task_;
+    const CodedTile& tile_;
+    const Visible& visible_;
+    int first_row_;
+    const Rows& rows_;
+    AttendScratch& scratch_;
+    F16 scale_[kVectors], zero_[kVectors], scaled_[kVectors], sum_;
+};
+
+// One tile for rows [first_row, first_row + R). `sums`: of their scores, where they are known already.
 template <Code K, Code V, int R>
 void coded_rows(const AttendTask& task, const CodedTilePair& tiles, int head, int first_row, const uint32_t* query,
-                const Rows& rows, AttendScratch& scratch) {
+                const Rows& rows, AttendScratch& scratch, const void* sums) {
     const LayerKV& kv = *task.kv;
     const Visible visible = visible_tokens(task, tiles.now.begin, first_row, R);
     if (visible.nothing()) return;
-    const int row = head * task.rows_per_head() + first_row;
-    all_scores<K, R>(kv, tiles, visible, query, scratch.query_scale + row, scratch.query_zero + 2 * row,
-                     scratch.scores);
-    const float head_scale = kv.key_side.scale(task.kv_head + head) * code_unit(K);
-    for (int v = visible.first_vector; v < visible.end_vector; ++v) {
-        __builtin_prefetch(tiles.next.key_field[v][0], 0, 2);
-        F16 scale = F16::set1(head_scale);
-        if constexpr (!is_fp8(K)) scale = token_scale(tiles.now.key_field[v][0]);
-        for (int r = 0; r < R; ++r) {
-            float* scores = scratch.scores + r * kTile + v * 16;
-            (F16::load(scores) * scale).store(scores);
-        }
+    for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(tiles.next, v);
+    if (!sums) {
+        all_scores<K, R>(kv, tiles, visible, query,
+                         scratch.query_zero + 2 * (head * task.rows_per_head() + first_row), scratch.scores);
+        sums = scratch.scores;
     }
-    TilePair place;
-    place.now.begin = tiles.now.begin;
-    float rescale[R], zeros[R] = {};
-    weigh_rows<kF32, false>(task, place, visible, first_row, R, rows, scratch, rescale);
-    auto* weights = reinterpret_cast<float*>(scratch.weights);
-    const F16 value_scale = F16::set1(kv.value_side.scale(task.kv_head + head) * code_unit(V));
-    for (int r = 0; r < R; ++r) {
-        const TokenRange seen = tokens_seen(task, tiles.now.begin, first_row + r);
-        F16 sum = F16::zero(), zero = F16::zero();
-        for (int v = 0; v < kVectors; ++v) {
-            float* of = weights + r * kTile + v * 16;
-            const F16 weight = F16::load(of);
-            sum = sum + weight;
-            if (v < visible.first_vector || v >= visible.end_vector) continue;
-            F16 scaled = weight * value_scale;
-            if constexpr (!is_fp8(V)) scaled = weight * token_scale(tiles.now.value_field[v][0]);
-            // A scale that the row does not see may be no number.
-            if (seen.low > v * 16 || seen.high < v * 16 + 16)
-                scaled = keep_lanes(scaled, seen.low - v * 16, seen.high - v * 16, F16::zero());
-            scaled.store(of);
-            if constexpr (V == kCodeInt4)
-                zero = fma(scaled, F16::from_int(widen(reinterpret_cast<const uint8_t*>(tiles.now.value_field[v][1]))),
-                           zero);
-        }
-        if constexpr (V == kCodeInt4) zeros[r] = reduce_add(zero);
-        float* row_sum = rows.sum(first_row + r);
-        fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
+    float rescale[R];
+    const TileScores<K, R> scores(task, tiles.now, visible, head, first_row, scratch, sums);
+    TileWeights<V, R> weights(task, tiles.now, visible, head, first_row, rows, scratch);
+    weights.rescale = rescale;
+    soften_rows<kF32>(task, tiles.now.begin, visible, first_row, R, rows, rescale, scores, [](int) {},
+                      [&](int r, int v, F16 low, F16 high) { weights.add(r, v, low, high); });
+    if constexpr (is_fp8(V)) {
+        all_float_values<V, R>(kv, tiles, visible, reinterpret_cast<const float*>(scratch.weights), rescale, rows,
+                               first_row);
+    } else {
+        all_integer_values<V, false, R>(kv, tiles, visible, scratch.weights, weights.digits, rescale, rows, first_row);
+        if constexpr (V == kCodeInt4)
+            all_integer_values<V, true, R>(kv, tiles, visible, scratch.weights, weights.digits, rescale, rows,
+                                           first_row);
     }
-    all_values<V, R>(kv, tiles, visible, weights, rescale, zeros, rows, first_row);
 }
 
 template <Code K, Code V>
@@ -299,7 +450,7 @@ void coded_head(const AttendTask& task, const CodedTilePair& tiles, int head, co
     const auto pass = [&](int first, const CodedTilePair& of) {
         const int count = min(num_rows - first, kMaxRows);
         with_constant<kMaxRows>(count, [&](auto constant) {
-            coded_rows<K, V, constant>(task, of, head, first, query, rows, scratch);
+            coded_rows<K, V, constant>(task, of, head, first, query, rows, scratch, nullptr);
         });
         query += task.kv->key_units * count;
     };
@@ -397,16 +548,19 @@ template <class Pass> void attend_coded_by(const AttendTask& task, AttendScratch
         const int end = end_position - split * kSplit < kSplit ? end_position : (split + 1) * kSplit;
         rows.clear(task.kv_heads * rows_per_head);
         pass.begin_split(task, scratch);
-        CodedTilePair tiles;
-        tiles.next = locate_coded(task, 0, start, end_position);
+        CodedTile ring[2];
+        int at = 0;
+        ring[0] = locate_coded(task, start, end_position);
         for (int begin = start; begin < end; begin += kTile)
             for (int head = 0; head < task.kv_heads; ++head) {
                 const bool last_head = head + 1 == task.kv_heads, last_tile = begin + kTile >= end_position;
-                tiles.now = tiles.next;
-                if (!last_head || !last_tile)
-                    tiles.next =
-                        locate_coded(task, last_head ? 0 : head + 1, last_head ? begin + kTile : begin, end_position);
-                pass.add(task, tiles, head, scratch.query + head * rows_per_head * units,
+                const CodedTile& now = ring[at];
+                CodedTile& next = ring[at ^= 1];
+                if (!last_head)
+                    next_head(kv, now, next);
+                else
+                    next = last_tile ? now : locate_coded(task, begin + kTile, end_position);
+                pass.add(task, {now, next}, head, scratch.query + head * rows_per_head * units,
                          Rows{rows.values(head * rows_per_head), rows.value_dim}, scratch);
             }
         pass.end_split(task, rows, scratch);

@@ -114,9 +114,13 @@ template <class T> void write_coded_value(const LayerKV& kv, const T* value, int
     const float scale = encode_vector(side.code, x, dim, side.scale(head), codes, &zero);
     if (side.code == kCodeInt4)
         for (int d = 0; d < dim / 2; ++d) codes[d] = static_cast<uint8_t>(codes[d] | codes[d + dim / 2] << 4);
-    char* token = const_cast<char*>(kv.value) + block * kv.value_block_stride + head * kv.value_head_stride +
-                  offset * side.code_bytes;
-    __builtin_memcpy(token, codes, side.code_bytes);
+    char* base = const_cast<char*>(kv.value) + block * kv.value_block_stride + head * kv.value_head_stride;
+    if (is_fp8(side.code)) {
+        __builtin_memcpy(base + offset * side.code_bytes, codes, side.code_bytes);
+    } else {
+        char* quad = base + offset / 4 * 4 * side.code_bytes + offset % 4;
+        for (int64_t i = 0; i < side.code_bytes; ++i) quad[i * 4] = static_cast<char>(codes[i]);
+    }
     write_fields(side, block, head, offset, scale, zero);
 }
 

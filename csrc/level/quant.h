@@ -154,7 +154,7 @@ inline void quant_tiles(const QuantTask& task, const uint8_t* tile, int64_t stri
                     if constexpr (F == kQ8_0)
                         dots[r][t] = dot_bytes(dots[r][t], weights[t], broadcast);
                     else
-                        dots[r][t] = dot_nibbles(dots[r][t], weights[t], broadcast);
+                        dots[r][t] = dot_small(dots[r][t], weights[t], broadcast);
             }
         }
         F16 scale[T], minimum[T];

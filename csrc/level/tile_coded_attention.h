@@ -7,7 +7,8 @@
 //     V -> scratch.values     [16 columns][token / 2][column][2]
 //
 // bf16 holds every code exactly. Queries, rotated where keys are, and weights, times their token's scale, are rounded
-// to it as those of uncoded blocks are. Columns are dimensions in an order that decoding is quick in, until the end.
+// to it as those of uncoded blocks are. Columns of fp8 are dimensions in an order that decoding is quick in, until the
+// end.
 // int4's values are 16 too large: that and the zero points are summed by row, and taken off once a split.
 #pragma once
 
@@ -20,11 +21,16 @@ namespace octavo::OCTAVO_LEVEL {
 // itself, and so would be those that must have the same bits. What is float32 stays so: no tile multiplies it.
 inline bool attends_codes_in_tiles(const AttendTask& task) {
     const LayerKV& kv = *task.kv;
-    return kv.storage == kBf16 && kv.key_units % 64 == 0 && kv.value_dim % 64 == 0 &&
-           !task.exact && task.num_tokens > 1;
+    return kv.storage == kBf16 && kv.key_units % 64 == 0 && kv.value_dim % 64 == 0 && !task.exact &&
+           task.num_tokens > 1;
 }
 
-// The bf16 of each code without its sign. A byte of -128, which no vector is encoded to, counts as zero.
+// What a code is a multiple of, beside its scale: fp8 is decoded with an exponent whose upper bits are constant.
+constexpr float tile_unit(Code code) { return code == kCodeE4m3 ? 0x1p8f : code == kCodeE5m2 ? 0x1p16f : 1.0f; }
+constexpr int exponent_bits(Code code) { return code == kCodeE4m3 ? 4 : 5; }
+
+// The bf16 of each code over that unit, without its sign. A byte of -128, which no vector is encoded to, counts as
+// zero.
 struct CodeTable {
     alignas(64) uint8_t high[128] = {};
     alignas(64) uint8_t low[128] = {};
@@ -38,9 +44,7 @@ struct CodeTable {
                 for (int e = (exponent ? exponent : 1) - bias - mantissa_bits; e != 0; e += e > 0 ? -1 : 1)
                     value = e > 0 ? value * 2.0f : value * 0.5f;
             }
-            uint32_t word = __builtin_bit_cast(uint32_t, value) >> 16;
-            if (code == kCodeE4m3 && bits == 0x7f) word = 0x7fc0;
-            if (code == kCodeE5m2 && bits >= 0x7c) word = bits == 0x7c ? 0x7f80 : 0x7fc0;
+            const uint32_t word = __builtin_bit_cast(uint32_t, value / tile_unit(code)) >> 16;
             high[bits] = static_cast<uint8_t>(word >> 8);
             low[bits] = static_cast<uint8_t>(word);
         }
@@ -51,14 +55,8 @@ template <Code C> inline CodeWords code_words() {
     return load_code_words(kTable.high, kTable.low);
 }
 
-// Where decode_values and decode_nibbles put a dimension.
-template <Code C> inline int value_column(int dim, int value_dim) {
-    if constexpr (C == kCodeInt4) {
-        const int half = dim >= value_dim / 2, in_half = dim - half * (value_dim / 2);
-        return in_half / 32 * 64 + (in_half % 2 * 2 + half) * 16 + in_half % 32 / 2;
-    }
-    return dim / 64 * 64 + dim % 16 / 4 * 16 + dim % 64 / 16 * 4 + dim % 4;
-}
+// Where decode_values puts a dimension of fp8.
+inline int value_column(int dim) { return dim / 64 * 64 + dim % 16 / 4 * 16 + dim % 64 / 16 * 4 + dim % 4; }
 
 template <Code K, Code V> class CodedTilePasses {
   public:
@@ -127,8 +125,9 @@ template <Code K, Code V> class CodedTilePasses {
 
     // Columns become dimensions.
     static void finish(const AttendTask& task, const Rows& total) {
+        if constexpr (!is_fp8(V)) return;
         int column[kMaxHeadDim];
-        for (int d = 0; d < total.value_dim; ++d) column[d] = value_column<V>(d, total.value_dim);
+        for (int d = 0; d < total.value_dim; ++d) column[d] = value_column(d);
         float columns[kMaxHeadDim];
         for (int r = 0; r < task.kv_heads * task.rows_per_head(); ++r) {
             __builtin_memcpy(columns, total.values(r), int64_t{total.value_dim} * 4);
@@ -142,8 +141,8 @@ template <Code K, Code V> class CodedTilePasses {
         F16 key[kVectors], key_zero[kVectors], value[kVectors], value_zero[kVectors];
         Scales(const AttendTask& task, const CodedTile& tile, int head, const Visible& visible) {
             const LayerKV& kv = *task.kv;
-            const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head));
-            const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head));
+            const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * tile_unit(K));
+            const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * tile_unit(V));
             const auto zero_point = [](const char* field) {
                 return F16::from_int(widen(reinterpret_cast<const uint8_t*>(field)));
             };
@@ -175,11 +174,7 @@ template <Code K, Code V> class CodedTilePasses {
         for (int v = visible.first_vector / step * step; v < (visible.end_vector + step - 1) / step * step; ++v)
             decode_vector_values<Ask>(kv, tiles, v, visible, scratch.values);
         if constexpr (Ask)
-            for (int v = visible.first_vector; v < visible.end_vector; ++v)
-                for (int f = 0; f < 2; ++f) {
-                    if (tiles.next.key_field[v][f]) __builtin_prefetch(tiles.next.key_field[v][f], 0, 2);
-                    if (tiles.next.value_field[v][f]) __builtin_prefetch(tiles.next.value_field[v][f], 0, 2);
-                }
+            for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(tiles.next, v);
     }
 
     template <bool Ask>
@@ -193,13 +188,13 @@ template <Code K, Code V> class CodedTilePasses {
                 if constexpr (Ask) __builtin_prefetch(next + at, 0, 2);
                 U16 pairs[4];
                 if constexpr (is_fp8(K)) {
-                    decode_keys(from + at, words, pairs);
+                    decode_keys<exponent_bits(K)>(from + at, words, pairs);
                 } else if constexpr (K == kCodeInt8) {
-                    decode_key_quads(U16::load(from + at), words, pairs);
+                    decode_quads(U16::load(from + at), words, pairs);
                 } else {
                     const U16 codes = U16::load(from + at), mask = U16::set1(0x0f0f0f0fu);
-                    decode_key_quads(codes & mask, words, pairs);
-                    decode_key_quads(shift_right<4>(codes) & mask, words, pairs + 2);
+                    decode_quads(codes & mask, words, pairs);
+                    decode_quads(shift_right<4>(codes) & mask, words, pairs + 2);
                 }
                 for (int i = 0; i < (K == kCodeInt4 ? 4 : 2); ++i, line += 16) store(pairs[i], line);
             }
@@ -212,29 +207,36 @@ template <Code K, Code V> class CodedTilePasses {
     template <bool Ask>
     static void decode_vector_values(const LayerKV& kv, const CodedTilePair& tiles, int v, const Visible& visible,
                                      uint32_t* values) {
-        constexpr int kBytes = V == kCodeInt4 ? 32 : 64;  // of 64 columns
+        constexpr int kTokens = is_fp8(V) ? 2 : 4;  // that lie together, or are decoded together
         const CodeWords words = V == kCodeInt4 ? CodeWords{} : code_words<V>();
         const int64_t stride = kv.value_side.code_bytes;
-        const int columns = kv.value_dim / 64;
         const char *from = tiles.now.value[v], *next = tiles.next.value[v];
         const bool whole = visible.low <= v * 16 && v * 16 + 16 <= visible.high;
-        for (int token = v * 16; token < v * 16 + 16; token += 2, from += 2 * stride, next += 2 * stride) {
+        for (int token = v * 16; token < v * 16 + 16; token += kTokens) {
             const auto half = [&](int t) { return t >= visible.low && t < visible.high ? 0xffffu : 0u; };
-            const U16 mask = U16::set1(whole ? 0xffffffffu : half(token) | half(token + 1) << 16);
-            uint32_t* to = values + token / 2 * 16;
-            for (int c = 0; c < columns; ++c, to += 4 * kTile / 2 * 16) {
-                const char *one = from + c * kBytes, *other = one + stride;
-                if constexpr (Ask) {
-                    __builtin_prefetch(next + c * kBytes, 0, 2);
-                    if constexpr (V != kCodeInt4) __builtin_prefetch(next + stride + c * kBytes, 0, 2);
-                }
+            const auto mask = [&](int t) { return U16::set1(whole ? 0xffffffffu : half(t) | half(t + 1) << 16); };
+            const U16 masks[2] = {mask(token), mask(token + 2)};
+            const auto put = [&](U16 pair, int which, int column) {
+                store(whole ? pair : pair & masks[which],
+                      values + (token / 2 + which) * 16 + column * (kTile / 2 * 16));
+            };
+            for (int64_t at = 0; at < stride * kTokens; at += is_fp8(V) ? 128 : 64, from += 64, next += 64) {
+                if constexpr (Ask) __builtin_prefetch(next, 0, 2);
                 U16 pairs[4];
-                if constexpr (V == kCodeInt4)
-                    decode_nibbles(one, other, pairs);
-                else
-                    decode_values<V == kCodeInt8>(one, other, words, pairs);
-                for (int i = 0; i < 4; ++i) store(whole ? pairs[i] : pairs[i] & mask, to + i * (kTile / 2 * 16));
+                if constexpr (is_fp8(V)) {
+                    if constexpr (Ask) __builtin_prefetch(next + stride, 0, 2);
+                    decode_values<exponent_bits(V)>(from, from + stride, words, pairs);
+                    for (int i = 0; i < 4; ++i) put(pairs[i], 0, static_cast<int>(at / 32) + i);
+                } else if constexpr (V == kCodeInt8) {
+                    decode_quads(U16::load(from), words, pairs);
+                    for (int i = 0; i < 2; ++i) put(pairs[i], i, static_cast<int>(at / 64));
+                } else {
+                    decode_nibbles(from, pairs);
+                    const int column = static_cast<int>(at / 64);
+                    for (int i = 0; i < 4; ++i) put(pairs[i], i / 2, column + i % 2 * (kv.value_dim / 32));
+                }
             }
+            if constexpr (is_fp8(V)) from += stride, next += stride;
         }
     }
 

@@ -140,7 +140,8 @@ class Side {
         if (!keys_) {
             const int half = dim_ / 2;
             shift = code_ == kCodeInt4 && d >= half ? 4 : 0;
-            return base + offset * bytes_ + (code_ == kCodeInt4 ? d % half : d);
+            if (is_float8(code_)) return base + offset * bytes_ + d;
+            return base + offset / 4 * 4 * bytes_ + (code_ == kCodeInt4 ? d % half : d) * 4 + offset % 4;
         }
         const int64_t group = base + offset / 16 * 16 * bytes_, lane = offset % 16;
         if (is_float8(code_)) return group + d * 16 + lane;

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.tiers import disk as disk_module
-from octavo.tiers.base import Reason
+from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.disk import ALIGNMENT, DiskMedium, slots_within, stored_blocks
 from octavo.tiers.header import HEADER_BYTES, Header
 from octavo.tiers.store import Store
@@ -130,7 +130,7 @@ def test_another_fingerprint_or_layout_finds_nothing(tmp_path: Path, monkeypatch
     assert get(copied, [label(0)])[0] == [Reason.ABSENT]
     copied.close()
     fill(tmp_path, 0)
-    monkeypatch.setattr(disk_module, "LAYOUT_VERSION", 2)
+    monkeypatch.setattr(disk_module, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     assert load(tmp_path, 0) == [Reason.ABSENT]
 
 

@@ -54,47 +54,70 @@ inline void decode_words(__m512i codes, const CodeWords& words, U16& first, U16&
     first.v = _mm512_unpacklo_epi8(low, high);
     second.v = _mm512_unpackhi_epi8(low, high);
 }
-// [4 dims][16 tokens] -> two of [16 tokens][2 dims]
-inline void decode_keys(const char* from, const CodeWords& words, U16* to) {
+// fp8 is a bf16 with a shorter exponent, whose missing upper bits are the same for every normal number. Codes in the
+// upper bytes of words.
+template <int Exponent> inline U16 decode_normal(__m512i words) {
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    constexpr int kKept = Exponent == 4 ? 0x87f0 : 0x8fe0, kUpper = Exponent == 4 ? 0x3800 : 0x3000;
+    return {_mm512_ternarylogic_epi32(_mm512_srai_epi16(words, Exponent == 4 ? 4 : 3),
+                                      _mm512_set1_epi16(static_cast<int16_t>(kKept)), _mm512_set1_epi16(kUpper),
+                                      kAndOr)};
+}
+template <int Exponent> inline __mmask64 subnormals(__m512i codes) {
+    return _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(Exponent == 4 ? 0x78 : 0x7c));
+}
+// [4 dims][16 tokens] of fp8 -> two of [16 tokens][2 dims]
+template <int Exponent> inline void decode_keys(const char* from, const CodeWords& words, U16* to) {
     struct Order {
-        alignas(64) uint8_t of[64] = {};
+        alignas(64) uint8_t of[64] = {}, upper[2][64] = {};
         constexpr Order() {
-            for (int i = 0; i < 64; ++i)
+            for (int i = 0; i < 64; ++i) {
                 of[i] = static_cast<uint8_t>((i % 16 / 8 * 2 + i % 2) * 16 + i / 16 * 4 + i % 8 / 2);
+                for (int half = 0; half < 2; ++half)
+                    upper[half][i] = static_cast<uint8_t>((half * 2 + i % 4 / 2) * 16 + i / 4);
+            }
         }
     };
     static constexpr Order kOrder;
-    const __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(kOrder.of), _mm512_loadu_si512(from));
-    decode_words<false>(codes, words, to[0], to[1]);
+    constexpr __mmask64 kUpperBytes = 0xaaaaaaaaaaaaaaaa;
+    const __m512i codes = _mm512_loadu_si512(from);
+    if (__builtin_expect(subnormals<Exponent>(codes) != 0, 0))
+        return decode_words<false>(_mm512_permutexvar_epi8(_mm512_load_si512(kOrder.of), codes), words, to[0], to[1]);
+    for (int half = 0; half < 2; ++half)
+        to[half] = decode_normal<Exponent>(
+            _mm512_maskz_permutexvar_epi8(kUpperBytes, _mm512_load_si512(kOrder.upper[half]), codes));
 }
-// [16 tokens][4 dims] of signed bytes -> the same
-inline void decode_key_quads(U16 codes, const CodeWords& words, U16* to) {
+// Two tokens' [64 dims] of fp8 -> four of [16 dims][2 tokens]: dimension d is in column d / 16 * 4 + d % 4 of
+// d % 16 / 4.
+template <int Exponent>
+inline void decode_values(const char* one, const char* other, const CodeWords& words, U16* to) {
+    const __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(other);
+    const __m512i both[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
+    if (__builtin_expect((subnormals<Exponent>(a) | subnormals<Exponent>(b)) != 0, 0)) {
+        decode_words<false>(both[0], words, to[0], to[1]);
+        return decode_words<false>(both[1], words, to[2], to[3]);
+    }
+    const __m512i lower = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7));
+    const __m512i upper =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(-1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15));
+    for (int half = 0; half < 2; ++half) {
+        to[half * 2] = decode_normal<Exponent>(_mm512_shuffle_epi8(both[half], lower));
+        to[half * 2 + 1] = decode_normal<Exponent>(_mm512_shuffle_epi8(both[half], upper));
+    }
+}
+// [16][4] signed bytes -> two of [16][2]
+inline void decode_quads(U16 codes, const CodeWords& words, U16* to) {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     decode_words<true>(_mm512_shuffle_epi8(codes.v, order), words, to[0], to[1]);
 }
-// Two tokens' [64 dims] -> four of [16 dims][2 tokens]: dimension d is in column d / 16 * 4 + d % 4 of d % 16 / 4.
-template <bool TwosComplement>
-inline void decode_values(const char* one, const char* other, const CodeWords& words, U16* to) {
-    const __m512i a = _mm512_loadu_si512(one), b = _mm512_loadu_si512(other);
-    decode_words<TwosComplement>(_mm512_unpacklo_epi8(a, b), words, to[0], to[1]);
-    decode_words<TwosComplement>(_mm512_unpackhi_epi8(a, b), words, to[2], to[3]);
-}
-// Two tokens' [32 bytes] of two nibbles -> four of [16 words][2 tokens], each word's nibbles from the lowest on. They
-// come 16 larger, which takes no conversion.
-inline void decode_nibbles(const char* one, const char* other, U16* to) {
+// [16][4 tokens] bytes of two nibbles -> the first two tokens' lower nibbles and their upper ones, then the other
+// two's, as [16][2]. They come 16 larger, which takes no conversion.
+inline void decode_nibbles(const char* from, U16* to) {
     constexpr int kAndOr = 0xea;  // (a & b) | c
-    struct Order {
-        alignas(64) uint16_t of[32] = {};
-        constexpr Order() {
-            for (int i = 0; i < 32; ++i) of[i] = static_cast<uint16_t>(i % 2 * 16 + i / 2);
-        }
-    };
-    static constexpr Order kOrder;
-    const __m512i both = _mm512_inserti64x4(
-        _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(one))),
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(other)), 1);
-    const __m512i words = _mm512_permutexvar_epi16(_mm512_load_si512(kOrder.of), both);
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m512i words = _mm512_shuffle_epi8(_mm512_loadu_si512(from), order);
     const __m512i mask = _mm512_set1_epi16(0x78), sixteen = _mm512_set1_epi16(0x4180);
     to[0].v = _mm512_ternarylogic_epi32(_mm512_slli_epi16(words, 3), mask, sixteen, kAndOr);
     to[1].v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 1), mask, sixteen, kAndOr);

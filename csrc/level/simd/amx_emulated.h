@@ -92,14 +92,14 @@ template <bool TwosComplement> inline uint32_t decode_word(char code, const Code
     const int size = (TwosComplement && bits >= 128 ? -bits : bits) & 127;
     return static_cast<uint32_t>(words.high[size] << 8 | words.low[size] | (bits & 128) << 8);
 }
-inline void decode_keys(const char* from, const CodeWords& words, U16* to) {
+template <int Exponent> inline void decode_keys(const char* from, const CodeWords& words, U16* to) {
     for (int pair = 0; pair < 2; ++pair)
         for (int token = 0; token < 16; ++token) {
             const char* first = from + pair * 32 + token;
             to[pair].v[token] = decode_word<false>(first[0], words) | decode_word<false>(first[16], words) << 16;
         }
 }
-inline void decode_key_quads(U16 codes, const CodeWords& words, U16* to) {
+inline void decode_quads(U16 codes, const CodeWords& words, U16* to) {
     const auto word = [&](uint32_t quad, int byte) {
         return decode_word<true>(static_cast<char>(quad >> byte * 8), words);
     };
@@ -107,19 +107,21 @@ inline void decode_key_quads(U16 codes, const CodeWords& words, U16* to) {
         for (int token = 0; token < 16; ++token)
             to[pair].v[token] = word(codes.v[token], pair * 2) | word(codes.v[token], pair * 2 + 1) << 16;
 }
-template <bool TwosComplement>
+template <int Exponent>
 inline void decode_values(const char* one, const char* other, const CodeWords& words, U16* to) {
     for (int d = 0; d < 64; ++d)
-        to[d % 16 / 4].v[d / 16 * 4 + d % 4] =
-            decode_word<TwosComplement>(one[d], words) | decode_word<TwosComplement>(other[d], words) << 16;
+        to[d % 16 / 4].v[d / 16 * 4 + d % 4] = decode_word<false>(one[d], words) | decode_word<false>(other[d], words)
+                                                                                       << 16;
 }
-inline void decode_nibbles(const char* one, const char* other, U16* to) {
-    for (int i = 0; i < 64; ++i) {
-        const auto nibble = [&](const char* from) {
-            return static_cast<uint32_t>(static_cast<uint8_t>(from[i / 2]) >> i % 2 * 4 & 15) << 3 | 0x4180;
-        };
-        to[i % 4].v[i / 4] = nibble(one) | nibble(other) << 16;
-    }
+inline void decode_nibbles(const char* from, U16* to) {
+    for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < 16; ++lane) {
+            const auto nibble = [&](int token) {
+                return static_cast<uint32_t>(static_cast<uint8_t>(from[lane * 4 + token]) >> i % 2 * 4 & 15) << 3 |
+                       0x4180;
+            };
+            to[i].v[lane] = nibble(i / 2 * 2) | nibble(i / 2 * 2 + 1) << 16;
+        }
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -141,25 +141,25 @@ inline F16 mac_f32(F16 acc, U16 a, U16 b) {
             _mm256_fmadd_ps(_mm256_castsi256_ps(a.hi), _mm256_castsi256_ps(b.hi), acc.hi)};
 }
 
-inline __m256i dot_nibbles8(__m256i acc, __m256i a, __m256i b) {
+inline __m256i dot_small8(__m256i acc, __m256i a, __m256i b) {
 #ifdef OCTAVO_HAS_VNNI
     return _mm256_dpbusd_avx_epi32(acc, a, b);
 #endif
-    const __m256i pairs = _mm256_maddubs_epi16(a, b);  // at most 2 * 15 * 127: does not saturate
+    const __m256i pairs = _mm256_maddubs_epi16(a, b);  // at most 2 * 127 * 128: does not saturate
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
-    return {dot_nibbles8(acc.lo, a.lo, b.lo), dot_nibbles8(acc.hi, a.hi, b.hi)};
+inline U16 dot_small(U16 acc, U16 a, U16 b) {
+    return {dot_small8(acc.lo, a.lo, b.lo), dot_small8(acc.hi, a.hi, b.hi)};
 }
 inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #ifdef OCTAVO_HAS_VNNI
-    return dot_nibbles(acc, a, b);
+    return dot_small(acc, a, b);
 #endif
     const U16 mask = U16::set1(0x0f0f0f0f);
-    const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
+    const U16 high = dot_small(U16::zero(), shift_right<4>(a) & mask, b);
     const U16 sum{_mm256_add_epi32(acc.lo, _mm256_slli_epi32(high.lo, 4)),
                   _mm256_add_epi32(acc.hi, _mm256_slli_epi32(high.hi, 4))};
-    return dot_nibbles(sum, a & mask, b);
+    return dot_small(sum, a & mask, b);
 }
 
 // To the nearest integers, in [-128, 127].

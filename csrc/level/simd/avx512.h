@@ -112,12 +112,12 @@ inline F16 mac_f32(F16 acc, U16 a, U16 b) {
     return {_mm512_fmadd_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v), acc.v)};
 }
 
-// acc + sum over four bytes of a (unsigned, at most 15) * b (signed), lane by lane.
-inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
+// acc + sum over four bytes of a (unsigned, at most 127) * b (signed), lane by lane.
+inline U16 dot_small(U16 acc, U16 a, U16 b) {
 #ifdef OCTAVO_HAS_VNNI
     return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
 #else
-    const __m512i pairs = _mm512_maddubs_epi16(a.v, b.v);  // at most 2 * 15 * 127: does not saturate
+    const __m512i pairs = _mm512_maddubs_epi16(a.v, b.v);  // at most 2 * 127 * 128: does not saturate
     return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 #endif
 }
@@ -127,8 +127,8 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)};
 #else
     const U16 mask = U16::set1(0x0f0f0f0f);
-    const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
-    return dot_nibbles({_mm512_add_epi32(acc.v, _mm512_slli_epi32(high.v, 4))}, a & mask, b);
+    const U16 high = dot_small(U16::zero(), shift_right<4>(a) & mask, b);
+    return dot_small({_mm512_add_epi32(acc.v, _mm512_slli_epi32(high.v, 4))}, a & mask, b);
 #endif
 }
 

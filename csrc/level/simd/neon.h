@@ -199,15 +199,15 @@ inline F16 mac_bf16(F16 acc, U16 a, U16 b) {
 }
 inline F16 mac_f32(F16 acc, U16 a, U16 b) { return fma(as_float(a), as_float(b), acc); }
 
-// acc + sum over four bytes of a (unsigned, at most 15) * b (signed), lane by lane.
-inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
+// acc + sum over four bytes of a (unsigned, at most 127) * b (signed), lane by lane.
+inline U16 dot_small(U16 acc, U16 a, U16 b) {
     OCTAVO_QUARTERS {
 #ifdef OCTAVO_HAS_I8MM
         acc.v[i] = vreinterpretq_u32_s32(
             vusdotq_s32(vreinterpretq_s32_u32(acc.v[i]), vreinterpretq_u8_u32(a.v[i]), vreinterpretq_s8_u32(b.v[i])));
 #else
         const int8x16_t x = vreinterpretq_s8_u32(a.v[i]), y = vreinterpretq_s8_u32(b.v[i]);
-        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));  // at most 15 * 128: fits
+        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)));  // at most 127 * 128: fits
         const int32x4_t high = vpaddlq_s16(vmull_high_s8(x, y));
         acc.v[i] = vaddq_u32(acc.v[i], vreinterpretq_u32_s32(vpaddq_s32(low, high)));
 #endif
@@ -217,11 +217,11 @@ inline U16 dot_nibbles(U16 acc, U16 a, U16 b) {
 // The same for any unsigned bytes.
 inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #ifdef OCTAVO_HAS_I8MM
-    return dot_nibbles(acc, a, b);
+    return dot_small(acc, a, b);
 #else
     const U16 mask = U16::set1(0x0f0f0f0f);
-    const U16 high = dot_nibbles(U16::zero(), shift_right<4>(a) & mask, b);
-    return dot_nibbles(acc + shift_left<4>(high), a & mask, b);
+    const U16 high = dot_small(U16::zero(), shift_right<4>(a) & mask, b);
+    return dot_small(acc + shift_left<4>(high), a & mask, b);
 #endif
 }
 

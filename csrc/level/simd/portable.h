@@ -211,7 +211,7 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     }
     return acc;
 }
-inline U16 dot_nibbles(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
+inline U16 dot_small(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
 
 // To the nearest integers, in [-128, 127]; what is no number becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {

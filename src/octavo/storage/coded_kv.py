@@ -23,7 +23,7 @@ class CodedSide:
 
     Attributes:
         codes: uint8; of keys [num_blocks, kv_heads, groups, units, lanes, unit], of values [num_blocks, kv_heads,
-            block_size, code_bytes].
+            block_size / together, code_bytes, together].
         fields: uint8 [num_blocks, kv_heads, block_size, bytes] each.
         scale: float32 [kv_heads], of a calibrated codec; others leave it at 1.
     """
@@ -81,10 +81,11 @@ class CodedKV(LayerKV):
         """The layer whose part of each block of `arena` uint8 [num_blocks, block_bytes] begins at byte `offset`.
 
         Args:
-            by_tokens: keys lie one token after the other too, as a GPU reads them.
+            by_tokens: codes lie one token after the other, as a GPU reads them.
         """
         (keys, values), heads, num_blocks = codecs, layer.num_kv_heads, arena.shape[0]
         lanes = 1 if by_tokens else lanes_of(block_size)
+        together = values.together if lanes == LANES else 1
 
         def take(shape: tuple[int, ...]) -> torch.Tensor:
             nonlocal offset
@@ -102,7 +103,7 @@ class CodedKV(LayerKV):
 
         units = keys.format.code_bytes(layer.key_dim) // keys.unit
         key_codes = take((block_size // lanes, units, lanes, keys.unit))
-        value_codes = take((block_size, values.format.code_bytes(layer.value_dim)))
+        value_codes = take((block_size // together, values.format.code_bytes(layer.value_dim), together))
         key_fields, value_fields = take_fields(keys, layer.key_dim), take_fields(values, layer.value_dim)
         ones = torch.ones(heads, device=arena.device)
         return cls(
@@ -114,7 +115,7 @@ class CodedKV(LayerKV):
 
     @property
     def block_size(self) -> int:
-        return self.values.codes.shape[2]
+        return self.values.codes.shape[2] * self.values.codes.shape[4]
 
     @property
     def by_tokens(self) -> bool:
@@ -136,16 +137,17 @@ class CodedKV(LayerKV):
         self.keys.codes[blocks, :, offsets // lanes, :, offsets % lanes] = split_last(codes, -1, unit)
         _put(self.keys.fields, fields, blocks, offsets)
         codes, fields = self.values.encode(value)
-        self.values.codes[blocks, :, offsets] = codes
+        together = self.values.codes.shape[4]
+        self.values.codes[blocks, :, offsets // together, :, offsets % together] = codes
         _put(self.values.fields, fields, blocks, offsets)
 
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LayerKV.gather_heads`."""
-        # [kv_heads, blocks, groups, lanes, units, unit] and [kv_heads, blocks, block_size, code_bytes]
+        # [kv_heads, blocks, groups, lanes, units, unit] and [kv_heads, blocks, block_size / n, n together, code_bytes]
         codes = self.keys.codes.index_select(0, block_table).permute(1, 0, 2, 4, 3, 5)
         key = self.keys.decode(codes.flatten(1, 3).flatten(2), block_table, num_tokens)
-        codes = self.values.codes.index_select(0, block_table).transpose(0, 1)
-        value = self.values.decode(codes.flatten(1, 2), block_table, num_tokens)
+        codes = self.values.codes.index_select(0, block_table).permute(1, 0, 2, 4, 3)
+        value = self.values.decode(codes.flatten(1, 3), block_table, num_tokens)
         return key.permute(1, 2, 0), value.transpose(0, 1)
 
     def set_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:

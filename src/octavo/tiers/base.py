@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 from octavo.kvcache.label import Label
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Of what a block's bytes mean and of how it is proven: part of every key and header."""
 
 

@@ -8,10 +8,12 @@ kernels' registers (a block that is no multiple of 16 is one group):
 
     codes of keys      [kv_heads][block_size / lanes][code_bytes / unit][lanes][unit]     tokens adjacent, so that a
                        register holds the same dimensions of 16 tokens; `unit` bytes of one token lie together
-    codes of values    [kv_heads][block_size][code_bytes]                                 a token's dimensions adjacent
+    codes of values    [kv_heads][block_size / together][code_bytes][together]            a token's dimensions adjacent,
+                       or bytes of `together` tokens: the operand of a sum over tokens in integers
     each field         [kv_heads][block_size][bytes of the field]
 
-A GPU's kernels read codes of keys one token after the other, as if a group were one token (`BlockLayout.TOKENS`).
+A GPU's kernels read one token after the other, as if a group were one token and none lay together
+(`BlockLayout.TOKENS`). So does everybody in blocks of a size that is no multiple of 16, of values.
 
 No two tokens share a byte, so that tokens of one block may be written by different threads.
 """
@@ -43,12 +45,14 @@ class VectorCodec(ABC):
     Attributes:
         format: the sizes.
         unit: bytes of codes that lie together for one token among keys.
+        together: tokens whose bytes lie together among values.
         largest: the code's largest multiple of the scale, where the format is calibrated: a vector's largest element
             over this is the scale that cuts nothing off.
     """
 
     format: CodeFormat
     unit: int = 1
+    together: int = 1
     largest: float = 1.0
 
     @abstractmethod

@@ -9,6 +9,8 @@
     bytes of keys, 8 dimensions a unit      | 0, 4 | 1, 5 | 2, 6 | 3, 7 |      low nibble, high nibble
     bytes of values                         | 0, n/2 | 1, n/2 + 1 | …
 
+Bytes of four tokens lie together among values, as in int8.
+
 A kernel need not rotate back what it reads: with q' = R q and Q = Σ q', a score is s (q'·c - z Q), and of values
 A = Σ p s c and b = Σ p s z make Rᵀ (A - b 1).
 
@@ -43,6 +45,7 @@ class Int4Codec(VectorCodec):
 
     format = formats.INT4
     unit = 4
+    together = 4
 
     def __init__(self, half: int) -> None:
         self._half = half

@@ -3,7 +3,8 @@
     code    c = round(x / s), -127 .. 127, ties to even        x ≈ s c
     fields  | s: bfloat16 |      s = max |x| / 127, rounded up
 
-Four dimensions of a token lie together among keys, the operand of VNNI's products.
+Four dimensions of a token lie together among keys, and four tokens of a dimension among values: the operands of VNNI's
+products.
 
 Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
 """
@@ -27,6 +28,7 @@ from octavo.storage.codec.base import (
 class Int8Codec(VectorCodec):
     format = formats.INT8
     unit = 4
+    together = 4
 
     def encode(self, x: torch.Tensor, scale: torch.Tensor) -> Coded:
         s = ceil_bfloat16((x.abs().amax(-1) / 127.0).clamp_min(LEAST_SCALE))
