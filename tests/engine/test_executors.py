@@ -149,7 +149,7 @@ def _ailing_options() -> EngineConfig:
     return EngineConfig(model=str(tiny_model()), dtype="float32", num_blocks=100, num_threads=1, executor="process")
 
 
-def build_ailing_runner(config: EngineConfig, _: SharedFile | None) -> tuple[Executor, builder.RunnerFacts]:
+def build_ailing_runner(config: EngineConfig, *_: SharedFile | bool | None) -> tuple[Executor, builder.RunnerFacts]:
     runner, facts = builder.build_runner(config)
     runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
     return _Breaking(runner), facts

@@ -7,6 +7,8 @@ import logging
 import pytest
 
 from octavo.checkpoint.model_source import resolve_model
+from octavo.config import EngineConfig
+from octavo.engine.builder import build_engine
 from octavo.errors import RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.structured_outputs import StructuredOutputsParams
@@ -25,16 +27,28 @@ def test_the_tokenizer_is_read_once_ahead_of_the_first_grammar() -> None:
 
     compiler = GrammarCompiler(load, VOCAB_SIZE, frozenset({2}), 10_000)
     assert not read
-    compiler.prepare().result()
+    compiler.prepare()
     assert len(read) == 1
     assert not compiler.compile(WANTED).matcher.is_error()
     assert len(read) == 1
 
 
+@pytest.mark.parametrize("prepare", [False, True])
+def test_an_engine_that_serves_reads_the_tokenizer_for_grammars_while_it_loads(
+    prepare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[GrammarCompiler] = []
+    monkeypatch.setattr(GrammarCompiler, "prepare", lambda compiler: prepared.append(compiler))
+    config = EngineConfig(model=str(tiny_model()), dtype="float32", num_threads=1, num_blocks=20)
+    core = build_engine(config, prepare_grammars=prepare)
+    core.close()
+    assert prepared == ([core.inputs.grammars] if prepare else [])
+
+
 def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "octavo")
     compiler = GrammarCompiler(lambda: None, VOCAB_SIZE, frozenset({2}), 10_000)
-    compiler.prepare().result()
+    compiler.prepare()
     assert "no structured outputs: structured output needs a tokenizer" in caplog.text
     with pytest.raises(RequestError, match="needs a tokenizer"):
         compiler.compile(WANTED)
@@ -46,7 +60,7 @@ def test_a_large_schema_leaves_the_interpreter_to_others_while_it_is_compiled() 
     compiler = GrammarCompiler(
         lambda: Tokenizer.from_source(resolve_model(str(tiny_model()))), VOCAB_SIZE, frozenset({2}), 60_000
     )
-    compiler.prepare().result()
+    compiler.prepare()
     names = {f"field_{i:04}": {"type": "string", "maxLength": 40} for i in range(900)}
     future = compiler.begin(StructuredOutputsParams(json={"type": "object", "properties": names}))
     turns = 0

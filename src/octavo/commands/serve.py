@@ -61,9 +61,7 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
         from octavo import AsyncEngine
         from octavo.engine.builder import build_engine
 
-        core = build_engine(config)
-        if core.inputs.grammars is not None:
-            core.inputs.grammars.prepare()
+        core = build_engine(config, prepare_grammars=True)
         engine = AsyncEngine(core, config.model, watchdog_seconds=server_config.watchdog_timeout or None)
         engine.stats.tracer = tracer
         interrupt.check()

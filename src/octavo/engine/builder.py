@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -85,8 +85,12 @@ class RunnerFacts:
     device: str
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
+def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> EngineCore:
     """Load `config.model` and make an engine of it.
+
+    Args:
+        prepare_grammars: read the tokenizer for structured outputs while the model is loaded. That takes a third of a
+            second, in which no other Python code runs; else the first structured output waits for it, and all others.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -96,8 +100,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     source = resolve_model(config.model)
     default_sampling = sampling_defaults(config.generation_config, source)
     pooling = model_pooling(config.pooling, source)
-    runner, facts, tokenizer, host = _start_runner(config, source)
-    grammars = _grammar_compiler(config, facts, lambda: tokenizer)
+    runner, facts, (tokenizer, grammars), host = _start_runner(config, source, prepare_grammars)
     if isinstance(runner, ModelRunner):
         runner.grammars = grammars  # one compiles for both
     try:
@@ -152,52 +155,85 @@ def build_engine(config: EngineConfig) -> EngineCore:
     return core
 
 
+_Text = tuple[Tokenizer | None, GrammarCompiler]
+
+
 def _start_runner(
-    config: EngineConfig, source: ModelSource
-) -> tuple[Executor, RunnerFacts, Tokenizer | None, HostTier | None]:
+    config: EngineConfig, source: ModelSource, prepare_grammars: bool
+) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
     """The runner where `config.executor` wants it, the tokenizer, read meanwhile, and the host memory of the runner.
 
     That of another process is here only where stores read and write it.
     """
+
+    def load_text(model: ModelConfig | RunnerFacts) -> _Text:
+        tokenizer = _load_tokenizer(source, config)
+        return tokenizer, _grammar_compiler(config, model, lambda: tokenizer, prepare_grammars)
+
     if config.executor == "process":
         with closing(SharedFile()) if config.has_stores else nullcontext() as file:
-            process = ProcessExecutor(partial(_build_runner_apart, config, file))
+            process = ProcessExecutor(partial(_build_runner_apart, config, file, prepare_grammars))
             try:
-                tokenizer = _load_tokenizer(source, config)
+                _, facts, text = _load_beside(source, lambda: (process, process.facts()), load_text)
             except BaseException:
                 process.close()
                 raise
-            facts = process.facts()
             if file is None:
-                return process, facts, tokenizer, None
+                return process, facts, text, None
             num_blocks = facts.num_host_blocks + facts.num_prefix_blocks
-            return process, facts, tokenizer, HostTier(num_blocks, facts.spec.block_bytes, file)
-    if not load_model_config(source).runs_natively:
-        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
-        runner, facts = build_runner(config)
-        tokenizer = _load_tokenizer(source, config)
-    else:
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            loading = beside.submit(_load_tokenizer, source, config)
-            runner, facts = build_runner(config)
-            tokenizer = loading.result()
+            return process, facts, text, HostTier(num_blocks, facts.spec.block_bytes, file)
+    runner, facts, text = _load_beside(source, partial(build_runner, config), load_text)
     assert isinstance(runner.host, HostTier)
-    return runner, facts, tokenizer, runner.host
+    return runner, facts, text, runner.host
 
 
-def _build_runner_apart(config: EngineConfig, file: SharedFile | None) -> tuple[ModelRunner, RunnerFacts]:
-    """`build_runner` in a process of its own, which reads the tokenizer itself once a grammar needs it."""
-    runner, facts = build_runner(config, file)
+def _build_runner_apart(
+    config: EngineConfig, file: SharedFile | None, prepare_grammars: bool
+) -> tuple[ModelRunner, RunnerFacts]:
+    """`build_runner` in a process of its own, which reads the tokenizer itself for grammars."""
+    source = resolve_model(config.model)
+
+    def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
+        return _grammar_compiler(config, model, lambda: _load_tokenizer(source, config), prepare_grammars)
+
+    runner, facts, grammars = _load_beside(source, partial(build_runner, config, file), load_grammars)
+    runner.grammars = grammars
     if file is not None:
         file.close()
-    runner.grammars = _grammar_compiler(config, facts, lambda: _load_tokenizer(resolve_model(config.model), config))
     return runner, facts
 
 
+_Runner = TypeVar("_Runner", bound=Executor)
+_Loaded = TypeVar("_Loaded")
+
+
+def _load_beside(
+    source: ModelSource,
+    build: Callable[[], tuple[_Runner, RunnerFacts]],
+    load: Callable[[ModelConfig | RunnerFacts], _Loaded],
+) -> tuple[_Runner, RunnerFacts, _Loaded]:
+    """What `build` and `load` return, in two threads where that can be."""
+    model_config = load_model_config(source)
+    if not model_config.runs_natively:
+        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
+        runner, facts = build()
+        return runner, facts, load(facts)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        loading = beside.submit(load, model_config)
+        runner, facts = build()
+        return runner, facts, loading.result()
+
+
 def _grammar_compiler(
-    config: EngineConfig, facts: RunnerFacts, load_tokenizer: Callable[[], Tokenizer | None]
+    config: EngineConfig,
+    model: ModelConfig | RunnerFacts,
+    load_tokenizer: Callable[[], Tokenizer | None],
+    prepare: bool,
 ) -> GrammarCompiler:
-    return GrammarCompiler(load_tokenizer, facts.vocab_size, facts.eos_token_ids, config.max_grammar_ms)
+    grammars = GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, config.max_grammar_ms)
+    if prepare:
+        grammars.prepare()
+    return grammars
 
 
 def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[ModelRunner, RunnerFacts]:

@@ -121,15 +121,12 @@ class GrammarCompiler:
         )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="octavo-grammar")
 
-    def prepare(self) -> Future[None]:
-        """Begin what the first grammar would wait for: llguidance's import, and its reading of the tokenizer.
+    def prepare(self) -> None:
+        """Do what the first grammar would wait for: import llguidance, and let it read the tokenizer.
 
-        That holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it when it starts
-        and nobody waits yet. Compiling does not hold it.
+        That holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it while its
+        model is loaded and nobody waits yet. Compiling does not hold it.
         """
-        return self._threads.submit(self._prepare)
-
-    def _prepare(self) -> None:
         try:
             self._vocabulary  # noqa: B018  kept
         except RequestError as error:
