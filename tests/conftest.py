@@ -6,12 +6,15 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
 from octavo.kvcache.block import BlockState
+from octavo.scheduler.preemption import RestoreSpeed
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:  # it imports torch, which half of the tests do without
@@ -52,6 +55,15 @@ def assert_idle(core: EngineCore) -> None:
     assert not scheduler.kv._holdings, "a finished sequence is remembered"
     assert not core.outputs._tracked, "a finished request is remembered"
     assert not core._stop_strings._detokenizers, "a finished request is watched"
+
+
+def known_restore_speed() -> AbstractContextManager[Any]:
+    """Engines made meanwhile are told how fast they swap and compute, instead of measuring it.
+
+    Measuring is most of what it takes to make a tiny one, and what it finds decides who is swapped: here, everybody.
+    """
+    speed = RestoreSpeed(seconds_per_token=1e-4, seconds_per_block=1e-5)
+    return patch("octavo.engine.builder.measure_restore_speed", return_value=speed)
 
 
 @pytest.fixture
@@ -95,7 +107,8 @@ def make_llm() -> Iterator[MakeLLM]:
     def make(model: Path | str, **options: Any) -> LLM:
         # A second thread would only wait: these models are tiny, or the machine is busy with other tests.
         small = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_cache_memory": "64MiB"}
-        made.append(LLM(str(model), **{**small, **options}))
+        with known_restore_speed():
+            made.append(LLM(str(model), **{**small, **options}))
         return made[-1]
 
     threads = torch.get_num_threads()

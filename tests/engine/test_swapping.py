@@ -10,6 +10,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
+from octavo.llm import LLM
 from octavo.runner import swapping
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed
@@ -88,7 +89,8 @@ def test_a_host_without_room_changes_no_token(
 
 
 def test_auto_changes_no_token_where_it_recomputes_some_and_swaps_others(make_llm: MakeLLM, tiny_llama: Path) -> None:
-    llm = make_llm(tiny_llama, **tight(enable_prefix_caching=False))
+    # Not by `make_llm`, whose engines measure nothing.
+    llm = LLM(str(tiny_llama), dtype="float32", device="cpu", num_threads=1, **tight(enable_prefix_caching=False))
     thrash(llm.core)
     mode = llm.core.scheduler.preemption
     assert isinstance(mode, CheaperWay)

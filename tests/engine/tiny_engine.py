@@ -17,7 +17,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.engine.core import EngineCore
-from tests.conftest import assert_idle
+from tests.conftest import assert_idle, known_restore_speed
 from tests.models.tiny import write_hf_model
 
 VOCAB_SIZE = 320
@@ -41,8 +41,11 @@ def tiny_core(**options: Any) -> Iterator[EngineCore]:
     """An engine that computes in one thread: a second one would only wait."""
     threads = torch.get_num_threads()
     defaults = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "max_num_seqs": 64, "num_threads": 1}
+    config = EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options})
     try:
-        yield build_engine(EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options}))
+        with known_restore_speed():
+            core = build_engine(config)
+        yield core
     finally:
         torch.set_num_threads(threads)
 
