@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.request import FinishReason, SequenceStatus
 from octavo.scheduler.assembly import make_turns
 from octavo.scheduler.plan import DRAWN, StepPlan
 from tests.scheduler.plans import shares
 from tests.scheduler.test_scheduler import Engine
+from tests.scheduler.test_scheduler_machine import LAYERS, SchedulerMachine
 
 
 def run_ahead(engine: Engine, most: int = 100) -> list[StepPlan]:
@@ -108,3 +111,44 @@ def test_blocks_that_run_out_are_taken_from_somebody_only_once_the_step_is_await
         assert {plan.num_rows for plan in plans[1:]} <= {before}
     engine.run()
     assert [len(request.sequences[0].output_token_ids) for request in requests] == [12, 12]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(2, 12)), min_size=1, max_size=6
+    ),
+    num_blocks=st.integers(4, 30),
+    block_size=st.sampled_from([1, 2, 4]),
+    layers=st.sampled_from(LAYERS),
+    max_num_seqs=st.integers(1, 6),
+    mode=st.sampled_from(["swap", "recompute"]),
+    num_prefix_blocks=st.sampled_from([0, 0, 20]),
+    data=st.data(),
+)
+def test_any_course_of_steps_ahead_reads_what_was_computed_and_leaks_nothing(
+    requests: list[tuple[list[int], int]], data: st.DataObject, **limits: Any
+) -> None:
+    """The state machine that drives the scheduler in general, where nothing but room stands in the way."""
+    machine = SchedulerMachine()
+    machine.build(
+        **limits,
+        prefix_cache="hashed",
+        eviction="lru",
+        budget=64,
+        pin_budget=0.25,
+        pin_tenant_share=1.0,
+        num_host_blocks=4,
+        policy="fcfs",
+        victim="latest",
+        headroom=0,
+        itl_slo_ms=None,
+        kv_shares=None,
+        demotion="on_evict",
+    )
+    for tokens, max_tokens in requests:
+        machine.arrive(tokens, max_tokens, 1, 0, None, 0.0, "", None, "")
+    while machine.scheduler.has_work:
+        machine.steps_ahead(20, False, data)
+        machine.what_is_kept_up_is_what_a_recount_finds()
+    machine.teardown()
