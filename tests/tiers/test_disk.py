@@ -189,7 +189,8 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"a full file system is not tested: only root may mount one: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: a test that failed may have left a file open there.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_real_file_system_that_is_full_costs_the_oldest_blocks_and_nothing_else(small_file_system: Path) -> None:
