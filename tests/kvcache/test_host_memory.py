@@ -8,9 +8,11 @@ from octavo.errors import CacheError
 from octavo.kvcache.audit import problems
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.host_claims import ClaimCounters
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
+from octavo.request import SequenceId
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence, resume
 
 
@@ -72,6 +74,18 @@ def test_a_claim_finds_the_prefix_that_is_there_and_leaves_it_there() -> None:
     store(host, 4)
     assert host.find(label(1)) is not None
     assert problems(host.check()) == []
+
+
+def test_a_block_that_another_sequence_loads_in_the_same_step_came_back_and_was_not_dropped() -> None:
+    host = memory(1, 1)
+    slot = host.store_claimed(BlockId(1), label(1), "")
+    assert slot is not None
+    step(host)
+    host.plan_load(slot, BlockId(2), SequenceId(1))
+    host.plan_load(slot, BlockId(3), SequenceId(2), returns=True)
+    host.unclaim(slot)
+    step(host)
+    assert host.claims.counters == ClaimCounters(blocks_out=1, blocks_in=1, blocks_dropped=0)
 
 
 def test_without_slots_for_prefixes_nothing_stays_that_nobody_claims() -> None:
