@@ -113,6 +113,22 @@ def test_blocks_that_run_out_are_taken_from_somebody_only_once_the_step_is_await
     assert [len(request.sequences[0].output_token_ids) for request in requests] == [12, 12]
 
 
+def test_a_block_that_goes_to_the_host_is_stored_before_a_step_writes_over_it() -> None:
+    engine = Engine(num_blocks=6, num_prefix_blocks=4, demotion="on_evict")
+    engine.add(8, max_tokens=1)
+    engine.step()
+    engine.add(4, max_tokens=12)
+    engine.step()
+    plans: list[StepPlan] = []
+    while engine.scheduler.has_work:
+        plans += run_ahead(engine)
+    assert sum(plan.ahead for plan in plans) > 5
+    (storing,) = (plan for plan in plans if plan.stores)
+    written = {block for delta in storing.tables for blocks in delta.blocks for block in blocks}
+    assert not storing.ahead
+    assert {store.device for store in storing.stores} & written
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(
