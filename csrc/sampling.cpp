@@ -351,7 +351,24 @@ void score_one(Score& score, int64_t vocab) {
     }
 }
 
+// As penalties.py bounds them: no request makes infinities of its logits.
+constexpr float kLargestLogit = 1e30f;
+
+void penalise_one(const Repetition& row, int64_t vocab) {
+    const int64_t *sorted_end = row.token_ids + row.num_sorted, *end = row.token_ids + row.count;
+    for (const int64_t* id = row.token_ids; id < end; ++id) {
+        if (*id < 0 || *id >= vocab) continue;
+        if (id >= sorted_end && std::binary_search(row.token_ids, sorted_end, *id)) continue;
+        float& x = row.logits[*id];
+        x = x > 0.0f ? std::min(x / row.penalty, kLargestLogit) : x * row.penalty;
+    }
+}
+
 }  // namespace
+
+void penalise_repetition(const Repetition* rows, int count, int64_t vocab) {
+    parallel_for(count, [&](int i) { penalise_one(rows[i], vocab); });
+}
 
 void draw_tokens(const Draw* draws, int count, int64_t vocab, Drawn* drawn) {
     parallel_for(count, [&](int i) { drawn[i] = draw_one(draws[i], vocab); });

@@ -38,4 +38,14 @@ struct Score {
 
 void score_tokens(Score* scores, int count, int64_t vocab);
 
+// A row whose tokens are less likely to be drawn again: x / penalty where x > 0, x * penalty elsewhere.
+struct Repetition {
+    float* logits;              // [vocab], written to
+    const int64_t* token_ids;   // [count]; those outside the vocabulary are passed over
+    int64_t num_sorted, count;  // the first rise and are all different, so are the others in any order
+    float penalty;
+};
+
+void penalise_repetition(const Repetition* rows, int count, int64_t vocab);
+
 }  // namespace octavo

@@ -99,6 +99,32 @@ void py_score_tokens(const Tensor& logits, const Tensor& rows, const Tensor& tok
     }
 }
 
+void py_penalise_repetition(const Tensor& logits, const Tensor& rows, const Tensor& bounds, const Tensor& num_sorted,
+                            const Tensor& token_ids, const Tensor& penalties) {
+    check_shape(rows, "rows", {-1});
+    check_shape(token_ids, "token_ids", {-1});
+    const int64_t count = rows.shape[0], num_ids = token_ids.shape[0];
+    const Matrix matrix = logits_of(logits, rows, count);
+    check_dense(bounds, "bounds", DType::i64, {count + 1});
+    check_dense(num_sorted, "num_sorted", DType::i64, {count});
+    check_dense(token_ids, "token_ids", DType::i64, {num_ids});
+    check_dense(penalties, "penalties", DType::f32, {count});
+    check_range(bounds.data<int64_t>(), count + 1, num_ids + 1, "bounds");
+    std::vector<Repetition> penalised(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t begin = bounds.data<int64_t>()[i], length = bounds.data<int64_t>()[i + 1] - begin;
+        const int64_t sorted = num_sorted.data<int64_t>()[i], row = rows.data<int64_t>()[i];
+        require(sorted >= 0 && sorted <= length,
+                "num_sorted[" + std::to_string(i) + "] is " + std::to_string(sorted) + " of " + std::to_string(length));
+        require(i == 0 || row > rows.data<int64_t>()[i - 1], "rows must rise");  // each is one thread's
+        penalised[static_cast<size_t>(i)] = {reinterpret_cast<float*>(matrix.row(row)),
+                                             token_ids.data<int64_t>() + begin, sorted, length,
+                                             penalties.data<float>()[i]};
+    }
+    nb::gil_scoped_release release;
+    penalise_repetition(penalised.data(), static_cast<int>(count), matrix.width);
+}
+
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
@@ -106,6 +132,8 @@ void bind_sampling(nb::module_& m) {
           "sound"_a);
     m.def("score_tokens", &py_score_tokens, "logits"_a, "rows"_a, "token_ids"_a, "num_top"_a, "logprobs"_a, "ranks"_a,
           "top_ids"_a, "top_logprobs"_a);
+    m.def("penalise_repetition", &py_penalise_repetition, "logits"_a, "rows"_a, "bounds"_a, "num_sorted"_a,
+          "token_ids"_a, "penalties"_a);
 }
 
 }  // namespace octavo

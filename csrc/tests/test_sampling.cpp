@@ -147,6 +147,27 @@ TEST(scores_are_log_probabilities_and_ranks) {
     }
 }
 
+TEST(a_penalty_is_applied_to_each_token_once) {
+    for (int i = cases(30); i > 0; --i) {
+        const MaskedRow row(random_of(kVocabs));
+        std::vector<float> expected(row.logits.as<float>(), row.logits.as<float>() + row.vocab);
+        std::vector<int64_t> ids;
+        for (int64_t t = 0; t < row.vocab + 2; ++t)
+            if (random_bool()) ids.push_back(t);
+        const auto sorted = static_cast<int64_t>(ids.size());
+        for (int64_t t = row.vocab + 1; t >= -1; --t)
+            if (random_bool()) ids.push_back(t);
+        std::vector<bool> penalised(expected.size());
+        for (const int64_t id : ids)
+            if (id >= 0 && id < row.vocab) penalised[static_cast<size_t>(id)] = true;
+        for (size_t t = 0; t < expected.size(); ++t)
+            if (penalised[t]) expected[t] = expected[t] > 0 ? expected[t] / 1.5f : expected[t] * 1.5f;
+        const Repetition repetition{row.logits.as<float>(), ids.data(), sorted, static_cast<int64_t>(ids.size()), 1.5f};
+        penalise_repetition(&repetition, 1, row.vocab);
+        for (size_t t = 0; t < expected.size(); ++t) CHECK(row.logits.as<float>()[t] == expected[t]);
+    }
+}
+
 TEST(rows_are_drawn_alike_by_any_number_of_threads) {
     std::vector<Draw> draws;
     const Buffer logits(64 * 500 * 4);

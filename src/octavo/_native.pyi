@@ -64,6 +64,9 @@ def copy_blocks(arena: Tensor, copies: Tensor) -> None: ...
 def draw_tokens(
     logits: Tensor, rows: Tensor, numbers: Tensor, allowed: Tensor | None, token_ids: Tensor, sound: Tensor
 ) -> None: ...
+def penalise_repetition(
+    logits: Tensor, rows: Tensor, bounds: Tensor, num_sorted: Tensor, token_ids: Tensor, penalties: Tensor
+) -> None: ...
 def score_tokens(
     logits: Tensor,
     rows: Tensor,

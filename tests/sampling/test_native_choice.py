@@ -14,6 +14,7 @@ from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.penalties import penalise_repetition
 from octavo.sampling.rng import uniforms
 from tests.sampling.test_sampler import batch_of, filters, make_sequence, oracle_probs
 
@@ -145,6 +146,49 @@ def test_a_bad_argument_of_a_draw_is_refused(changed: dict[str, torch.Tensor], m
     }
     with pytest.raises(ValueError, match=message):
         kernels.draw_tokens(**{**given, **changed})
+
+
+@settings(max_examples=40, deadline=None)
+@given(vocab=vocabularies, seed=st.integers(0, 2**32), num_rows=st.integers(1, 5))
+def test_the_kernel_penalises_repetition_as_torch_does(vocab: int, seed: int, num_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = [np.unique(rng.integers(0, vocab + 3, rng.integers(0, 40))) for _ in range(num_rows)]
+    outputs = [rng.permutation(vocab + 3)[: rng.integers(0, 20)] for _ in range(num_rows)]
+    lengths = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+    given = (
+        torch.from_numpy(np.sort(rng.permutation(num_rows + 2)[:num_rows])),
+        torch.tensor([0, *np.cumsum(lengths).tolist()]),
+        torch.tensor([len(prompt) for prompt in prompts]),
+        torch.from_numpy(np.concatenate([ids for pair in zip(prompts, outputs, strict=True) for ids in pair])),
+        torch.from_numpy(rng.choice(np.array([1e-30, 0.5, 1.1, 2.0, 1e30], dtype=np.float32), num_rows)),
+    )
+    logits = torch.randn(num_rows + 2, vocab, generator=torch.Generator().manual_seed(seed % 2**31))
+    expected = logits.clone()
+    penalise_repetition(expected, *given)
+    kernels.penalise_repetition(logits, *given)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": torch.tensor([1, 0])}, "rows must rise"),
+        ({"bounds": torch.tensor([0, 1, 4])}, r"bounds\[2\] is 4, must be in \[0, 4\)"),
+        ({"bounds": torch.tensor([2, 1, 3])}, r"num_sorted\[0\] is 1 of -1"),
+        ({"num_sorted": torch.tensor([1, 3])}, r"num_sorted\[1\] is 3 of 2"),
+    ],
+)
+def test_a_bad_argument_of_a_penalty_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "logits": torch.zeros(2, 5),
+        "rows": torch.tensor([0, 1]),
+        "bounds": torch.tensor([0, 1, 3]),
+        "num_sorted": torch.tensor([1, 1]),
+        "token_ids": torch.tensor([4, 0, 3]),
+        "penalties": torch.tensor([1.5, 2.0]),
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.penalise_repetition(**{**given, **changed})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from octavo.kernels.functions import (
 )
 from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
 from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, PackedWeight, WeightFormat
-from octavo.kernels.sampling import draw_tokens, score_tokens
+from octavo.kernels.sampling import draw_tokens, penalise_repetition, score_tokens
 
 __all__ = [
     "FLOAT_FORMATS",
@@ -45,6 +45,7 @@ __all__ = [
     "isa",
     "make_decoder",
     "num_threads",
+    "penalise_repetition",
     "rms_norm",
     "rope_write",
     "rope_write_coded",

@@ -32,6 +32,30 @@ def draw_tokens(
     return token_ids, sound
 
 
+def penalise_repetition(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    bounds: torch.Tensor,
+    num_sorted: torch.Tensor,
+    token_ids: torch.Tensor,
+    penalties: torch.Tensor,
+) -> None:
+    """Make some tokens of some rows less likely, in place: x / r where x > 0, x * r elsewhere, each token once.
+
+    Args:
+        logits: float32 [*, vocab].
+        rows: int64 [n], rising.
+        bounds: int64 [n + 1]; row i's tokens are token_ids[bounds[i] : bounds[i + 1]].
+        num_sorted: int64 [n]; so many of them rise and are all different, and the others are all different.
+        token_ids: int64; those outside the vocabulary are passed over.
+        penalties: float32 [n].
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a row that there is not, bounds beyond the tokens.
+    """
+    native.penalise_repetition(logits, rows, bounds, num_sorted, token_ids, penalties)
+
+
 def score_tokens(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

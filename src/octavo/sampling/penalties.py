@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo import kernels
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.counts import TokenCounts
 from octavo.storage.device_copy import to_device
@@ -42,7 +43,7 @@ def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
     _mask_bad_words(flat, vocab, rows)
     _mask_ends(flat, vocab, [(i, batch.states[i]) for i in ending])
     _add_biases(flat, vocab, rows)
-    _penalise_repetition(flat, vocab, rows)
+    _penalise_repetition(logits, rows)
     _penalise_counts(flat, vocab, rows)
 
 
@@ -83,22 +84,39 @@ def _add_biases(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
         flat.index_add_(0, _to(flat, index), _to(flat, values[inside]))
 
 
-def _penalise_repetition(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
+def _penalise_repetition(logits: torch.Tensor, rows: _Rows) -> None:
+    found = [(i, _counts(state), r) for i, state in rows if (r := state.snapshot.params.repetition_penalty) != 1.0]
+    if not found:
+        return
+    penalties = np.array([r for _, _, r in found]).clip(1 / _LARGEST, _LARGEST).astype(np.float32)
+    # A prompt's tokens rise.
+    token_ids = np.concatenate([ids for _, counts, _ in found for ids in (counts.prompt_ids, counts.output_ids)])
+    num_sorted = np.array([len(counts.prompt_ids) for _, counts, _ in found], dtype=np.int64)
+    lengths = num_sorted + [len(counts.output_ids) for _, counts, _ in found]
+    bounds = np.concatenate(([0], lengths.cumsum()))
+    numbers = np.array([i for i, _, _ in found], dtype=np.int64)
+    penalise = penalise_repetition if logits.is_cuda or not kernels.available() else kernels.penalise_repetition
+    penalise(logits, *(torch.from_numpy(each) for each in (numbers, bounds, num_sorted, token_ids, penalties)))
+
+
+def penalise_repetition(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    bounds: torch.Tensor,
+    num_sorted: torch.Tensor,
+    token_ids: torch.Tensor,
+    penalties: torch.Tensor,
+) -> None:
+    """`kernels.penalise_repetition` by torch's operations, on any device."""
     # A token of prompt and output is gathered twice before anything is written, and written twice with the same value:
     # no need to make the ids unique.
-    pieces, penalties = [], []
-    for i, state in rows:
-        if (penalty := state.snapshot.params.repetition_penalty) != 1.0:
-            counts = _counts(state)
-            token_ids = np.concatenate((counts.prompt_ids, counts.output_ids))
-            pieces.append((i, token_ids))
-            penalties.append(np.full(len(token_ids), min(penalty, _LARGEST), dtype=np.float32))
-    index, inside = _flat_index(pieces, vocab)
-    if index.size:
-        where = _to(flat, index)
-        r = _to(flat, np.concatenate(penalties)[inside].clip(1 / _LARGEST, _LARGEST))
-        x = flat[where]
-        flat[where] = torch.where(x > 0, (x / r).clamp(max=_LARGEST), x * r)
+    lengths = bounds.diff()
+    inside = (token_ids >= 0) & (token_ids < logits.shape[1])
+    where = (rows.repeat_interleave(lengths) * logits.shape[1] + token_ids)[inside].to(logits.device)
+    r = penalties.repeat_interleave(lengths)[inside].to(logits.device)
+    flat = logits.view(-1)
+    x = flat[where]
+    flat[where] = torch.where(x > 0, (x / r).clamp(max=_LARGEST), x * r)
 
 
 def _penalise_counts(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
