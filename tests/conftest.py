@@ -63,7 +63,7 @@ def known_restore_speed() -> AbstractContextManager[Any]:
     Measuring is most of what it takes to make a tiny one, and what it finds decides who is swapped: here, everybody.
     """
     speed = RestoreSpeed(seconds_per_token=1e-4, seconds_per_block=1e-5)
-    return patch("octavo.engine.builder.measure_restore_speed", return_value=speed)
+    return patch("octavo.engine.runner_builder.measure_restore_speed", return_value=speed)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine import async_engine, delivery
+from octavo.engine import async_engine, delivery, inbox
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
@@ -194,7 +194,7 @@ async def test_a_step_is_put_off_for_a_time_by_those_that_come_and_for_another_b
     for request in waiting:
         core.queue(request)
     for request in coming:
-        engine._send(async_engine._Addition(request))
+        engine._send(inbox.Addition(request))
     engine._take_in()
     assert len(engine._inbox) == 4
     engine._inbox.clear()

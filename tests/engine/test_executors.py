@@ -13,7 +13,7 @@ import pytest
 
 from octavo import LLM
 from octavo.config import EngineConfig
-from octavo.engine import builder
+from octavo.engine import builder, runner_builder
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import ConfigError, ExecutorError
@@ -149,8 +149,10 @@ def _ailing_options() -> EngineConfig:
     return EngineConfig(model=str(tiny_model()), dtype="float32", num_blocks=100, num_threads=1, executor="process")
 
 
-def build_ailing_runner(config: EngineConfig, *_: SharedFile | bool | None) -> tuple[Executor, builder.RunnerFacts]:
-    runner, facts = builder.build_runner(config)
+def build_ailing_runner(
+    config: EngineConfig, *_: SharedFile | bool | None
+) -> tuple[Executor, runner_builder.RunnerFacts]:
+    runner, facts = runner_builder.build_runner(config)
     runner.model._embedding[POISON] = float("nan")  # type: ignore[attr-defined]
     return _Breaking(runner), facts
 

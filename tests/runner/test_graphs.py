@@ -70,7 +70,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones_and_each_size_is_record
     options = {"attention_backend": "reference", "max_num_seqs": 5}
     launched = make_llm(tiny_llama, **options).generate(prompts, params, use_tqdm=False)
     capture = FakeCapture()
-    monkeypatch.setattr("octavo.engine.builder._capture", lambda *_: capture)
+    monkeypatch.setattr("octavo.engine.runner_builder._capture", lambda *_: capture)
     llm = make_llm(tiny_llama, async_scheduling=is_ahead, **options)
     replayed = llm.generate(prompts, params, use_tqdm=False)
     assert [out.outputs[0].token_ids for out in replayed] == [out.outputs[0].token_ids for out in launched]

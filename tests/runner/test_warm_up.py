@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo import SamplingParams
-from octavo.engine import builder
+from octavo.engine import runner_builder
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner.warm_up import plans
 from tests.conftest import MakeLLM, runner_of
@@ -51,9 +51,9 @@ def test_decodes_are_recorded_and_the_first_request_has_the_tokens_of_any(
     prompt, params = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     options = {"attention_backend": "reference", "max_num_seqs": 4}
     expected = make_llm(tiny_llama, **options).generate(prompt, params, use_tqdm=False)
-    monkeypatch.setattr(builder, "_capture", lambda *_: FakeCapture())
+    monkeypatch.setattr(runner_builder, "_capture", lambda *_: FakeCapture())
     llm = make_llm(tiny_llama, **options)
-    builder._warm_up(llm.core.config, runner_of(llm.core))
+    runner_builder._warm_up(llm.core.config, runner_of(llm.core))
     graphs = runner_of(llm.core).graphs
     assert graphs is not None
     assert graphs.sizes == [(4, 256), (2, 256), (1, 256)]

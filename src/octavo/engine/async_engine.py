@@ -19,12 +19,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
+from octavo.engine.inbox import Abort, Addition, Message, OutputFailed, Question, Tally
 from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
@@ -58,54 +58,6 @@ _MADE_AT_ONCE = 1024
 _T = TypeVar("_T")
 
 
-class _Tally:
-    """Requests and prompt tokens; only ever grows, written by one thread."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
-
-    def add(self, request: Request) -> None:
-        self.requests += 1
-        self.tokens += len(request.prompt_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class _Addition:
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class _OutputFailed:
-    request: Request
-    error: Exception
-
-
-class _Question(Generic[_T]):
-    """A call to run on the core between two steps, and the future for its result."""
-
-    def __init__(self, ask: Callable[[EngineCore], _T], answer: asyncio.Future[_T]) -> None:
-        self._ask = ask
-        self._answer = answer
-
-    def put_to(self, core: EngineCore) -> Callable[[], None]:
-        """Run the call; returns a function that delivers the result in the event loop."""
-        try:
-            found = self._ask(core)
-        except Exception as error:
-            failure = error
-            return lambda: None if self._answer.done() else self._answer.set_exception(failure)
-        return lambda: None if self._answer.done() else self._answer.set_result(found)
-
-
-_Message = _Addition | _Abort | _OutputFailed | _Question[Any]
-
-
 class AsyncEngine:
     """One `EngineCore` shared by many callers. All methods must be called from the event loop that called `start`.
 
@@ -129,12 +81,12 @@ class AsyncEngine:
         self.model_name = model_name
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
-        self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(_OutputFailed(*failure)))
+        self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(OutputFailed(*failure)))
         # One queue for both, so that what is said of one id arrives in the order it was said.
-        self._inbox: deque[_Message] = deque()
+        self._inbox: deque[Message] = deque()
         # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
-        self._sent = _Tally()
-        self._taken = _Tally()
+        self._sent = Tally()
+        self._taken = Tally()
         self._answers: set[asyncio.Future[Any]] = set()
         self._wake = threading.Event()
         self._stopping = False
@@ -228,7 +180,7 @@ class AsyncEngine:
         self._sent.add(request)
         self.stats.waiting.enter(request)
         self.core.outputs.add(request, prompt if isinstance(prompt, str) else None, output_kind)
-        self._send(_Addition(request))
+        self._send(Addition(request))
         try:
             finished = False
             while not finished:
@@ -243,7 +195,7 @@ class AsyncEngine:
 
         Unknown ids are ignored: it may just have finished.
         """
-        self._send(_Abort(RequestId(request_id)))
+        self._send(Abort(RequestId(request_id)))
 
     async def kv_report(self) -> dict[str, Any]:
         """The ledger, ready for JSON: see `engine.inspection`."""
@@ -282,7 +234,7 @@ class AsyncEngine:
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
-        self._send(_Question(question, answer))
+        self._send(Question(question, answer))
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
@@ -321,7 +273,7 @@ class AsyncEngine:
             num_tokens=num_tokens,
         )
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: Message) -> None:
         self._inbox.append(message)
         self._wake.set()
 
@@ -381,18 +333,18 @@ class AsyncEngine:
         aborted = []
         began = time.monotonic()
         while self._inbox:
-            most = GIVE_UP_SECONDS if isinstance(self._inbox[0], _Abort) else TAKE_IN_SECONDS
+            most = GIVE_UP_SECONDS if isinstance(self._inbox[0], Abort) else TAKE_IN_SECONDS
             if time.monotonic() - began > most:
                 # Who runs shall not wait for a crowd to come in; and nobody waits for another wake-up.
                 self._wake.set()
                 break
             message = self._inbox.popleft()
-            if isinstance(message, _Addition):
+            if isinstance(message, Addition):
                 self._add(message.request)
                 self._taken.add(message.request)
-            elif isinstance(message, _Question):
+            elif isinstance(message, Question):
                 self._call_in_loop(lambda deliver: deliver(), message.put_to(self.core))
-            elif isinstance(message, _OutputFailed):
+            elif isinstance(message, OutputFailed):
                 self.core.output_failed(message.request, message.error)
             elif (ended := self.core.end(message.request_id)) is not None:
                 aborted.append(ended)
