@@ -21,6 +21,7 @@ from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, CompletionOutput, Request
 from octavo.errors import ContextLengthError, RequestError
 from octavo.grammar.state import live_states
 from octavo.request import FinishReason
+from octavo.sampling import grammar_masks
 from tests.conftest import MakeLLM, assert_idle, runner_of
 from tests.engine.preempting import thrash
 
@@ -132,6 +133,23 @@ def test_the_batch_the_chunks_and_preemption_change_no_token(make_llm: MakeLLM, 
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert told(outputs) == expected
     assert ("preemption_mode" in WAYS[way]) == (llm.core.scheduler.counters.num_preemptions > 0)
+    assert_nothing_left(llm)
+
+
+def test_masks_that_are_made_beside_the_step_change_no_token(
+    make_llm: MakeLLM, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(make_llm, tiny_llama)
+    monkeypatch.setattr(grammar_masks, "_MOST_TO_FORCE", 0)  # as with more than 32 streams
+    llm = make_llm(tiny_llama, **WAYS["swapped"])
+    thrash(llm.core)
+    prompts, params = workload()
+    assert told(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert llm.core.scheduler.counters.num_preemptions > 0
+    how: dict[str, Any] = {"max_tokens": 40, "structured_outputs": DESCRIPTIONS[0]}
+    (together,) = llm.generate("x", SamplingParams(n=5, seed=70, **how), use_tqdm=False)
+    separate = [llm.generate("x", SamplingParams(seed=70 + i, **how), use_tqdm=False)[0] for i in range(5)]
+    assert told([together]) == told(separate)
     assert_nothing_left(llm)
 
 
