@@ -22,9 +22,8 @@ class Room:
         self.most = most
         self.num_held = 0
         self._held = Counter[str]()  # by tenant
-        self._lines: dict[
-            str, dict[Fetch, int]
-        ] = {}  # by tenant, in order of arrival, with what each wants; none empty
+        # By tenant: who waits, in order of arrival, and how many slots each wants. No line is empty.
+        self._lines: dict[str, dict[Fetch, int]] = {}
         self._num_wanted = Counter[str]()  # by tenant, by all in its line
         self._length = 0
 
