@@ -267,45 +267,29 @@ struct Allowed {
     const int32_t* token_ids;  // null: a place is a token
 };
 
-// Calls take(first token, how many it is one of, a bit for each) for every word of a mask.
-template <class Take> void each_word(const uint32_t* words, int64_t vocab, const Take& take) {
-    for (int64_t begin = 0; begin < vocab; begin += 32) {
-        const auto count = static_cast<int>(std::min<int64_t>(32, vocab - begin));
-        const uint32_t bits = count < 32 ? (1u << count) - 1 : ~0u;
-        take(begin, count, words[begin / 32] & bits);
-    }
-}
-
 Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
-    int64_t allowed = 0;
-    each_word(draw.allowed, vocab, [&](int64_t, int, uint32_t word) { allowed += __builtin_popcount(word); });
     auto& kept = memory.allowed_logits;
-    if (allowed && allowed <= kFewAllowed) {
-        auto& ids = memory.allowed_ids;
-        kept.clear();
-        ids.clear();
-        each_word(draw.allowed, vocab, [&](int64_t begin, int, uint32_t word) {
-            for (; word; word &= word - 1) {
-                const int64_t token_id = begin + __builtin_ctz(word);
-                kept.push_back(draw.logits[token_id]);
-                ids.push_back(static_cast<int32_t>(token_id));
-            }
-        });
-        return {kept.data(), allowed, ids.data()};
-    }
-    kept.resize(static_cast<size_t>(vocab));
-    each_word(draw.allowed, vocab, [&](int64_t begin, int count, uint32_t word) {
-        float* to = kept.data() + begin;
-        const float* from = draw.logits + begin;
-        if (__builtin_popcount(word) > 16) {
-            std::copy(from, from + count, to);
-            for (uint32_t others = ~word & (count < 32 ? (1u << count) - 1 : ~0u); others; others &= others - 1)
-                to[__builtin_ctz(others)] = -kInfinity;
-        } else {
-            std::fill(to, to + count, -kInfinity);
-            for (; word; word &= word - 1) to[__builtin_ctz(word)] = from[__builtin_ctz(word)];
+    auto& ids = memory.allowed_ids;
+    kept.clear();
+    ids.clear();
+    const auto word_at = [&](int64_t begin) {
+        const uint32_t word = draw.allowed[begin / 32];
+        return vocab - begin < 32 ? word & ((1u << (vocab - begin)) - 1) : word;
+    };
+    int64_t begin = 0;
+    for (; begin < vocab && static_cast<int64_t>(ids.size()) <= kFewAllowed; begin += 32)
+        for (uint32_t word = word_at(begin); word; word &= word - 1) {
+            const int64_t token_id = begin + __builtin_ctz(word);
+            kept.push_back(draw.logits[token_id]);
+            ids.push_back(static_cast<int32_t>(token_id));
         }
-    });
+    if (begin >= vocab && !ids.empty()) return {kept.data(), static_cast<int64_t>(ids.size()), ids.data()};
+    kept.resize(static_cast<size_t>(vocab));
+    for (begin = 0; begin < vocab; begin += 32) {
+        const int64_t count = std::min<int64_t>(32, vocab - begin);
+        const uint32_t word = word_at(begin);
+        for (int64_t i = 0; i < count; ++i) kept[begin + i] = word >> i & 1 ? draw.logits[begin + i] : -kInfinity;
+    }
     return {kept.data(), vocab, nullptr};
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -43,6 +43,13 @@ _LIMITS = (
 )
 
 
+class MaskInTheMaking(Protocol):
+    """One that another thread fills, which has the matcher until then."""
+
+    def result(self) -> Mask | None:
+        """Waits for it; None: it could not be filled."""
+
+
 class GrammarState:
     """The grammar of one sequence after its output so far.
 
@@ -62,7 +69,7 @@ class GrammarState:
         "_is_broad",
         "_mask",
         "_matcher",
-        "_settle",
+        "_pending",
         "_since_mask",
         "token_ids",
     )
@@ -75,7 +82,7 @@ class GrammarState:
         self._is_broad: bool | None = None
         self._since_mask = 0
         self._mask: Mask | None = None
-        self._settle: Callable[[], Mask | None] | None = None
+        self._pending: MaskInTheMaking | None = None
         self.token_ids = list(token_ids)
         live_states.add(self)
 
@@ -86,8 +93,8 @@ class GrammarState:
         Raises:
             GrammarBroken: the output does not match the grammar.
         """
-        if self._settle is not None:
-            self._settled()
+        if self._pending is not None:
+            self._settle()
         if self._matcher is None:
             grammar = self.compiled
             matcher = (grammar.matcher if self._forces else grammar.without_forcing).deep_copy()
@@ -118,8 +125,8 @@ class GrammarState:
     @property
     def mask(self) -> Mask | None:
         """What may come next, where that has been found out; not to be written to."""
-        if self._settle is not None:
-            self._settled()
+        if self._pending is not None:
+            self._settle()
         return self._mask
 
     @property
@@ -206,18 +213,14 @@ class GrammarState:
         self._mask = mask
         self._since_mask = 0
 
-    def keep_later(self, settle: Callable[[], Mask | None]) -> None:
-        """The same of a mask that another thread fills, which has the matcher until then.
+    def keep_later(self, mask: MaskInTheMaking) -> None:
+        """The same of one that is not filled yet."""
+        self._pending = mask
 
-        Args:
-            settle: waits for it; None: it could not be filled.
-        """
-        self._settle = settle
-
-    def _settled(self) -> None:
-        settle, self._settle = self._settle, None
-        assert settle is not None
-        if (mask := settle()) is not None:
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if (mask := pending.result()) is not None:
             self.keep(mask)
 
     def failed(self) -> None:
@@ -239,8 +242,8 @@ class GrammarState:
         return child
 
     def _moved(self) -> None:
-        if self._settle is not None:
-            self._settled()
+        if self._pending is not None:
+            self._settle()
         self._is_broad = self._mask = None
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:

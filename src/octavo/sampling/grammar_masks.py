@@ -22,8 +22,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,22 +100,22 @@ class GrammarMasks:
         Raises:
             GrammarError: names the requests whose grammar cannot be followed any further.
         """
-        words = np.zeros((len(states), -(-vocab // 32)), dtype=np.uint32)
-        rows: dict[int, int] = {}  # by the state's identity: the parallel samples of a prompt share one
-        copies: list[tuple[int, int]] = []
-        due: list[tuple[GrammarState, int]] = []
-        for row, (grammar, position) in enumerate(zip(_grammars(states), positions, strict=True)):
+        grammars = _grammars(states)
+        due: dict[int, GrammarState] = {}  # by identity: the parallel samples of a prompt share one
+        masks: dict[int, Words] = {}
+        for grammar, position in zip(grammars, positions, strict=True):
             grammar.return_to(position)
-            if grammar.mask is not None:
-                words[row] = grammar.mask
-            elif (first := rows.setdefault(id(grammar), row)) != row:
-                copies.append((first, row))
+            if (mask := grammar.mask) is None:
+                due[id(grammar)] = grammar
             else:
-                due.append((grammar, row))
-        if broken := self._fill(due, words):
-            raise GrammarError({states[row].snapshot.request_id: reason for row, reason in broken.items()})
-        for first, row in copies:
-            words[row] = words[first]
+                masks[id(grammar)] = mask
+        filled, broken = self._fill(list(due.values()), vocab)
+        masks.update(zip(due, filled, strict=True))
+        if broken:
+            reasons = {identity: broken[row] for row, identity in enumerate(due) if row in broken}
+            of = zip(states, grammars, strict=True)
+            raise GrammarError({s.snapshot.request_id: reasons[id(g)] for s, g in of if id(g) in reasons})
+        words = np.concatenate([masks[id(grammar)] for grammar in grammars]).reshape(len(grammars), -1)
         _forbid_ends(words, states, positions)
         return words
 
@@ -161,14 +162,13 @@ class GrammarMasks:
 
     def _find_only(self, grammars: dict[int, GrammarState], vocab: int) -> dict[int, int]:
         """Let some grammars keep their masks; returns the token of each that allows one only."""
-        words = np.zeros((len(grammars), -(-vocab // 32)), dtype=np.uint32)
-        broken = self._fill([(grammar, row) for row, grammar in enumerate(grammars.values())], words)
+        words, broken = self._fill(list(grammars.values()), vocab)
         for row, grammar in enumerate(grammars.values()):
             if row in broken:
                 grammar.failed()  # said when it draws again
                 words[row] = 0
             else:
-                grammar.keep(words[row].copy())
+                grammar.keep(words[row])
         single = np.flatnonzero(np.bitwise_count(words).sum(-1) == 1)
         _, token_ids = _positions(words[single])
         numbers = list(grammars)
@@ -176,26 +176,20 @@ class GrammarMasks:
 
     def _begin_masks(self, grammars: list[GrammarState], vocab: int) -> None:
         """Let another thread fill some masks while this one does the rest of the step."""
+        if not grammars:
+            return
         matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
-        words = np.zeros((len(grammars), -(-vocab // 32)), dtype=np.uint32)
+        words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
         begun = threading.Event()
 
         def fill() -> None:
             begun.set()
             self._one_thread.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
 
-        if not matchers:
-            return
         filling = self._beside.submit(fill)
-        begun.wait()  # for the interpreter's lock, else it would begin when the model does
-
-        def settle(row: int) -> Words | None:
-            filling.result()
-            # What cannot go on, or has become too complex, `fill` says.
-            return None if matchers[row][0].is_stopped() else words[row].copy()
-
-        for row, grammar in enumerate(grammars):
-            grammar.keep_later(partial(settle, row))
+        begun.wait()  # so that it has had the interpreter's lock, else it would begin when the model does
+        for grammar, (matcher, row) in zip(grammars, matchers, strict=True):
+            grammar.keep_later(_MaskBeside(filling, matcher, words[row]))
 
     def _follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
         """Let grammars follow tokens that they allow."""
@@ -211,29 +205,30 @@ class GrammarMasks:
                 if not ok:
                     grammar.failed()
 
-    def _fill(self, due: Seq[tuple[GrammarState, int]], words: Words) -> dict[int, str]:
-        """Fill the rows of some grammars, all different; returns those of broken ones, and why they are."""
+    def _fill(self, grammars: Seq[GrammarState], vocab: int) -> tuple[Words, dict[int, str]]:
+        """A mask for each; those of broken ones are void: by their rows, why they are."""
+        words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
         broken: dict[int, str] = {}
-        matchers: list[tuple[GrammarState, Any, int]] = []
-        for grammar, row in due:
+        matchers: list[tuple[Any, int]] = []
+        for row, grammar in enumerate(grammars):
             try:
-                matchers.append((grammar, grammar.matcher, row))
+                matchers.append((grammar.matcher, row))
             except GrammarBroken as error:
                 broken[row] = str(error)
-        self._compute([(matcher, row) for _, matcher, row in matchers], words)
-        for grammar, matcher, row in matchers:
+        self._compute(matchers, words)
+        for matcher, row in matchers:
             if not matcher.is_stopped():
                 continue
             if matcher.is_error():
                 try:
-                    matcher = self._compute_anew(grammar, row, words)
+                    matcher = self._compute_anew(grammars[row], row, words)
                 except GrammarBroken as error:
                     broken[row] = str(error)
                     continue
             if matcher.is_stopped():
                 words[row] = 0
-                _set(words[row], grammar.eos_token_id)
-        return broken
+                _set(words[row], grammars[row].eos_token_id)
+        return words, broken
 
     def _compute(self, matchers: list[tuple[Any, int]], words: Words) -> None:
         if matchers:
@@ -264,6 +259,20 @@ class GrammarMasks:
     @cached_property
     def _beside(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskBeside:
+    """One of many that another thread fills."""
+
+    filling: Future[None]
+    matcher: Any
+    words: Words
+
+    def result(self) -> Words | None:
+        self.filling.result()
+        # What cannot go on, or has become too complex, is left to `GrammarMasks.fill`.
+        return None if self.matcher.is_stopped() else self.words
 
 
 def split(words: Words) -> tuple[_Ids, _Ids]:
@@ -313,8 +322,7 @@ def _positions(words: Words) -> tuple[_Ids, _Ids]:
 def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) -> None:
     """`min_tokens` and `ignore_eos` keep an output from ending, as long as the grammar allows anything else."""
     for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-        ends = [token_id for token_id in _ends(state, position) if _is_set(words[row], token_id)]
-        if not ends:
+        if not (ends := [token_id for token_id in _ends(state, position) if _is_set(words, row, token_id)]):
             continue
         going_on = words[row].copy()
         for token_id in ends:
@@ -331,8 +339,8 @@ def _ends(state: SamplingState, position: int) -> frozenset[int]:
     return eos_token_ids if params.ignore_eos else frozenset()
 
 
-def _is_set(words: Words, token_id: int) -> bool:
-    return token_id // 32 < len(words) and bool(int(words[token_id // 32]) >> token_id % 32 & 1)
+def _is_set(words: Words, row: int, token_id: int) -> bool:
+    return token_id // 32 < words.shape[1] and bool(int(words.item(row, token_id // 32)) >> token_id % 32 & 1)
 
 
 def _set(words: Words, token_id: int) -> None:
