@@ -289,11 +289,12 @@ def test_a_keyed_heap_is_a_sorted_list_that_forgets(operations: list[tuple[str, 
         assert len(heap._entries) <= 2 * len(there) + 34
 
 
-def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step() -> None:
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step(n: int) -> None:
     server = Server(20_001, seqs=256)
     server.add(50, max_tokens=1000)
     server.step()
-    crowd = [server.add(1, max_tokens=1000) for _ in range(200)]
+    crowd = [server.add(1, n=n, max_tokens=1000) for _ in range(200 // n)]
     for steps in range(1, 4):
         server.step()
         assert running(crowd) == steps * NEWCOMERS_BESIDE_STREAMS

@@ -99,7 +99,7 @@ class FakeEngine:
         self.breaks_after = breaks_after
         self.stats = EngineStats(max_model_len=max_model_len)
         self.is_alive = False
-        self.is_planning = False
+        self.is_planning = self.is_stepping = False
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.received: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.server.transport import _BEGUN_AT_ONCE, GuardedConnection
-from octavo.server.turnstile import _MOST_WAITS, Turnstile
+from octavo.server.turnstile import _MOST_REST_SECONDS, _MOST_WAITS, Turnstile
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_connections import BODY, HEAD, answer_of
@@ -152,6 +152,34 @@ def test_who_stands_in_line_waits_while_a_step_needs_the_interpreter_but_not_for
         await asyncio.wait_for(turns[2], 5)
 
     asyncio.run(run())
+
+
+def test_a_crowd_rests_for_twice_as_long_as_it_worked_while_a_step_is_under_way() -> None:
+    is_stepping, rests = True, []
+
+    async def run() -> None:
+        turnstile = Turnstile(1, shares=lambda: is_stepping)
+        loop = asyncio.get_running_loop()
+        call_later = loop.call_later
+
+        def noted(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+            rests.append(delay)
+            return call_later(delay, *args, **kwargs)
+
+        loop.call_later = noted  # type: ignore[assignment]
+
+        async def go() -> None:
+            await turnstile.turn()
+            time.sleep(0.002)
+
+        await asyncio.gather(*(go() for _ in range(4)))
+
+    asyncio.run(run())
+    assert len(rests) == 3
+    assert all(0.004 <= rest <= _MOST_REST_SECONDS for rest in rests)
+    is_stepping = False
+    asyncio.run(run())
+    assert len(rests) == 3
 
 
 def test_clients_that_leave_at_once_are_given_up_in_many_rounds(

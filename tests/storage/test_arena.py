@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
-from octavo.storage.arena import BlockLayout, KVArena, pair_width
+from octavo.storage.arena import BlockLayout, KVArena, independent, pair_width
+from octavo.tiers.host import HostTier
 
 FULL_AND_SLIDING = [LayerKVSpec(2, 8, 6), LayerKVSpec(2, 8, 6, 16), LayerKVSpec(2, 8, 6), LayerKVSpec(1, 4, 4, 16)]
 
@@ -89,6 +92,33 @@ def test_copies_read_all_sources_before_they_write() -> None:
     assert [int(row[0]) for row in pool._bytes] == [0, 4, 1, 2, 4, 5]
     assert torch.equal(pool._bytes, pool._bytes[:, :1].expand_as(pool._bytes))
     pool.copy_blocks([])
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_blocks_are_moved_as_whole_rows_and_not_byte_by_byte() -> None:
+    pool, tier = arena(), HostTier(4, arena().spec.block_bytes)
+    with Operations() as seen:
+        pool.copy_blocks([(1, 2), (1, 3)])
+        tier.write([2, 0], pool.read_blocks([2, 3]))
+        pool.write_blocks([4, 5], tier.read([0, 2]))
+    assert "copy_" in seen.names
+    assert not {"index", "index_put_", "_index_put_impl_"} & seen.names
+
+
+def test_copies_in_a_row_are_told_from_independent_ones() -> None:
+    assert independent([(2, 4), (2, 5)])
+    assert not independent([(2, 4), (4, 5)])
 
 
 def test_a_fresh_pool_is_zero_and_takes_no_memory_until_it_is_written() -> None:

@@ -17,10 +17,3 @@ def test_whole_blocks_are_copied_and_no_others() -> None:
     expected[[4, 1]] = blocks[[2, 5]]
     copy_blocks(blocks, [(2, 4), (5, 1)])
     assert torch.equal(blocks, expected)
-
-
-def test_copies_in_a_row_are_told_from_independent_ones() -> None:
-    from octavo.storage.block_copy import independent
-
-    assert independent([(2, 4), (2, 5)])
-    assert not independent([(2, 4), (4, 5)])

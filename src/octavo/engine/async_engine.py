@@ -146,6 +146,11 @@ class AsyncEngine:
         """
         return self._watchdog.began is not None and not self.core.runner.is_computing
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the engine's thread is at a step, which may need every core."""
+        return self._watchdog.began is not None
+
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()

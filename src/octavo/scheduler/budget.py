@@ -16,7 +16,8 @@ class TimeLimit(Protocol):
 
 
 NEWCOMERS_BESIDE_STREAMS = 8
-"""Sequences admitted in a step that streams wait for: each takes the engine 70 µs, or 200 behind a large model."""
+"""Sequences admitted in a step that streams wait for, siblings too: each takes the engine 70 µs, or 200 behind a large
+model, and each sibling a copy of the prompt's last block, which in fresh memory takes a quarter of a millisecond."""
 
 SCORED_BESIDE_STREAMS = 32
 """Tokens of prompts whose log-probabilities are computed in such a step: at 49,152 tokens of vocabulary 0.2 ms each."""

@@ -40,7 +40,7 @@ from octavo.scheduler.budget import StepBudget, TimeLimit
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import StreamRotation
-from octavo.scheduler.running import RunningSet
+from octavo.scheduler.running import RunningSet, num_pending_siblings
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
 from octavo.scheduler.yielding import Yielding
@@ -295,7 +295,7 @@ class Service:
         if self._turns is not None:
             self._turns.admitted(seq)
         budget.take(seq.num_computed, num_new, scored=is_scored(seq))
-        budget.num_newcomers -= 1
+        budget.num_newcomers -= 1 + num_pending_siblings(seq)
         shares.admitted.add(seq.seq_id)
         shares.chunks[seq.seq_id] = (seq, num_new)
         return True

@@ -40,7 +40,7 @@ class Completions:
     def __init__(self, engine: EngineClient, texts: TokenTexts) -> None:
         self._engine = engine
         self._texts = texts
-        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning)
+        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def answer(self, read: CompletionRequest, client: Client, traceparent: str | None = None) -> CompletionAnswer:
         """What will answer a body that was read."""

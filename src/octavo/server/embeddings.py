@@ -28,7 +28,7 @@ class Embeddings:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning)
+        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def answer(self, read: EmbeddingRequest, client: Client, traceparent: str | None = None) -> EmbeddingAnswer:
         """What will answer a body that was read."""

@@ -102,6 +102,11 @@ class EngineClient(Protocol):
         """Whether a step is under way that needs the interpreter now; what can wait for a millisecond should."""
         ...
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way."""
+        ...
+
     async def start(self) -> None: ...
 
     def generate(

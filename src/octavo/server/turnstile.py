@@ -7,7 +7,9 @@ were given up, would all run before the next token of anybody's stream is sent, 
     turnstile   | 1 2 3 4 | stream | 5 6 7 8 | stream | 9 …
 
 Who stands in line also waits for a moment in which nothing urgent needs the interpreter: a step of the engine that gets
-it only now and then, between the callbacks of a crowd, takes ten times as long as alone.
+it only now and then, between the callbacks of a crowd, takes ten times as long as alone. And while a step is computed,
+a crowd leaves the processor to it for twice as long as it has just used it: each of the step's threads has its part of
+every matrix, so that one which loses half of its core makes the step take twice as long.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from collections.abc import Callable
 # sequences may need the interpreter beside a crowd.
 _WAIT_SECONDS = 0.0005
 _MOST_WAITS = 40
+# How long a crowd rests while a step is computed, in times of the round before; and at most.
+_REST = 2.0
+_MOST_REST_SECONDS = 0.01
 
 
 class Turnstile:
@@ -30,11 +35,17 @@ class Turnstile:
 
     Attributes:
         gives_way: whether who stands in line should wait now; asked a few times, and then no more.
+        shares: whether a step needs the processor, so that a crowd should not have all of it.
     """
 
-    def __init__(self, at_once: int, gives_way: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, at_once: int, gives_way: Callable[[], bool] = lambda: False, shares: Callable[[], bool] = lambda: False
+    ) -> None:
         self.gives_way = gives_way
+        self.shares = shares
         self._num_waits = 0
+        self._round_began = 0.0
+        self._has_rested = False
         self._at_once = at_once
         self._left = at_once
         self._line: deque[tuple[int, Callable[[], None]]] = deque()
@@ -64,15 +75,23 @@ class Turnstile:
     def _count_round(self) -> None:
         if not self._counting:
             self._counting = True
-            asyncio.get_running_loop().call_soon(self._next_round)
+            loop = asyncio.get_running_loop()
+            self._round_began = loop.time()
+            loop.call_soon(self._next_round)
 
     def _next_round(self) -> None:
+        if self._line and not self._has_rested and self.shares():
+            self._has_rested = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(min(_REST * (loop.time() - self._round_began), _MOST_REST_SECONDS), self._next_round)
+            return
         if self._line and self._num_waits < _MOST_WAITS and self.gives_way():
             self._num_waits += 1
             asyncio.get_running_loop().call_later(_WAIT_SECONDS, self._next_round)
             return
         self._counting = False
         self._num_waits = 0
+        self._has_rested = False
         self._left = self._at_once
         while self._left > 0 and self._line:
             size, goes_on = self._line.popleft()

@@ -30,8 +30,3 @@ def copy_blocks(blocks: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None
     pairs = torch.tensor(copies, dtype=torch.int64).to(blocks.device, non_blocking=True)
     count = words.shape[1]
     _copy[(len(copies), -(-count // _WORDS))](words, pairs, count, words.stride(0), COUNT=_WORDS)
-
-
-def independent(copies: Sequence[tuple[int, int]]) -> bool:
-    """Whether no block is written that another copy reads, so that their order does not matter."""
-    return {source for source, _ in copies}.isdisjoint(destination for _, destination in copies)

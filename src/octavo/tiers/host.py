@@ -61,8 +61,10 @@ class HostTier:
 
     def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         """Store rows uint8 [n, block_bytes], on any device, in the blocks `ids`, all different."""
-        self._bytes[list(ids)] = rows.to("cpu")
+        # Row by row: many by their numbers, as `rows[ids] = …`, are copied byte by byte, 16 times as slowly.
+        for block_id, row in zip(ids, rows.to("cpu"), strict=True):
+            self._bytes[block_id] = row
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """The blocks `ids` as rows uint8 [n, block_bytes], in their order; on the CPU, and the caller's to keep."""
-        return self._bytes[list(ids)]
+        return self._bytes.index_select(0, torch.tensor(ids, dtype=torch.int64))
