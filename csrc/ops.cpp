@@ -1,7 +1,6 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "thread_pool.h"
@@ -73,24 +72,6 @@ void argmax(Storage storage, const Matrix& logits, int64_t* out) {
         }
         out[row] = winner.index;
     }
-}
-
-void copy_blocks(char* arena, int64_t block_bytes, const int64_t* pairs, int64_t count) {
-    const auto block = [&](int64_t id) { return arena + id * block_bytes; };
-    std::vector<int64_t> sources(count);
-    for (int64_t i = 0; i < count; ++i) sources[i] = pairs[2 * i];
-    std::sort(sources.begin(), sources.end());
-    bool overlap = false;
-    for (int64_t i = 0; i < count; ++i) overlap |= std::binary_search(sources.begin(), sources.end(), pairs[2 * i + 1]);
-    if (overlap) {
-        std::vector<char> staged(count * block_bytes);
-        for (int64_t i = 0; i < count; ++i) std::memcpy(&staged[i * block_bytes], block(pairs[2 * i]), block_bytes);
-        for (int64_t i = 0; i < count; ++i) std::memcpy(block(pairs[2 * i + 1]), &staged[i * block_bytes], block_bytes);
-        return;
-    }
-    parallel_rows(count, block_bytes / 4, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) std::memcpy(block(pairs[2 * i + 1]), block(pairs[2 * i]), block_bytes);
-    });
 }
 
 }  // namespace octavo

@@ -17,7 +17,5 @@ void rms_norm(Storage, const Matrix& x, const Matrix* residual, const char* weig
 void gated(Storage, Activation, const Matrix& gate_up, const Matrix& out);  // [T, 2 I] -> [T, I]
 void rope_write(Storage, const RopeTask&, int64_t num_tokens);
 void argmax(Storage, const Matrix& logits, int64_t* out);
-// Copy blocks, (source, destination) pairs; every source is read before any destination is written.
-void copy_blocks(char* arena, int64_t block_bytes, const int64_t* pairs, int64_t count);
 
 }  // namespace octavo

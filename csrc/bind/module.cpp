@@ -172,16 +172,6 @@ void py_argmax(const Tensor& logits, const Tensor& out) {
     argmax(storage, rows, out.data<int64_t>());
 }
 
-void py_copy_blocks(const Tensor& arena, const Tensor& copies) {
-    const Matrix blocks = matrix(arena, "arena", DType::u8);
-    require(blocks.rows <= 1 || blocks.stride == blocks.width, "arena must be contiguous");
-    check_shape(copies, "copies", {-1, 2});
-    check_dense(copies, "copies", DType::i64, {copies.shape[0], 2});
-    check_range(copies.data<int64_t>(), copies.shape[0] * 2, blocks.rows, "copies");
-    nb::gil_scoped_release release;
-    copy_blocks(blocks.base, blocks.width, copies.data<int64_t>(), copies.shape[0]);
-}
-
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (int isa = 0; isa < kNumIsas; ++isa)
@@ -221,7 +211,6 @@ NB_MODULE(_native, m) {
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);
     m.def("gated", &py_gated, "gate_up"_a, "out"_a, "gelu"_a);
     m.def("argmax", &py_argmax, "logits"_a, "out"_a);
-    m.def("copy_blocks", &py_copy_blocks, "arena"_a, "copies"_a);
     bind_linear(m);
     bind_decoder(m);
     bind_sampling(m);

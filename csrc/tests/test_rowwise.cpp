@@ -212,29 +212,5 @@ TEST(rotation_writes_keys_and_values_to_their_slots) {
     }
 }
 
-TEST_ONCE(copies_read_every_source_before_they_write_a_destination) {
-    for (int i = cases(100); i > 0; --i) {
-        const int64_t block_bytes = random_int(1, 9) * 1000, blocks = random_int(2, 40);
-        set_num_threads(random_int(1, 4));
-        const Buffer arena(blocks * block_bytes);
-        for (int64_t j = 0; j < arena.size(); ++j) arena.data()[j] = static_cast<char>(random_int(0, 255));
-        const std::vector<char> before(arena.data(), arena.data() + arena.size());
-        std::vector<int64_t> to(static_cast<size_t>(blocks)), pairs, from(static_cast<size_t>(blocks));
-        for (int64_t b = 0; b < blocks; ++b) to[static_cast<size_t>(b)] = from[static_cast<size_t>(b)] = b;
-        std::shuffle(to.begin(), to.end(), random_engine());
-        to.resize(static_cast<size_t>(random_int(0, static_cast<int>(blocks))));
-        for (const int64_t destination : to) {
-            from[static_cast<size_t>(destination)] = random_int(0, static_cast<int>(blocks) - 1);
-            pairs.push_back(from[static_cast<size_t>(destination)]);
-            pairs.push_back(destination);
-        }
-        copy_blocks(arena.data(), block_bytes, pairs.data(), static_cast<int64_t>(to.size()));
-        for (int64_t b = 0; b < blocks; ++b)
-            CHECK(std::memcmp(arena.data() + b * block_bytes,
-                              &before[static_cast<size_t>(from[static_cast<size_t>(b)] * block_bytes)],
-                              static_cast<size_t>(block_bytes)) == 0);
-    }
-}
-
 }  // namespace
 }  // namespace octavo::test

@@ -204,18 +204,6 @@ def test_rope_write_rotates_and_stores(
 
 
 @compiled
-@few_examples
-@given(copies=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=30, unique_by=lambda pair: pair[1]))
-def test_copies_read_every_source_before_they_write_a_destination(copies: list[tuple[int, int]]) -> None:
-    arena = torch.randint(256, (20, 4096), dtype=torch.uint8)
-    expected = arena.clone()
-    for source, destination in copies:
-        expected[destination] = arena[source]
-    kernels.copy_blocks(arena, torch.tensor(copies, dtype=torch.int64).view(-1, 2))
-    assert torch.equal(arena, expected)
-
-
-@compiled
 @pytest.mark.parametrize("threads", [2, 3])
 def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
     x, weight = randn(500, 576, dtype=torch.bfloat16, seed=0), randn(576, dtype=torch.bfloat16, seed=1)
@@ -235,7 +223,6 @@ def test_row_wise_bits_do_not_depend_on_threads(threads: int) -> None:
         (lambda: kernels.rms_norm(torch.zeros(8, 2).t(), torch.ones(8), 1e-5, torch.zeros(2, 8)), "last one contig"),
         (lambda: kernels.silu_mul(torch.zeros(2, 7)), r"gate_up must have shape \[2, 6\], got float32 \[2, 7\]"),
         (lambda: kernels.argmax(torch.zeros(2, 0)), "no columns"),
-        (lambda: kernels.copy_blocks(torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([[0, 4]])), r"copies\[1\] is"),
         (lambda: kernels.set_num_threads(0), "between 1 and 1024, got 0"),
         (lambda: kernels.force_isa("sse9"), "'sse9' is not one of portable, amx_emulated, avx2, avx2_vnni, avx512"),
     ],

@@ -209,12 +209,3 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
         out = torch.empty(logits.shape[0], dtype=torch.int64)
     native.argmax(logits, out)
     return out
-
-
-def copy_blocks(arena: torch.Tensor, copies: torch.Tensor) -> None:
-    """Copy rows of arena uint8 [num_blocks, block_bytes] in place.
-
-    Args:
-        copies: int64 [n, 2] of (source, destination); every source is read before any destination is written.
-    """
-    native.copy_blocks(arena, copies)
