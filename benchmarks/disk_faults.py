@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from octavo.kvcache.label import Label
-from octavo.tiers.base import Reason
+from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.disk import ALIGNMENT, DiskMedium
 from octavo.tiers.header import HEADER_BYTES
 from octavo.tiers.store import Store
@@ -87,9 +87,8 @@ def damage(folder: Path, fault: str, rng: random.Random) -> None:
         elif fault == "half a block":
             os.pwrite(file.fileno(), rng.randbytes(BLOCK_BYTES // 2), first + a * slot_bytes)
         elif fault == "layout":
-            os.pwrite(
-                file.fileno(), struct.pack("<I", 2), 8 if rng.random() < 0.5 else ALIGNMENT + a * HEADER_BYTES + 8
-            )
+            place = 8 if rng.random() < 0.5 else ALIGNMENT + a * HEADER_BYTES + 8
+            os.pwrite(file.fileno(), struct.pack("<I", LAYOUT_VERSION + 1), place)
     if fault == "fingerprint":
         folders = [folder / fingerprint.hex() for fingerprint in FINGERPRINTS]
         if all(f.is_dir() for f in folders):

@@ -11,6 +11,7 @@ server loads every block that was ever stored: each is right to the last byte, o
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import random
@@ -28,6 +29,7 @@ from typing import Any
 import redis
 
 from octavo.kvcache.label import Label
+from octavo.tiers.base import LAYOUT_VERSION
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium
 from octavo.tiers.store import Store
@@ -60,12 +62,14 @@ def open_remote(server: RedisProcess, fingerprint: bytes, secret: str = SECRET) 
     return RemoteMedium(url, fingerprint, BLOCK_BYTES, secret=secret)
 
 
-def write_until_killed(server: RedisProcess, fingerprint: bytes, contents: list[bytes], seed: int) -> None:
-    """In a process of its own; never returns."""
+def write_until_killed(server: RedisProcess, fingerprint: bytes, contents: list[bytes], seed: int, begun: int) -> None:
+    """In a process of its own; never returns. Writes a byte to the pipe `begun` when the first block is stored."""
     rng, store = random.Random(seed), Store(open_remote(server, fingerprint))
-    while True:
+    for count in itertools.count():
         number = rng.randrange(NUM_BLOCKS)
         store.put(label(number), memoryview(contents[number])).wait()
+        if not count:
+            os.write(begun, b"!")
 
 
 def damage(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: random.Random) -> None:
@@ -90,7 +94,7 @@ def damage(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: rando
         client.delete(name)
         client.rpush(name, b"no block")
     elif fault == "layout":
-        client.setrange(name, 8, struct.pack("<I", 2))
+        client.setrange(name, 8, struct.pack("<I", LAYOUT_VERSION + 1))
     else:
         plant(client, fault, media, rng)
 
@@ -140,13 +144,17 @@ def cycle(
     if fault in ("out of memory", "evicts"):
         client.config_set("maxmemory-policy", "noeviction" if fault == "out of memory" else "allkeys-lru")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + rng.randrange(10 * BLOCK_BYTES))
+    seed, (begun, begins) = rng.randrange(2**32), os.pipe()
     child = os.fork()
     if not child:
         try:
-            write_until_killed(server, fingerprint, contents[fingerprint], rng.randrange(2**32))
+            write_until_killed(server, fingerprint, contents[fingerprint], seed, begins)
         finally:
             os._exit(1)
-    time.sleep(rng.uniform(0.002, 0.02))
+    os.close(begins)
+    with open(begun, "rb") as pipe:
+        pipe.read(1)
+    time.sleep(rng.uniform(0, 0.02))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     totals["killed" if os.WIFSIGNALED(status) else "ended by itself"] += 1
