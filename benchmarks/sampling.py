@@ -19,6 +19,7 @@ from octavo import LLM, SamplingParams, kernels
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.sampler import Sampler
+from timed_sampler import time_sampler
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -46,17 +47,8 @@ class Waker(threading.Thread):
 
 def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str, Any]) -> dict[str, float]:
     """Steps in which all streams draw a token and nothing else is computed."""
-    core, sampling, steps = llm.core, [], []
-    sample = sampler.sample
-
-    def timed(*args: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        result = sample(*args, **options)
-        sampling.append(time.perf_counter() - began)
-        return result
-
+    core, sampling, steps = llm.core, time_sampler(sampler), []
     core.runner._sampler = sampler
-    sampler.sample = timed
     for i in range(streams):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **way)
         core.add(core.make_request([100 + i, *range(200, 232)], params))
@@ -74,7 +66,6 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     waker.join()
     while core.has_work:
         core.step()
-    sampler.sample = sample
     late = sorted(waker.late)
     return {
         "step_ms": _ms(statistics.median(steps)),

@@ -24,6 +24,7 @@ import jsonschema
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.request import FinishReason
+from timed_sampler import time_sampler
 
 SCHEMAS = Path(__file__).with_name("structured_output_schemas.json")
 MAX_TOKENS = 512
@@ -106,18 +107,7 @@ class Steps:
 
 def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> Steps:
     core = llm.core
-    sampler = core.runner._sampler
-    sample = type(sampler).sample
-    sampling = 0.0
-
-    def timed_sample(*args: Any, **options: Any) -> Any:
-        nonlocal sampling
-        began = time.perf_counter()
-        result = sample(sampler, *args, **options)
-        sampling = time.perf_counter() - began
-        return result
-
-    sampler.sample = timed_sample
+    sampling = time_sampler(core.runner._sampler)
     for i, description in enumerate(wanted):
         params = SamplingParams(
             max_tokens=tokens, ignore_eos=True, seed=i, structured_outputs=description, logprobs=None
@@ -131,7 +121,7 @@ def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: 
         core.step()
         if all_run and core.scheduler.num_running == len(wanted):
             steps.seconds.append(time.perf_counter() - began)
-            steps.sampling.append(sampling)
+            steps.sampling.append(sampling[-1])
             steps.tokens.append(core.stats.generation_tokens - before)
     return Steps(steps.seconds[8:], steps.sampling[8:], steps.tokens[8:])
 

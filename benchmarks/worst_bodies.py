@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,14 @@ from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
 from octavo.limits import DEFAULT_LIMITS as LIMITS
+from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.listening import bind
 from octavo.server.memory import settle_interpreter
 from octavo.server.run import Server
+from timed_sampler import time_sampler
 
 RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -137,32 +139,32 @@ class Meter:
 
     def watch(self, engine: AsyncEngine) -> None:
         core, sampler = engine.core, engine.core.runner._sampler
-        spent = {"runner": 0.0, "sampler": 0.0}
+        draws = time_sampler(sampler, time.thread_time)
+        in_runner = 0.0
 
-        def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **keywords: Any) -> Any:
-                began = time.thread_time()
-                try:
-                    return work(*args, **keywords)
-                finally:
-                    spent[name] += time.thread_time() - began
+        execute, step = core.runner.execute, engine._step
 
-            return run
+        def executed(plan: StepPlan) -> StepResult:
+            nonlocal in_runner
+            began = time.thread_time()
+            try:
+                return execute(plan)
+            finally:
+                in_runner += time.thread_time() - began
 
-        core.runner.execute = timed("runner", core.runner.execute)  # type: ignore[method-assign]
-        for name in ("sample", "score"):
-            setattr(sampler, name, timed("sampler", getattr(sampler, name)))
-        step = engine._step
+        core.runner.execute = executed  # type: ignore[method-assign]
 
         def watched() -> bool:
-            spent["runner"] = spent["sampler"] = 0.0
+            nonlocal in_runner
+            in_runner = 0.0
+            draws.clear()
             began = time.thread_time()
             with self._profiled() as profile:
                 goes_on = step()
-            host = time.thread_time() - began - spent["runner"]
+            host = time.thread_time() - began - in_runner
             if host > self.host:
                 self.host, self.host_profile = host, profile
-            self.sampler = max(self.sampler, spent["sampler"])
+            self.sampler = max(self.sampler, sum(draws))
             self.steps += 1
             return goes_on
 

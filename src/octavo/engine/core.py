@@ -23,7 +23,7 @@ from octavo.engine.outputs import (
 )
 from octavo.engine.processor import OutputProcessor
 from octavo.engine.recorder import StatsRecorder
-from octavo.engine.recovery import Recovery, live_rows
+from octavo.engine.recovery import Recovery, live_rows, planned_rows
 from octavo.engine.stopping import StopStrings
 from octavo.errors import GrammarError, LogitsError
 from octavo.grammar.compiler import GrammarCompiler
@@ -207,10 +207,13 @@ class EngineCore:
         except Exception as error:
             rows = None if step is None else live_rows(step.plan, self.scheduler.planned)
             return StepNews(ended=self._fail(self._recovery.step_failed(rows, error)))
-        rows = live_rows(step.plan, self.scheduler.planned)
+        planned = self.scheduler.planned
+        # Between two calls, a request may have ended that a step planned ahead computes.
+        rows = live_rows(step.plan, planned) if step.plan.ahead else None
         try:
             updates = self.scheduler.update(step.plan, result)
         except Exception as error:
+            rows = planned_rows(step.plan, planned) if rows is None else rows
             return StepNews(ended=self._fail(self._recovery.update_failed(rows, error)))
         self._ahead = ahead
         news = self._report(updates)

@@ -162,10 +162,15 @@ class Recovery:
         return None if request is None else max(seq.num_computed for seq in request.sequences)
 
 
+def planned_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
+    """The rows of a plan."""
+    rows = zip(planned, plan.starts, plan.lengths, strict=True)
+    return [(seq, start, start + length) for seq, start, length in rows]
+
+
 def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
     """The rows of a plan whose sequences have not ended meanwhile."""
-    rows = zip(planned, plan.starts, plan.lengths, strict=True)
-    return [(seq, start, start + length) for seq, start, length in rows if not seq.finished]
+    return [row for row in planned_rows(plan, planned) if not row[0].finished]
 
 
 def _planned_tokens(rows: Iterable[Row]) -> dict[RequestId, int]:
