@@ -44,7 +44,7 @@ from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.memory import SWITCH_SECONDS, settle_garbage_collection
 from octavo.text.tokenizer import Tokenizer
-from timed_sampler import time_sampler
+from timed_sampler import SamplerTime
 
 MILLION = 1_000_000
 BLOCK = 16
@@ -203,17 +203,17 @@ def host_share() -> Figures:
             in_model += time.perf_counter() - started
 
     core.runner.model.forward = timed_forward
-    draws = time_sampler(core.runner._sampler)
+    sampler_time = SamplerTime(core.runner._sampler)
     core.add(core.make_request("Once upon a time", SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)))
     for _ in range(40):
         core.step()
     shares, steps = [], []
     for _ in range(300):
-        draws.clear()
+        sampler_time.take()
         in_model, started = 0.0, time.perf_counter()
         core.advance()
         whole = time.perf_counter() - started
-        shares.append(1 - (in_model + sum(draws)) / whole)
+        shares.append(1 - (in_model + sampler_time.take()) / whole)
         steps.append(whole)
     return {
         "one stream, SmolLM2 GGUF: host share of a step (%)": statistics.median(shares) * 100,

@@ -19,7 +19,7 @@ from octavo import LLM, SamplingParams, kernels
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.sampler import Sampler
-from timed_sampler import time_sampler
+from timed_sampler import SamplerTime
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -47,7 +47,8 @@ class Waker(threading.Thread):
 
 def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str, Any]) -> dict[str, float]:
     """Steps in which all streams draw a token and nothing else is computed."""
-    core, sampling, steps = llm.core, time_sampler(sampler), []
+    core, sampler_time = llm.core, SamplerTime(sampler)
+    sampling, steps = [], []
     core.runner._sampler = sampler
     for i in range(streams):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i, **way)
@@ -55,13 +56,14 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     while core.scheduler.num_waiting or core.scheduler.num_running < streams:
         core.step()
     core.step()
-    sampling.clear()
+    sampler_time.take()
     waker = Waker()
     waker.start()
     while core.scheduler.num_running == streams:
         began = time.perf_counter()
         core.step()
         steps.append(time.perf_counter() - began)
+        sampling.append(sampler_time.take())
     waker.ends = True
     waker.join()
     while core.has_work:

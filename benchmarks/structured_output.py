@@ -24,7 +24,7 @@ import jsonschema
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.request import FinishReason
-from timed_sampler import time_sampler
+from timed_sampler import SamplerTime
 
 SCHEMAS = Path(__file__).with_name("structured_output_schemas.json")
 MAX_TOKENS = 512
@@ -107,7 +107,7 @@ class Steps:
 
 def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: int) -> Steps:
     core = llm.core
-    sampling = time_sampler(core.runner._sampler)
+    sampler_time = SamplerTime(core.runner._sampler)
     for i, description in enumerate(wanted):
         params = SamplingParams(
             max_tokens=tokens, ignore_eos=True, seed=i, structured_outputs=description, logprobs=None
@@ -117,11 +117,12 @@ def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: 
     while core.has_work:
         all_run = core.scheduler.num_running == len(wanted)
         before = core.stats.generation_tokens
+        sampler_time.take()
         began = time.perf_counter()
         core.step()
         if all_run and core.scheduler.num_running == len(wanted):
             steps.seconds.append(time.perf_counter() - began)
-            steps.sampling.append(sampling[-1])
+            steps.sampling.append(sampler_time.take())
             steps.tokens.append(core.stats.generation_tokens - before)
     return Steps(steps.seconds[8:], steps.sampling[8:], steps.tokens[8:])
 

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import DeviceDraws, Sampler
 
 
-def time_sampler(sampler: Sampler, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """The seconds of each call of a sampler from now on, appended as it returns. Called again, it starts a new list."""
-    seconds: list[float] = []
-    depth = 0
+class SamplerTime:
+    """Adds up the seconds of a sampler's calls from now on. Another one for the same sampler takes its place."""
 
-    def timed(way: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, sampler: Sampler, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._depth = 0
+        for name in ("sample", "draw", "score"):
+            setattr(sampler, name, self._timed(getattr(type(sampler), name).__get__(sampler)))
+
+    def take(self) -> float:
+        """The seconds since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _timed(self, way: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            began = clock()
+            self._depth += 1
+            began = self._clock()
             try:
-                return way(*args, **options)
+                found = way(*args, **options)
             finally:
-                depth -= 1
-                if not depth:  # one way may go on by another
-                    seconds.append(clock() - began)
+                self._depth -= 1
+                if not self._depth:  # one way may go on by another
+                    self._seconds += self._clock() - began
+            if isinstance(found, DeviceDraws):
+                return SimpleNamespace(token_ids=found.token_ids, result=self._timed(found.result))
+            return found
 
         return run
-
-    for name in ("sample", "draw", "score"):
-        setattr(sampler, name, timed(getattr(type(sampler), name).__get__(sampler)))
-    return seconds

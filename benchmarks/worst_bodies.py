@@ -48,7 +48,7 @@ from octavo.server.connection import InFlight
 from octavo.server.listening import bind
 from octavo.server.memory import settle_interpreter
 from octavo.server.run import Server
-from timed_sampler import time_sampler
+from timed_sampler import SamplerTime
 
 RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -139,7 +139,7 @@ class Meter:
 
     def watch(self, engine: AsyncEngine) -> None:
         core, sampler = engine.core, engine.core.runner._sampler
-        draws = time_sampler(sampler, time.thread_time)
+        sampler_time = SamplerTime(sampler, time.thread_time)
         in_runner = 0.0
 
         execute, step = core.runner.execute, engine._step
@@ -157,14 +157,14 @@ class Meter:
         def watched() -> bool:
             nonlocal in_runner
             in_runner = 0.0
-            draws.clear()
+            sampler_time.take()
             began = time.thread_time()
             with self._profiled() as profile:
                 goes_on = step()
             host = time.thread_time() - began - in_runner
             if host > self.host:
                 self.host, self.host_profile = host, profile
-            self.sampler = max(self.sampler, sum(draws))
+            self.sampler = max(self.sampler, sampler_time.take())
             self.steps += 1
             return goes_on
 
