@@ -12,6 +12,7 @@ tokens per second, or prompt tokens where the workload is a prefill. Nothing els
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     args = parser.parse_args()
+    if args.output and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--output draws a plot, which needs matplotlib: pip install 'octavo[plot]'")
     results: dict[str, dict[str, list[float]]] = {}
     for workload in args.workload:
         results[workload] = measure(workload, args.engine, args.rounds, args.timeout)
