@@ -9,18 +9,15 @@ changed. A restart loads every block that was ever stored: each is right to the 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import random
-import signal
 import struct
 import tempfile
-import time
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
+from fault_cycles import count_faults, kill_while_storing
 from octavo.kvcache.label import Label
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.disk import ALIGNMENT, DiskMedium
@@ -50,14 +47,6 @@ def payload(fingerprint: bytes, number: int) -> bytes:
 
 def open_disk(folder: Path, fingerprint: bytes) -> DiskMedium:
     return DiskMedium(folder, SIZE, fingerprint, BLOCK_BYTES, slab_bytes=SLAB_BYTES)
-
-
-def write_until_killed(folder: Path, fingerprint: bytes, contents: list[bytes], seed: int) -> None:
-    """In a process of its own; never returns."""
-    rng, store = random.Random(seed), Store(open_disk(folder, fingerprint))
-    while True:
-        number = rng.randrange(NUM_BLOCKS)
-        store.put(label(number), memoryview(contents[number])).wait()
 
 
 def damage(folder: Path, fault: str, rng: random.Random) -> None:
@@ -104,16 +93,8 @@ def _read(file: int, at: int, count: int) -> bytes:
 
 def cycle(folder: Path, contents: dict[bytes, list[bytes]], rng: random.Random, totals: Counter[str]) -> None:
     fingerprint = rng.choice(FINGERPRINTS)
-    child = os.fork()
-    if not child:
-        try:
-            write_until_killed(folder, fingerprint, contents[fingerprint], rng.randrange(2**32))
-        finally:
-            os._exit(1)
-    time.sleep(rng.uniform(0.002, 0.02))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    totals["killed" if os.WIFSIGNALED(status) else "ended by itself"] += 1
+    blocks = [(label(number), content) for number, content in enumerate(contents[fingerprint])]
+    totals[kill_while_storing(lambda: Store(open_disk(folder, fingerprint)), blocks, rng)] += 1
     fault = rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
     damage(folder, fault, rng)
@@ -141,31 +122,5 @@ def run(cycles: int, seed: int) -> Counter[str]:
     return totals
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for disk_faults.md")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)  # slabs that are given up are counted as misses
-    began = time.perf_counter()
-    totals = run(options.cycles, options.seed)
-    lines = [
-        "# Kills and damage to the disk store",
-        "",
-        f"`python benchmarks/disk_faults.py --cycles {options.cycles} --seed {options.seed}`, "
-        f"{time.perf_counter() - began:.0f} s. Every block was read again after each cycle.",
-        "",
-        "| what | times |",
-        "|---|---:|",
-        *(f"| {what} | {count:,} |" for what, count in sorted(totals.items())),
-        f"| wrong bytes given | {totals['WRONG']:,} |",
-    ]
-    print("\n".join(lines))
-    if options.out:
-        (options.out / "disk_faults.md").write_text("\n".join(lines) + "\n")
-    raise SystemExit(int(totals["WRONG"] > 0))
-
-
 if __name__ == "__main__":
-    main()
+    count_faults("Kills and damage to the disk store", __doc__, run)

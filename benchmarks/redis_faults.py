@@ -10,24 +10,18 @@ server loads every block that was ever stored: each is right to the last byte, o
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import logging
-import os
 import random
-import signal
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import redis
 
+from fault_cycles import count_faults, kill_while_storing
 from octavo.kvcache.label import Label
 from octavo.tiers.base import LAYOUT_VERSION
 from octavo.tiers.header import HEADER_BYTES, make_header
@@ -60,16 +54,6 @@ def payload(fingerprint: bytes, number: int) -> bytes:
 def open_remote(server: RedisProcess, fingerprint: bytes, secret: str = SECRET) -> RemoteMedium:
     url = f"{server.url}&socket_timeout=0.05&socket_connect_timeout=0.05"
     return RemoteMedium(url, fingerprint, BLOCK_BYTES, secret=secret)
-
-
-def write_until_killed(server: RedisProcess, fingerprint: bytes, contents: list[bytes], seed: int, begun: int) -> None:
-    """In a process of its own; never returns. Writes a byte to the pipe `begun` when the first block is stored."""
-    rng, store = random.Random(seed), Store(open_remote(server, fingerprint))
-    for count in itertools.count():
-        number = rng.randrange(NUM_BLOCKS)
-        store.put(label(number), memoryview(contents[number])).wait()
-        if not count:
-            os.write(begun, b"!")
 
 
 def damage(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: random.Random) -> None:
@@ -144,20 +128,8 @@ def cycle(
     if fault in ("out of memory", "evicts"):
         client.config_set("maxmemory-policy", "noeviction" if fault == "out of memory" else "allkeys-lru")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + rng.randrange(10 * BLOCK_BYTES))
-    seed, (begun, begins) = rng.randrange(2**32), os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            write_until_killed(server, fingerprint, contents[fingerprint], seed, begins)
-        finally:
-            os._exit(1)
-    os.close(begins)
-    with open(begun, "rb") as pipe:
-        pipe.read(1)
-    time.sleep(rng.uniform(0, 0.02))
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    totals["killed" if os.WIFSIGNALED(status) else "ended by itself"] += 1
+    blocks = [(label(number), content) for number, content in enumerate(contents[fingerprint])]
+    totals[kill_while_storing(lambda: Store(open_remote(server, fingerprint)), blocks, rng)] += 1
     client.config_set("maxmemory", 0)
     media = {each: open_remote(server, each) for each in FINGERPRINTS}
     if fault in DAMAGE:
@@ -196,31 +168,5 @@ def run(cycles: int, seed: int) -> Counter[str]:
     return totals
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for redis_faults.md")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)  # what is said of a Redis that does not answer is counted as misses
-    began = time.perf_counter()
-    totals = run(options.cycles, options.seed)
-    lines = [
-        "# Kills and damage to the store in Redis",
-        "",
-        f"`python benchmarks/redis_faults.py --cycles {options.cycles} --seed {options.seed}`, "
-        f"{time.perf_counter() - began:.0f} s. Every block was read again after each cycle.",
-        "",
-        "| what | times |",
-        "|---|---:|",
-        *(f"| {what} | {count:,} |" for what, count in sorted(totals.items()) if what != "WRONG"),
-        f"| wrong bytes given | {totals['WRONG']:,} |",
-    ]
-    print("\n".join(lines))
-    if options.out:
-        (options.out / "redis_faults.md").write_text("\n".join(lines) + "\n")
-    raise SystemExit(int(totals["WRONG"] > 0))
-
-
 if __name__ == "__main__":
-    main()
+    count_faults("Kills and damage to the store in Redis", __doc__, run)
