@@ -199,7 +199,7 @@ of fresh ones, and the number of times taken.
 {chr(10).join(rows)}
 
 An AUC of 0.5 says nothing; the aims are at most 0.55 across tenants, and at least 0.9 for a tenant's own prompts, which
-shows that the clock would have told. What lies in host memory is no prefix cache (tests/kvcache/test_isolation.py).
+shows that the clock would have told. Host memory, disk and Redis were not timed.
 """
     (RESULTS / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
     (RESULTS / "isolation.md").write_text(text)
