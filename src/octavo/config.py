@@ -28,6 +28,7 @@ ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffini
 
 
 DISK_SIZE = "20GiB"
+"""Default of `kv_disk_size`."""
 
 STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, where none is asked for."""

@@ -45,7 +45,7 @@ def add_seed_option(group: argparse._ArgumentGroup, of: str = "lengths and token
 
 
 def add_window_options(group: argparse._ActionsContainer, windows: int | str, window: int | str) -> None:
-    """Add the options that say how much text a model is run over; a default that depends on others is None and told."""
+    """Add `--windows` and `--window`. A default given as text depends on other options: it is only shown, and None."""
     for name, default, of in (("--windows", windows, "pieces of text"), ("--window", window, "tokens of each piece")):
         value = default if isinstance(default, int) else None
         group.add_argument(name, type=positive, default=value, metavar="N", help=f"{of} (default: {default})")

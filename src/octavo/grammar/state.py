@@ -44,7 +44,7 @@ _LIMITS = (
 
 
 class MaskInTheMaking(Protocol):
-    """One that another thread fills, which has the matcher until then."""
+    """A mask that another thread is filling, to which the matcher belongs until then."""
 
     def result(self) -> Mask | None:
         """Waits for it; None: it could not be filled."""
@@ -214,7 +214,7 @@ class GrammarState:
         self._since_mask = 0
 
     def keep_later(self, mask: MaskInTheMaking) -> None:
-        """The same of one that is not filled yet."""
+        """Remember a mask that is not filled yet."""
         self._pending = mask
 
     def _settle(self) -> None:

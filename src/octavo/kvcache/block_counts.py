@@ -1,4 +1,4 @@
-"""How often each of some blocks is held, in two arrays: what a dictionary takes a microsecond a block for."""
+"""Reference counts of a set of blocks, in two arrays: a dictionary would take a microsecond for each block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.kvcache.block import BlockId, BlockIds
 
 
 class BlockCounts:
-    """Blocks in ascending order, and beside each how often it is held. Every operation takes many blocks at once.
+    """Blocks in ascending order, each with its number of references. Every operation takes many blocks at once.
 
     ids      [ 3 | 7 | 8 | … ]
     counts   [ 1 | 2 | 1 | … ]     never 0
@@ -31,7 +31,7 @@ class BlockCounts:
         return zip(map(BlockId, self._ids.tolist()), self._counts.tolist(), strict=True)
 
     def add(self, blocks: BlockIds) -> None:
-        """Hold each of these once more; none may stand there twice."""
+        """Count one more reference to each of these blocks, which are all different."""
         new = np.sort(blocks)
         if not len(self._ids):
             self._ids, self._counts = new, np.ones(len(new), np.int32)
@@ -44,7 +44,7 @@ class BlockCounts:
             self._counts = np.insert(self._counts, places, 1)
 
     def remove(self, blocks: BlockIds) -> None:
-        """Hold each of these once less; one that stands there twice, twice less. Raises KeyError, changing nothing."""
+        """Drop a reference to each of these; duplicates count. Raises KeyError if one has too few, changing nothing."""
         gone, times = np.unique(blocks, return_counts=True)
         places, known = self._find(gone)
         if not known.all():

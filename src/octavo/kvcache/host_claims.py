@@ -18,7 +18,7 @@ from octavo.kvcache.audit import Findings, in_slices
 
 
 class _Stage(Enum):
-    """How far a slot is that preempted sequences claim, or claimed until its contents are taken back."""
+    """The state of a slot that preempted sequences claim, or claimed until its contents were taken back."""
 
     NOT = "not claimed"
     PLANNED = "planned"  # no step has taken its transfer out
