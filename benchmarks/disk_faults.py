@@ -1,57 +1,71 @@
-"""Kill, damage, restart, load: a disk store must never give a wrong byte, whatever happened to it.
+"""Kill, damage, restart, load: a disk store must never lead to a wrong token, whatever happens to it.
 
     python benchmarks/disk_faults.py [--cycles 10000] [--seed 0] [--out benchmarks/results]
 
-Each cycle forks a process that stores blocks until it is killed with SIGKILL, at a moment drawn at random. Then perhaps
-a bit is flipped, a slab cut, two slots or two headers swapped, a block half overwritten, or the fingerprint or layout
-changed. A restart loads every block that was ever stored: each is right to the last byte, or a miss with a reason.
+Each cycle forks a process that stores blocks, or an engine that serves and stores, and kills it with SIGKILL at a
+random moment. Then a bit may be flipped, a slab truncated, two slots or two headers swapped, a block half overwritten,
+or the fingerprint or layout changed. A restart loads every block that was ever stored: each must be right to the last
+byte, or a miss with a reason. In half of the cycles, and in all in which reads or writes fail or the file system is
+full or read-only, an engine follows: its answers must be those that it computes without a cache.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
 import tempfile
 from collections import Counter
-from hashlib import blake2b
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-from fault_cycles import count_faults, kill_while_storing
-from octavo.kvcache.label import Label
-from octavo.tiers.base import LAYOUT_VERSION, Reason
-from octavo.tiers.disk import ALIGNMENT, DiskMedium
+from fault_cycles import (
+    SHARE_KILLED_SERVING,
+    SHARE_SERVED,
+    WRONG_BLOCKS,
+    count_faults,
+    count_misses,
+    kill_at_work,
+    serving,
+    storing,
+    tiny_models,
+)
+from octavo import LLM
+from octavo.tiers.base import LAYOUT_VERSION
+from octavo.tiers.disk import DiskMedium
 from octavo.tiers.header import HEADER_BYTES
+from octavo.tiers.slabs import ALIGNMENT
 from octavo.tiers.store import Store
+from tiny_models import BLOCK_BYTES, TinyModel
 
-BLOCK_BYTES = 20_000
-SLAB_BYTES = 512 << 10
-SIZE = 2 << 20
-NUM_BLOCKS = 120
-FINGERPRINTS = [b"model-one-------", b"model-two-------"]
-FAULTS = ["none", "none", "bit", "cut", "swap slots", "swap headers", "half a block", "layout", "fingerprint"]
-
-
-def label(number: int) -> Label:
-    return Label(digest(number), digest(number - 1), number.to_bytes(4, "little") * 16)
-
-
-def digest(number: int) -> bytes:
-    return blake2b(struct.pack("<q", number), digest_size=16).digest()
+SLAB_BYTES = 256 << 10
+SIZE = 1 << 20
+DAMAGE = ["bit", "cut", "swap slots", "swap headers", "half a block", "layout", "fingerprint"]
+# Which system calls fail, and with which error.
+ERRORS = {
+    "reads fail": (("preadv",), errno.EIO),
+    "writes fail": (("pwrite",), errno.EIO),
+    "no space": (("pwrite", "posix_fallocate"), errno.ENOSPC),
+    "read-only": (("pwrite", "posix_fallocate"), errno.EROFS),
+}
+FAULTS = ["none", "none", *DAMAGE, *ERRORS]
 
 
-def payload(fingerprint: bytes, number: int) -> bytes:
-    """Of its own for each model: one model's block would be wrong for the other."""
-    return random.Random(fingerprint + struct.pack("<q", number)).randbytes(BLOCK_BYTES)
+def open_disk(folder: Path, model: TinyModel) -> DiskMedium:
+    return DiskMedium(folder, SIZE, model.fingerprint, BLOCK_BYTES)
 
 
-def open_disk(folder: Path, fingerprint: bytes) -> DiskMedium:
-    return DiskMedium(folder, SIZE, fingerprint, BLOCK_BYTES, slab_bytes=SLAB_BYTES)
+def open_engine(folder: Path, model: TinyModel) -> LLM:
+    return model.engine(kv_disk=str(folder), kv_disk_size=SIZE)
 
 
-def damage(folder: Path, fault: str, rng: random.Random) -> None:
+def damage(folder: Path, fault: str, models: list[TinyModel], rng: random.Random) -> None:
     slabs = sorted(folder.glob("*/slab-*.kv"))
-    if not slabs or fault == "none":
+    if not slabs or fault not in DAMAGE:
         return
     slab = rng.choice(slabs)
     slot_bytes = -(-BLOCK_BYTES // ALIGNMENT) * ALIGNMENT
@@ -79,7 +93,7 @@ def damage(folder: Path, fault: str, rng: random.Random) -> None:
             place = 8 if rng.random() < 0.5 else ALIGNMENT + a * HEADER_BYTES + 8
             os.pwrite(file.fileno(), struct.pack("<I", LAYOUT_VERSION + 1), place)
     if fault == "fingerprint":
-        folders = [folder / fingerprint.hex() for fingerprint in FINGERPRINTS]
+        folders = [folder / model.fingerprint.hex() for model in models]
         if all(f.is_dir() for f in folders):
             aside = folder / "aside"
             folders[0].rename(aside)
@@ -91,34 +105,66 @@ def _read(file: int, at: int, count: int) -> bytes:
     return os.pread(file, count, at)
 
 
-def cycle(folder: Path, contents: dict[bytes, list[bytes]], rng: random.Random, totals: Counter[str]) -> None:
-    fingerprint = rng.choice(FINGERPRINTS)
-    blocks = [(label(number), content) for number, content in enumerate(contents[fingerprint])]
-    totals[kill_while_storing(lambda: Store(open_disk(folder, fingerprint)), blocks, rng)] += 1
+@contextmanager
+def trouble(fault: str, rng: random.Random) -> Iterator[None]:
+    """Let half of the fault's system calls raise."""
+    names, code = ERRORS.get(fault, ((), 0))
+    with patch.dict(vars(os), {name: _failing(getattr(os, name), code, rng) for name in names}):
+        yield
+
+
+def _failing(call: Callable[..., Any], code: int, rng: random.Random) -> Callable[..., Any]:
+    def fail(*args: Any) -> Any:
+        if rng.random() < 0.5:
+            raise OSError(code, os.strerror(code))
+        return call(*args)
+
+    return fail
+
+
+def cycle(folder: Path, models: list[TinyModel], rng: random.Random, totals: Counter[str]) -> None:
+    killed = rng.choice(models)
+    if rng.random() < SHARE_KILLED_SERVING:
+        work = serving(killed, lambda: open_engine(folder, killed))
+    else:
+        work = storing(lambda: Store(open_disk(folder, killed)), killed.blocks)
+    totals[kill_at_work(work, rng)] += 1
     fault = rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
-    damage(folder, fault, rng)
-    fingerprint = rng.choice(FINGERPRINTS)
-    medium = open_disk(folder, fingerprint)
+    damage(folder, fault, models, rng)
+    model = rng.choice(models)
+    read_all(folder, model, totals)
+    if fault not in ERRORS and rng.random() > SHARE_SERVED:
+        return
+    with open_engine(folder, model) as llm:
+        with trouble(fault, rng):
+            model.serve(llm, rng, totals)
+        count_misses(llm, totals)
+
+
+def read_all(folder: Path, model: TinyModel, totals: Counter[str]) -> None:
+    """Load and check every block that was ever stored."""
+    medium = open_disk(folder, model)
     try:
-        for number in range(NUM_BLOCKS):
+        for label, content in model.blocks:
             buffer = bytearray(BLOCK_BYTES)
-            (reason,) = medium.read([label(number)], [memoryview(buffer)])
+            (reason,) = medium.read([label], [memoryview(buffer)])
             if reason is None:
-                totals["right" if buffer == contents[fingerprint][number] else "WRONG"] += 1
+                totals["right blocks" if buffer == content else WRONG_BLOCKS] += 1
             else:
-                totals[f"miss: {Reason(reason).value}"] += 1
+                totals[f"miss: {reason.value}"] += 1
     finally:
         medium.close()
 
 
 def run(cycles: int, seed: int) -> Counter[str]:
-    """Counts of what happened over so many cycles."""
-    contents = {f: [payload(f, number) for number in range(NUM_BLOCKS)] for f in FINGERPRINTS}
+    """Run the cycles; returns counts of what happened."""
     rng, totals = random.Random(seed), Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder:
+    # Small slabs for engines as well, so that there are several.
+    small = patch.dict(DiskMedium.__init__.__kwdefaults__, slab_bytes=SLAB_BYTES)
+    with tiny_models(0, 1) as models, small, tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder:
         for _ in range(cycles):
-            cycle(Path(folder), contents, rng, totals)
+            cycle(Path(folder), models, rng, totals)
     return totals
 
 

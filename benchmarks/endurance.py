@@ -1,19 +1,19 @@
-"""Ten minutes of everything at once on a real server: every surviving answer is that of the same request alone.
+"""Run everything at once on a real server for ten minutes: answers must equal those of the same requests alone.
 
     python benchmarks/endurance.py [--seconds 600] [--modes swap/hashed,recompute/radix] [--streams 256]
     python benchmarks/endurance.py --seconds 180 --model smollm2 --streams 32 --questions 40
     python benchmarks/endurance.py --join FILE
 
-Writes benchmarks/results/endurance.md. `octavo serve --deterministic` runs in a process of its own with a pool so small
+Writes benchmarks/results/endurance.md. `octavo serve --deterministic` runs in a separate process with a pool so small
 that sequences are preempted all the time, and with faults in its steps (`faulty_server.py`):
 
-    256 clients, each asks again and again ──┐
+    256 clients, sending again and again ────┐
       1/3 leave at a random moment           │
       some read slowly, some not at all      ├──> octavo serve ──> small pool, faults, a limited queue
     a flood of 300 bodies every ten seconds ─┘
-    what each question is answered alone, on the idle server, before and after
+    the answer to each question alone, on the idle server, before and after
 
-Whatever came of an answer is compared, also where its client left or the request ended with an error.
+All that was received of an answer is compared, even if its client left or the request ended with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import sys
 import tempfile
 import time
@@ -32,10 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import h11
 import httpx
 
 from attacks import write_model
+from endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
 from faulty_server import CURSE
 from octavo.bench.server_process import running_server
 from watched_server import machine, resident, server_on
@@ -70,213 +69,20 @@ POOL = [
     "500",
 ]
 TIMEOUTS = ["--write-timeout", "5", "--body-timeout", "5"]
-# Preemption mode and prefix cache of each round, if nothing else is said.
+# Default preemption mode and prefix cache of each round.
 MODES = "swap/hashed,recompute/radix"
 PREEMPTION_MODES, PREFIX_CACHES = ("auto", "recompute", "swap"), ("hashed", "radix")
 
 
-@dataclass(frozen=True)
-class Question:
-    """A body of which every answer must be the same."""
-
-    path: str
-    body: dict[str, Any]
-
-    @property
-    def streams(self) -> bool:
-        """Whether the server answers it as a stream too."""
-        return not self.body.keys() & {"use_beam_search", "prompt_logprobs"}
-
-
-def questions(rng: random.Random, count: int, words: Sequence[str]) -> list[Question]:
-    """Requests of all kinds; a third begin like others."""
-    families = [[rng.randrange(3, 240) for _ in range(rng.randint(20, 120))] for _ in range(8)]
-    return [_question(rng, i, families, words) for i in range(count)]
-
-
-def _question(rng: random.Random, i: int, families: list[list[int]], words: Sequence[str]) -> Question:
-    own = [rng.randrange(3, 240) for _ in range(rng.randint(1, 150))]
-    prompt: Any = rng.choice([[], [], *families[: 1 + i % 8]]) + own
-    sampled = {"temperature": 0.9, "seed": i, "top_p": 0.95}
-    text = " ".join(rng.choices(words, k=rng.randint(1, 30)))
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(4, 120), "ignore_eos": True, "prompt": prompt}
-    match i % 10:
-        case 0:
-            body |= {"n": 3, **sampled}
-        case 1:
-            body |= {"logprobs": 2, "n": 2, **sampled}
-        case 2:
-            body |= {"n": 2, "use_beam_search": True, "best_of": 4, "max_tokens": rng.randint(4, 40)}
-        case 3:
-            body |= {"prompt": text, "stop": ["e", "zz"], "min_tokens": 5, "ignore_eos": False, **sampled}
-        case 4:
-            body |= {"prompt": [own, own[::-1], own[:1]], "n": 2, "max_tokens": 20, **sampled}
-        case 5:
-            body |= {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {"7": 5}, **sampled}
-        case 6:
-            body |= {"prompt_logprobs": 1, "echo": True, "logprobs": 1}
-        case 7:
-            del body["prompt"]
-            body["messages"] = [{"role": "user", "content": text}]
-            return Question("/v1/chat/completions", body | sampled)
-        case _:
-            body |= sampled if i % 20 > 10 else {}
-    return Question("/v1/completions", body)
-
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-# More than a socket takes in: what a client must read for it to end.
-LONG = {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "logprobs": 5, "seed": 1, "ignore_eos": True}
-
-
-@dataclass
-class Choice:
-    """What has come of one choice."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def begins(self, whole: Choice) -> bool:
-        """Whether this is how `whole` begins; or is it, where it has ended."""
-        if self.finish_reason is not None:
-            return self == whole
-        return (
-            whole.text.startswith(self.text)
-            and whole.token_ids[: len(self.token_ids)] == self.token_ids
-            and whole.logprobs[: len(self.logprobs)] == self.logprobs
-        )
-
-
-@dataclass
-class Reply:
-    """An answer as far as it has come.
-
-    Attributes:
-        status: 0 where none came.
-        error: its code, where it is one or ends with one.
-        is_whole: it came to its end.
-    """
-
-    status: int = 0
-    error: str = ""
-    is_whole: bool = False
-    choices: dict[int, Choice] = field(default_factory=dict)
-
-    def add(self, answer: dict[str, Any]) -> None:
-        if "error" in answer:
-            self.error = answer["error"]["code"] or answer["error"]["type"]
-            return
-        for given in answer["choices"]:
-            choice = self.choices.setdefault(given["index"], Choice())
-            message = given.get("delta") or given.get("message") or {}
-            choice.text += given.get("text") or message.get("content") or ""
-            choice.token_ids += given.get("token_ids") or []
-            logprobs = given.get("logprobs") or {}
-            choice.logprobs += logprobs.get("token_logprobs") or []
-            choice.finish_reason = given.get("finish_reason") or choice.finish_reason
-
-    def is_part_of(self, whole: Reply) -> bool:
-        return all(choice.begins(whole.choices[index]) for index, choice in self.choices.items())
-
-
-def parse(received: bytes) -> Reply:
-    """What the bytes of a connection say, complete or not."""
-    if not received:
-        return Reply()
-    connection = h11.Connection(h11.CLIENT)
-    connection.send(h11.Request(method="POST", target="/", headers=[("Host", "x"), ("Content-Length", "0")]))
-    connection.send(h11.EndOfMessage())
-    connection.receive_data(received)
-    reply, body, streams = Reply(), bytearray(), False
-    while (event := connection.next_event()) is not h11.NEED_DATA:
-        if isinstance(event, h11.Response):
-            reply.status = event.status_code
-            streams = (b"content-type", b"text/event-stream; charset=utf-8") in list(event.headers)
-        elif isinstance(event, h11.Data):
-            body += event.data
-        elif isinstance(event, h11.EndOfMessage):
-            reply.is_whole = True
-            break
-    if streams:
-        events = bytes(body).split(b"\n\n")
-        for piece in events[:-1]:
-            if piece != b"data: [DONE]":
-                reply.add(json.loads(piece[6:]))
-        reply.is_whole = reply.is_whole and events[-2:] == [b"data: [DONE]", b""]
-    elif reply.is_whole:
-        reply.add(json.loads(body))
-    return reply
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a client reads.
-
-    Attributes:
-        leaves_after: seconds; None: it stays.
-        pause: seconds before each piece that it reads, of `piece` bytes.
-    """
-
-    leaves_after: float | None = None
-    pause: float = 0.0
-    piece: int = 65536
-
-
-class Client:
-    """Asks one server."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    async def ask(self, question: Question, key: str, manner: Manner = Manner(), *, stream: bool = True) -> Reply:
-        """Ask on a connection of its own, and read what comes in the given manner."""
-        body = json.dumps({**question.body, "stream": stream, "return_token_ids": True}).encode()
-        lines = [
-            f"POST {question.path} HTTP/1.1",
-            "Host: localhost",
-            "Content-Type: application/json",
-            f"Authorization: Bearer {key}",
-            f"Content-Length: {len(body)}",
-            "Connection: close",
-        ]
-        connection = socket.socket()
-        connection.setblocking(False)
-        if manner.pause:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        loop = asyncio.get_running_loop()
-        received: list[bytes] = []
-        try:
-            async with asyncio.timeout(manner.leaves_after):
-                await loop.sock_connect(connection, ("127.0.0.1", self._port))
-                await loop.sock_sendall(connection, "\r\n".join([*lines, "", ""]).encode() + body)
-                while True:
-                    if manner.pause:
-                        await asyncio.sleep(manner.pause)
-                    if not (piece := await loop.sock_recv(connection, manner.piece)):
-                        break
-                    received.append(piece)
-        except (TimeoutError, ConnectionError):
-            pass
-        finally:
-            connection.close()
-        return parse(b"".join(received))
-
-
 @dataclass
 class Round:
-    """What one server was asked, and what it said.
+    """What one server was sent, and how it answered.
 
     Attributes:
-        asked: bodies sent, whatever became of them.
+        asked: number of bodies sent, however they ended.
         outcomes: how they ended.
-        wrong: answers that are not those of the same request alone.
-        memory: (bodies asked so far, MiB) over time.
+        wrong: answers that differ from those of the same request alone.
+        memory: (bodies sent so far, MiB) over time.
     """
 
     asked: int = 0
@@ -297,7 +103,7 @@ class Load:
         self._rng = random.Random(seed)
         self._usual = 1.0
         self._open = 0
-        # Of running: a benchmark elsewhere on the machine may stop all of this for a while.
+        # Seconds of running time left: a benchmark elsewhere on the machine may stop all of this for a while.
         self._left = 0.0
         self.stops = 0
 
@@ -311,7 +117,7 @@ class Load:
             question, whole = self._rng.choice(self._known)
             draw = self._rng.random()
             if draw < CURSED:
-                # Whatever else it holds: none of it can be computed.
+                # Nothing of such a prompt can be computed.
                 await self._ask(Question("/v1/completions", {"prompt": [*CURSE] * 3, "max_tokens": 4}), Reply(), key)
                 continue
             manner, stream = Manner(), question.streams and self._rng.random() < 0.9
@@ -351,7 +157,7 @@ class Load:
         if reply.error == "engine_dead":
             self._left = 0.0  # nothing more can be learnt
         if reply.status in (429, 503):
-            # As clients do, told to come back later.
+            # As clients do that are told to retry later.
             await asyncio.sleep(0.5)
 
     async def _floods(self) -> None:
@@ -373,7 +179,7 @@ class Load:
 
 
 def operate(port: int, method: str, path: str) -> httpx.Response:
-    """What an operator asks."""
+    """Send an operator's request."""
     headers = {"Authorization": f"Bearer {ADMIN}"}
     return httpx.request(method, f"http://127.0.0.1:{port}{path}", headers=headers, timeout=60)
 
@@ -393,7 +199,7 @@ def counters(port: int) -> dict[str, float]:
 
 
 def settled(port: int, seconds: float = 60.0) -> dict[str, Any]:
-    """The report of the cache once nothing runs and the accounting was audited since."""
+    """The cache's report once nothing runs and its accounting has been audited since."""
     until, audits = time.monotonic() + seconds, None
     while time.monotonic() < until:
         now = counters(port)
@@ -408,7 +214,7 @@ def settled(port: int, seconds: float = 60.0) -> dict[str, Any]:
 
 
 def unexpected(log: str) -> list[str]:
-    """Tracebacks of the log that do not end in an injected fault, and what is said to be critical."""
+    """Tracebacks of the log that do not end in an injected fault, and critical messages."""
     found = [line for line in log.splitlines() if " CRITICAL " in line]
     for part in log.split("Traceback (most recent call last):")[1:]:
         last = next((line for line in part.splitlines() if line and not line.startswith(" ")), "")
@@ -424,7 +230,7 @@ def options_of(mode: str) -> list[str]:
 
 
 def modes(text: str) -> list[str]:
-    """`swap/hashed,recompute/radix` -> its parts; raises `ArgumentTypeError` where one is none."""
+    """`swap/hashed,recompute/radix` -> its parts; raises `ArgumentTypeError` if one is invalid."""
     found = text.split(",")
     for mode in found:
         preemption, _, prefix_cache = mode.partition("/")
@@ -436,7 +242,7 @@ def modes(text: str) -> list[str]:
 
 
 def endure(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One round: a server, its answers alone, the load, and what is left of it."""
+    """Run one round: a server, its answers alone, the load, and what is left behind."""
     keys, log, counts = folder / "keys.toml", folder / "log", folder / "counters"
     calm = folder / "CALM"
     keys.write_text(KEYS)
@@ -497,11 +303,11 @@ def _thinned(memory: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def failings(row: dict[str, Any]) -> list[str]:
-    """What must not be."""
+    """The names of what must not have happened."""
     found = [name for name in ("wrong", "changed", "active", "left", "failed_audits", "unexpected") if row[name]]
     allowed = ["whole", "left", "cut", "429", "503", "200 step_failed", "500 step_failed"]
     if row["stops"]:
-        allowed.append("closed")  # whoever did not read while all stood still
+        allowed.append("closed")  # clients that did not read while everything was stopped
     found += [name for name in row["outcomes"] if not name.startswith(tuple(allowed))]
     return found + (["health"] if row["health"] != {"status": "ok"} else [])
 
@@ -526,7 +332,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 name = args.model or "a tiny model of random weights"
                 if not args.model:
-                    # Wide weights: with narrow ones a token hardly depends on those before it.
+                    # Large weights: with small ones a token hardly depends on those before it.
                     write_model(Path(folder) / "model", CHATML, initializer_range=0.4, max_position_embeddings=1024)
                 rows.append({**endure(mode, args, Path(folder)), "model": name})
                 print(json.dumps(rows[-1], indent=1), flush=True)

@@ -1,11 +1,11 @@
-"""Eviction policies and prefix caches against each other, on a recorded hour of a chat service.
+"""Compare eviction policies and prefix caches on a recorded hour of a chat service.
 
     python benchmarks/eviction_replay.py TRACE.jsonl [--pools 1000 4000 ...] [--out benchmarks/results]
 
 Replays a Mooncake trace through the real `KVCacheManager`, one request after the other: match, admit, commit, forget.
 One hash id of the trace stands for one block, so a block here is 512 tokens of the trace and one token of the replay.
-Every policy meets the same accesses as Belady's optimum, which knows the future, and as a cache without bounds. Times
-are of the processor, not of the clock on the wall.
+Every policy is given the same accesses as Belady's optimum, which knows the future, and as an unbounded cache. Times
+are processor time, not wall-clock time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IMPORTANT_EVERY = 10
 HOST_PER_BLOCK = 4
 
 SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
-# The policy weighs the trace's tokens, not the replay's.
+# The policy must weigh the trace's tokens, not the replay's.
 COST = RecomputeCost(block_size=TOKENS_PER_HASH)
 
 Prompt = tuple[int, ...]
@@ -66,20 +66,20 @@ def options(cache: str, policy: str) -> EngineConfig:
 
 
 def make_requests(prompts: Sequence[Prompt], mixed_priorities: bool) -> list[Request]:
-    """A conversation (all requests with the same second block) is important or not as a whole."""
+    """Make the requests; a conversation (all with the same second block) is important or not as a whole."""
     params = SamplingParams(max_tokens=1)
     requests = []
     for i, prompt in enumerate(prompts):
         conversation = prompt[1] if len(prompt) > 1 else prompt[0]
         important = mixed_priorities and conversation % IMPORTANT_EVERY == 0
-        # A hit never covers the last token, so one follows that is not computed.
+        # A hit never covers the last token, so add one that is not computed.
         tokens = [*prompt, -1]
         requests.append(Request(RequestId(str(i)), tokens, params, priority=-1 if important else 0))
     return requests
 
 
 def replay(manager: KVCacheManager, requests: Sequence[Request]) -> tuple[int, int, int]:
-    """Returns hits, hits of important requests, and references of important requests, all in blocks."""
+    """Replay the requests; returns hits, hits of important requests, and their references, all in blocks."""
     hits = important_hits = important = 0
     for request in requests:
         seq = request.sequences[0]
@@ -111,7 +111,7 @@ def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]
         pool_blocks,
         hits / total,
         important_hits / important if important else 0.0,
-        # Every miss publishes a block: what is not cached at the end was evicted.
+        # Every miss publishes a block: those not cached at the end were evicted.
         total - hits - manager.pool.num_cached,
         1e6 * seconds / total,
     )
@@ -119,7 +119,7 @@ def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]
 
 @dataclass(frozen=True)
 class TieredResult:
-    """One replay over two tiers: shares of block references found on the device, and in host memory."""
+    """One replay over two tiers: the shares of block references found on the device and in host memory."""
 
     policy: str
     pool_blocks: int
@@ -129,10 +129,13 @@ class TieredResult:
 
 
 def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: Sequence[Prompt]) -> TieredResult:
-    """What the device evicts goes to host memory, what a prompt finds there comes up; both evict by the policy."""
+    """Replay with two tiers: blocks evicted from the device go to host memory, and hits there are loaded back.
+
+    Both tiers evict by the policy.
+    """
     config = replace(options("hashed", policy), kv_demotion="on_evict")
     manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks, cost=COST)
-    host = manager.hierarchy.host
+    transfers = manager.hierarchy.transfers
     on_device = in_host = 0
     for request in make_requests(prompts, False):
         seq = request.sequences[0]
@@ -142,8 +145,8 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
         on_device += hit.num_tokens - len(hit.loads)
         if not manager.admit(seq, hit, length - hit.num_tokens):
             raise SystemExit(f"a prompt of {length} blocks does not fit a pool of {pool_blocks}")
-        host.take_transfers()
-        host.complete()
+        transfers.take()
+        transfers.complete()
         seq.num_computed = length
         manager.commit(seq)
         manager.forget(seq)
@@ -153,7 +156,7 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
 
 
 class Recorder:
-    """A policy that writes down what it is asked, so that it can be asked again with nothing else on the clock."""
+    """A policy that records its calls, so that they can be repeated and timed alone."""
 
     def __init__(self, inner: EvictionPolicy) -> None:
         self._inner = inner
@@ -194,7 +197,7 @@ class Recorder:
 
 
 def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """µs per call of each method of a policy, on the calls of a whole replay."""
+    """The µs per call of each method of a policy, over the calls of a whole replay."""
     recorders: list[Recorder] = []
 
     def record(inner: EvictionPolicy) -> Recorder:
@@ -206,7 +209,7 @@ def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -
     replay(manager, make_requests(prompts, False))
     fresh = make_eviction_policy(policy, COST)
     calls = [(getattr(fresh, name), arguments) for name, arguments in recorders[0].operations]
-    # Collecting among a million recorded tuples is no work of the policy's.
+    # Collecting garbage among a million recorded tuples is not the policy's work.
     gc.disable()
     started = time.process_time()
     for call, arguments in calls:
@@ -217,10 +220,10 @@ def us_per_operation(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -
 
 
 def belady(prompts: Sequence[Prompt], pool_blocks: int) -> float:
-    """Hit rate of the optimum (Belady 1966): evict what is asked for again last, and never before what never is.
+    """Hit rate of the optimum (Belady 1966): evict what is never used again, then what is used again last.
 
-    Blocks are taken one by one and none is held by its own request, which bounds every policy from above. A block's
-    next use is never before that of the block it stands on, so the optimum, too, keeps prefixes whole.
+    Blocks are taken one by one and none is held by its own request, which makes this an upper bound for every policy. A
+    block's next use is never before that of its parent, so the optimum, too, keeps prefixes whole.
     """
     references = [block for prompt in prompts for block in prompt]
     never = len(references)

@@ -1,10 +1,10 @@
-"""What a runner in a process of its own costs, beside one in the engine's process.
+"""Measure the cost of a runner in a separate process, compared with one in the engine's process.
 
     python benchmarks/executors.py        about 30 seconds
 
-Two engines over SmolLM2 (GGUF), one with `--executor process`, take turns: some steps of the one, then as many of the
-other. The engine takes what a plan computes from the result and nothing else, so both do the same work; the difference
-is pickling, the pipe, and the other process waking up. Writes benchmarks/results/executors.md.
+Two engines with SmolLM2 (GGUF), one with `--executor process`, alternate: some steps of one, then as many of the other.
+Apart from the result of a plan, the engine needs nothing from the runner, so both do the same work; the difference is
+pickling, the pipe, and the other process waking up. Writes benchmarks/results/executors.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.scheduler.plan import StepPlan, StepResult
 RESULTS = Path(__file__).parent / "results" / "executors.md"
 OPTIONS = {"max_model_len": 4096, "kv_cache_memory": "512MiB", "enable_prefix_caching": False}
 ROUNDS = 3
-# Streams that decode, and steps of each round.
+# Decoding streams, and steps per round.
 DECODING = ((1, 40), (16, 20), (64, 10))
 PROMPT_TOKENS = 2000
 _WARM = 5
@@ -36,7 +36,7 @@ _random = random.Random(1)
 
 @dataclass(frozen=True)
 class Row:
-    """One scenario: the seconds of each step with either executor, and what went through the pipe."""
+    """One scenario: the seconds of each step with either executor, and the size of what goes through the pipe."""
 
     what: str
     here: list[float]
@@ -58,7 +58,7 @@ def prompt(num_tokens: int) -> list[int]:
 
 
 def start(core: EngineCore, streams: int) -> None:
-    """Streams that decode from the next step on."""
+    """Add streams that decode from the next step on."""
     params = SamplingParams(max_tokens=2000, ignore_eos=True, temperature=0.0)
     for _ in range(streams):
         core.add(core.make_request(prompt(16), params))
@@ -82,7 +82,7 @@ def timed(core: EngineCore, count: int) -> list[float]:
 
 
 def through_the_pipe(core: EngineCore, step: Callable[[], object]) -> tuple[int, int, float]:
-    """Bytes of one step's plan and result, and the seconds of pickling and unpickling both."""
+    """The bytes of one step's plan and result, and the seconds of pickling and unpickling both."""
     seen: list[tuple[StepPlan, StepResult]] = []
     execute = core.runner.execute
 
@@ -110,7 +110,7 @@ def decoding(here: EngineCore, apart: EngineCore, streams: int, count: int) -> R
     seconds: dict[int, list[float]] = {id(here): [], id(apart): []}
     for turn in range(ROUNDS):
         for core in (here, apart) if turn % 2 == 0 else (apart, here):
-            core.step()  # the other's weights are in the processor's cache
+            core.step()  # warm-up: the processor's cache holds the other's weights
             seconds[id(core)] += timed(core, count)
     sizes = through_the_pipe(here, here.step)
     for core in (here, apart):
@@ -119,7 +119,7 @@ def decoding(here: EngineCore, apart: EngineCore, streams: int, count: int) -> R
 
 
 def prefilling(here: EngineCore, apart: EngineCore) -> Row:
-    """Steps that compute a prompt of 2,000 tokens each, whole."""
+    """Measure steps that each compute a whole prompt of 2,000 tokens."""
 
     def compute(core: EngineCore) -> list[float]:
         core.add(core.make_request(prompt(PROMPT_TOKENS), SamplingParams(max_tokens=1, ignore_eos=True)))

@@ -1,23 +1,24 @@
-"""Tenants that share one server, first come first served and in turns. The real scheduler and KV cache, no model.
+"""Tenants that share one server, under each scheduling policy. The real scheduler and KV cache, no model.
 
     octavo calibrate-speed --out SPEED
     python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out benchmarks/results]
 
-TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A clock of our own counts what
-the steps would take: by the step times that `octavo calibrate-speed` measured, or without them by the law that the
-scheduler's step-time model once found for SmolLM2 on two cores (`old_device`).
+TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A virtual clock counts the time
+that the steps would take: by the step times that `octavo calibrate-speed` measured or, without them, by the law that
+the scheduler's step-time model once found for SmolLM2 on two cores (`old_device`).
 
 Four scenarios. *Trace*: the file's requests, `--speed` times as fast as they came, so that the server is overloaded.
-*Flood*: six tenants of equal weight, each of which asks for a tenth of what the server can do (the quiet one for a
-fortieth), and one more that asks for ten times the share that it is due. *Weights*: tenants of the weights 1, 1, 2 and
-4, who all ask for more than they are due, one in long prompts, one in long outputs. *Tight*: the same in a pool that
-one of the largest requests nearly fills.
+*Flood*: six tenants of equal weight, each of which requests a tenth of the server's capacity (the quiet one a
+fortieth), and one more that requests ten times its share. *Weights*: tenants with the weights 1, 1, 2 and 4, who all
+request more than their share, one with long prompts, one with long outputs. *Tight*: the same in a pool that one of the
+largest requests nearly fills.
 
-Service is counted here, from what was computed, and not read off the scheduler's own counters: uncached prompt tokens
-and twice the tokens drawn, per weight. Two tenants are compared while both have requests waiting: the difference of
-what they received, over the larger. A window must be so long that a request more or less is a small part of it, or the
-figure says how large requests are and not how fair the scheduler is: here until the two were served ten times the
-largest request of the workload, on average. Windows of fixed length are shown beside them.
+Service is counted here, from what was computed, rather than taken from the scheduler's own counters: uncached prompt
+tokens plus twice the tokens drawn, per weight. Two tenants are compared while both have requests waiting: the
+difference between what they received, divided by the larger. A window must be so long that one request more or less is
+a small part of it; otherwise the figure shows how large requests are, not how fair the scheduler is. Here it lasts
+until the two were served ten times the largest request of the workload, on average. Windows of fixed length are shown
+as well.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ class Job:
 
     @property
     def service(self) -> float:
-        """What it costs, per weight."""
+        """Its cost, per weight."""
         return (self.prompt + 2 * self.output) / self.weight
 
 
 @dataclass
 class Result:
-    """What one policy made of one workload.
+    """How one policy served one workload.
 
     Attributes:
-        differences: of service between tenants that both wait throughout a window of some seconds; sorted.
+        differences: of service between tenants that both wait throughout a window of fixed length; sorted.
         due: the same over windows in which the two were served ten times the largest request.
         ttft_p99: seconds to the first token, by tenant.
         service: received by tenant, at the end of each second.
@@ -101,7 +102,7 @@ def read_trace(path: Path, speed: float) -> list[Job]:
 
 
 def flood(seconds: float, capacity: float, rng: random.Random) -> list[Job]:
-    """Six tenants that ask for a tenth of the capacity each (the quiet one for less), one for ten shares of seven."""
+    """Six tenants that request a tenth of the capacity each (the quiet one less), and one ten times its share."""
 
     def stream(tenant: str, service_per_s: float) -> list[Job]:
         jobs, now = [], 0.0
@@ -117,7 +118,7 @@ def flood(seconds: float, capacity: float, rng: random.Random) -> list[Job]:
 
 
 def weighted(seconds: float, capacity: float, rng: random.Random, longest: int) -> list[Job]:
-    """Four tenants of the weights 1, 1, 2 and 4 that ask for three times what they are due."""
+    """Four tenants with the weights 1, 1, 2 and 4 that request three times their share."""
     shapes = {
         "chat 1": (1.0, (50, 400), (50, 300)),
         "long prompts 1": (1.0, (longest // 2, longest - 100), (20, 100)),
@@ -154,12 +155,12 @@ class Replay:
         self._reached: dict[SequenceId, int] = {}
 
     def run(self, jobs: list[Job], until: float | None = None) -> Result:
-        """Replay the jobs; to their end, or for so many seconds."""
+        """Replay the jobs to their end, or for `until` seconds."""
         scheduler, rng = self.scheduler, random.Random(1)
         weights = {job.tenant: job.weight for job in jobs}
         pending = list(reversed(jobs))
         history: list[dict[str, float]] = []
-        waiting: list[set[str]] = []  # in each second, who had something waiting throughout it
+        waiting: list[set[str]] = []  # in each second, the tenants that had requests waiting throughout it
         still: set[str] | None = None
         while (pending or scheduler.has_work) and (until is None or self.now < until):
             if not scheduler.has_work:
@@ -191,7 +192,7 @@ class Replay:
         seconds = self._device(load)
         self.now += seconds
         for seq, start, length in zip(planned, plan.starts, plan.lengths, strict=True):
-            # A prompt's tokens, each once however often they are computed.
+            # A prompt's tokens count once, however often they are computed.
             before = self._reached.get(seq.seq_id, start)
             reached = min(start + length, seq.num_prompt_tokens)
             self._service[seq.request.tenant] += max(0, reached - before)
@@ -226,7 +227,7 @@ class Replay:
 
 
 def difference(history: list[dict[str, float]], start: int, end: int, a: str, b: str) -> float:
-    """Of what two tenants received between two moments, over the larger."""
+    """The difference between what two tenants received from `start` to `end`, divided by the larger."""
     got = [history[end].get(tenant, 0.0) - history[start].get(tenant, 0.0) for tenant in (a, b)]
     return abs(got[0] - got[1]) / max(*got, 1.0)
 

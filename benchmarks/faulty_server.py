@@ -1,11 +1,11 @@
-"""`octavo serve` in whose steps something raises now and then, as `endurance.py` runs it.
+"""Run `octavo serve` with steps that raise now and then, for `endurance.py`.
 
     python benchmarks/faulty_server.py LOG COUNTERS SHARE serve …
 
-Before and after planning and computing a step it raises with the probability SHARE each, now and then twice in a row,
-and when a sequence's blocks are published with a hundredth of that. A prompt that holds `CURSE` cannot be computed at
-all. Admission holds back no blocks for those that run, so that they are preempted all the time. The log goes to LOG,
-and what was counted, as JSON, to COUNTERS when the server has ended.
+It raises before and after planning and computing a step, with probability SHARE each and sometimes twice in a row, and
+when a sequence's blocks are published, with a hundredth of that. A prompt that contains `CURSE` cannot be computed at
+all. Admission reserves no blocks for running sequences, so that they are preempted all the time. The log goes to LOG,
+and the counters, as JSON, to COUNTERS when the server has ended.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# Token ids that no other prompt of the benchmark holds.
+# Token ids that no other prompt of the benchmark contains.
 CURSE = (250, 251, 252, 253)
-# Of the faults, how many come with another right behind. Never three in a row: an engine that fails to compute a token
-# of nobody's three times takes itself for dead, as it should.
+# The share of faults that are followed by another one. There are never three in a row: an engine whose probe, a request
+# of its own, fails three times rightly considers itself dead.
 PAIRS = 0.1
 
 
 class Faults:
-    """Decides when something raises. Nothing does while the file `CALM` exists beside the log."""
+    """Decides when something raises. Nothing does while the file `CALM` exists next to the log."""
 
     def __init__(self, share: float, calm: Path) -> None:
         self.counts: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class Faults:
         self._again = False
 
     def strike(self, place: str, share: float = 1.0) -> None:
-        """Raise, perhaps."""
+        """Raise with the given probability."""
         if self._in_a_row == 1 and self._again:
             self._again = False
         elif self._in_a_row >= 2 or self._rng.random() >= self._share * share or self._calm.exists():
@@ -74,7 +74,7 @@ class Faults:
         setattr(owner, name, replaced)
 
     def curse(self, owner: Any) -> None:
-        """Raise for every plan that computes the curse."""
+        """Raise for every plan that computes `CURSE`."""
         original = owner.execute
 
         def replaced(this: Any, plan: Any) -> Any:
@@ -90,7 +90,7 @@ class Faults:
         owner.execute = replaced
 
     def remember(self, owner: type) -> None:
-        """Keep the scheduler, for its counters."""
+        """Keep a reference to the scheduler, for its counters."""
         original: Callable[..., Any] = owner.schedule  # type: ignore[attr-defined]
 
         def replaced(this: Any) -> Any:

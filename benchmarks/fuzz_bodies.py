@@ -1,11 +1,11 @@
-"""Random bodies for every endpoint of a real server: valid ones, invalid ones, and those at the limits.
+"""Send random bodies to every endpoint of a real server: valid ones, invalid ones, and some at the limits.
 
     python benchmarks/fuzz_bodies.py --seed 1 --count 10000 [--rows FILE]
     python benchmarks/fuzz_bodies.py --join FILE            writes benchmarks/results/fuzz_bodies.md
 
-A tiny random model behind `octavo serve`, so that most of the time goes into requests and not into the model. Body i of
-seed s depends on nothing else: `--show I` prints it. Looked for: any 5xx, any answer that is no error object where the
-status says error, a stall of another tenant's stream, memory that grows. Exits with 1 where an answer was wrong.
+The server runs a tiny random model, so that most of the time is spent on requests and not in the model. A body depends
+only on the seed and its index; `--show I` prints it. Faults are any 5xx, an error status without an error object, a
+stall of another tenant's stream, and growing memory. Exits with 1 if an answer was wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from watched_server import Watched, head, machine, watched_server
 RESULTS = Path(__file__).parent / "results" / "fuzz_bodies.md"
 VOCAB_SIZE, MAX_MODEL_LEN = 256, 512
 CONNECTIONS = 12
-# Bodies after which the server has all that it keeps: caches, threads, worker processes.
+# After this many bodies the server has all that it keeps: caches, threads, worker processes.
 WARM_UP = 2000
 SERVER = [
     *("--dtype", "float32", "--num-blocks", "2048", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "64"),
@@ -72,7 +72,7 @@ class Bodies:
         if rng.random() < 0.02:
             return rng.choice(["GET", "DELETE", "PUT", "POST", "HEAD"]), _odd_path(rng), b"", False
         path, make = rng.choices(list(ENDPOINTS.items()), [6, 4, 2, 1])[0]
-        # Most fields are right, or nearly all bodies would be refused for the first that is not.
+        # Most fields are valid; otherwise nearly all bodies would be rejected for the first that is not.
         faults = rng.choice([0.0, 0.0, 0.02, 0.2])
         body = json.dumps(make(_Values(rng, faults))).encode()
         if rng.random() < 0.04:
@@ -82,7 +82,7 @@ class Bodies:
 
 @dataclass
 class _Values:
-    """Values for fields: `faults` is the share of those that are of the wrong kind or out of range."""
+    """Values for fields; `faults` is the share that are of the wrong kind or out of range."""
 
     rng: random.Random
     faults: float
@@ -94,7 +94,7 @@ class _Values:
         return {name: self.odd() if self.rng.random() < self.faults else makers[name](self) for name in names}
 
     def odd(self, depth: int = 0) -> Any:
-        """Anything that JSON can say."""
+        """Anything that JSON can represent."""
         rng = self.rng
         kind = rng.randrange(8 if depth < 4 else 5)
         if kind == 0:
@@ -213,7 +213,7 @@ _SHARED: dict[str, Callable[[_Values], Any]] = {
     "bad_words": lambda v: v.rng.choice([None, [], ["x"]]),
     "unknown": lambda v: 1,
 }
-# What most bodies leave out, or few would be served.
+# Most bodies leave these out; otherwise few would be served.
 _RARE = {
     "unknown",
     "guided_json",
@@ -310,7 +310,7 @@ def _damaged(rng: random.Random, body: bytes) -> bytes:
 
 @dataclass
 class Found:
-    """What the bodies of a seed brought about."""
+    """What the bodies of a seed caused."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     left: int = 0
@@ -356,7 +356,7 @@ async def fuzz(server: Watched, bodies: Bodies, count: int) -> Found:
 
 
 async def _answer(reader: asyncio.StreamReader, method: str) -> tuple[int, bytes, bool]:
-    """(status, body, whether the connection goes on)."""
+    """(status, body, whether the connection stays open)."""
     lines = (await reader.readuntil(b"\r\n\r\n")).lower()
     status = int(lines[9:12])
     goes_on = b"\r\nconnection: close" not in lines

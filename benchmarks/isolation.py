@@ -1,12 +1,11 @@
-"""Whether a tenant can find out, by `cached_tokens` or by the clock, what another tenant has sent.
+"""Test whether a tenant can find out, from `cached_tokens` or by timing, what another tenant has sent.
 
     python benchmarks/isolation.py --store hashed      and radix; each writes its part of the results
 
-Over HTTP, with two keys. In each trial the victim sends a random prompt. Then
-the probing tenant sends that prompt, and one that nobody has sent; and the victim does the same. Each takes the time to
-the first token. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC curve (AUC)
-is 0.5 where the times say nothing. The victim's own times are the control: they must tell hits apart, or the
-measurement could not have.
+Over HTTP, with two keys. In each trial the victim sends a random prompt. Then the probing tenant sends that prompt and
+one that nobody has sent, and so does the victim. The time to the first token is measured. An attacker who takes fast
+answers for cached ones is a classifier; its area under the ROC curve (AUC) is 0.5 if the times reveal nothing. The
+victim's own times are the control: if they did not tell hits apart, the measurement could not either.
 
 Every trial also counts cached tokens: the prober's must be 0, with any `cache_salt` that it may forge.
 """
@@ -42,11 +41,11 @@ FORGED_SALTS = ("victim", "tenant", "sk-victim", "", cache_scope("victim", None,
 
 @dataclass
 class Findings:
-    """What one store let through.
+    """What one store revealed.
 
     Attributes:
-        own_cached, other_cached: most cached tokens that the victim and the prober were told in any trial.
-        forged_cached: the prober's, over all forged salts.
+        own_cached, other_cached: most cached tokens reported to the victim and to the prober in any trial.
+        forged_cached: most reported to the prober, over all forged salts.
         cross, control: (seconds of prompts that the victim had sent, seconds of fresh ones).
     """
 
@@ -68,7 +67,7 @@ class Findings:
 
 
 def auc(known: list[float], fresh: list[float]) -> float:
-    """The probability that a prompt sent before is answered faster than a fresh one; half for a tie."""
+    """The probability that a prompt sent before is answered faster than a fresh one; ties count half."""
     times = np.concatenate([known, fresh])
     ranks = np.empty(len(times))
     ranks[np.argsort(times, kind="stable")] = np.arange(1, len(times) + 1)
@@ -78,26 +77,24 @@ def auc(known: list[float], fresh: list[float]) -> float:
     return float(beaten / (len(known) * len(fresh)))
 
 
-def auc_range(known: list[float], fresh: list[float], rounds: int = 1000) -> tuple[float, float]:
-    """A 95 % interval of the AUC, by bootstrap."""
+def auc_range(known: list[float], fresh: list[float], rounds: int = 100) -> tuple[float, float]:
+    """A 95 % confidence interval of the AUC, by bootstrap."""
     rng = np.random.default_rng(0)
     first, second = np.array(known), np.array(fresh)
-    found = [
-        auc(list(rng.choice(first, len(first))), list(rng.choice(second, len(second)))) for _ in range(rounds // 10)
-    ]
+    found = [auc(list(rng.choice(first, len(first))), list(rng.choice(second, len(second)))) for _ in range(rounds)]
     low, high = np.percentile(found, [2.5, 97.5])
     return float(low), float(high)
 
 
 class Tenant:
-    """Sends prompts with one key over a connection that is kept."""
+    """Sends prompts with one key over a persistent connection."""
 
     def __init__(self, port: int, key: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._headers = {"Content-Type": "application/json", "x-api-key": key}
 
     def send(self, prompt: list[int], **fields: Any) -> tuple[float, int]:
-        """Seconds to the (only) token, and the cached tokens of the usage."""
+        """Send a prompt; returns the seconds to the (only) token and the cached tokens of the usage."""
         body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields})
         began = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, self._headers)
@@ -139,7 +136,7 @@ def probe_prefix_cache(store: str, trials: int, model: str) -> Findings:
 
 
 def one_trial(found: Findings, rng: random.Random, victim: Tenant, prober: Tenant) -> None:
-    """In random order, so that what drifts with time says nothing."""
+    """Run one trial, in random order so that drift over time has no effect."""
     secret = random_prompt(rng)
     victim.send(secret)
     asked: list[tuple[Tenant, list[int], list[float]]] = [

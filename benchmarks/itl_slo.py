@@ -3,12 +3,12 @@
     python benchmarks/itl_slo.py [--slo off 50 100] [--out benchmarks/results]
 
 Eight streams decode; then a prompt of 8,000 tokens arrives. From then until its first token, the time between two
-tokens of each stream is taken, as the thread that steps the engine sees it: scheduling, the model, sampling and
-detokenising. What it costs the long prompt is the time to its first token, beside the time that it takes alone. The
-model that sizes chunks begins empty in each engine: its first steps count like all others.
+tokens of each stream is measured as the thread that steps the engine sees it: scheduling, the model, sampling and
+detokenising. The cost for the long prompt is its time to the first token, compared with the time that it takes alone.
+The model that sizes chunks starts empty in each engine: its first steps count like all others.
 
-With `--out`, what was measured takes the place of the same rows of an earlier run, so that each SLO can be measured by
-a command of its own.
+With `--out`, the results replace the same rows of an earlier run, so that each SLO can be measured by a separate
+command.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add(llm: LLM, tokens: int, max_tokens: int, rng: random.Random) -> Request:
 
 
 def first_token(llm: LLM, request: Request) -> tuple[float, list[float]]:
-    """Steps until a request has its first token: seconds until then, and of each step on the way."""
+    """Step until a request has its first token; returns the seconds until then, and those of each step."""
     began = last = time.perf_counter()
     steps = []
     while not request.sequences[0].num_output_tokens:
@@ -73,7 +73,7 @@ def measure(arguments: argparse.Namespace, slo_ms: float | None) -> Result:
             llm.core.step()
         seconds, steps = first_token(llm, add(llm, arguments.prompt_tokens, 1, rng))
         first_tokens.append(seconds)
-        # Every stream has its token in every step.
+        # Every stream gets a token in every step.
         gaps += [step for step in steps for _ in streams]
         for request in streams:
             llm.core.abort(request.request_id)

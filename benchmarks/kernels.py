@@ -1,14 +1,14 @@
-"""Speeds of the C++ kernels beside oneDNN's and the machine's limit: matrix products and row-wise operations.
+"""Speeds of the C++ kernels against oneDNN's and the machine's limits: matrix products and row-wise operations.
 
     python benchmarks/kernels.py [--num-threads N] [--only products] [--seconds X] [--json]
 
 For attention see `octavo bench attention`, for the limits alone `octavo bench limits`.
 
-Figures are medians of calls in turns. GB/s counts each byte of weights or activations once; GFLOP/s counts a
+Figures are medians of alternating calls. GB/s counts each byte of weights or activations once; GFLOP/s counts a
 multiply-add as two. Products cycle through more weights than second-level caches hold. `limit` is how close a row comes
 to the machine's limit: the least time that torch takes to read as many bytes, or to multiply as much in a matrix of
 2048 x 2048, whichever is longer; limits are the best of calls made just before each shape. Quantised weights are
-measured against int8 products, the most that the machine has, though tiles of AMX multiply them as bf16.
+compared with int8 products, the machine's fastest, although AMX tiles multiply them as bf16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
 
 QUANTISED: tuple[kernels.WeightFormat, ...] = ("Q4_0", "Q4_1", "Q8_0")
-# SmolLM2-135M's qkv, output, gate-up, down and logits, and one of a wider model's.
+# The qkv, output, gate-up, down and logits products of SmolLM2-135M, and one of a wider model.
 MODEL_SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (4096, 4096))
 ROWS = (1, 4, 8, 16, 64, 256, 2048)
 MOST_LOGITS = 64  # rows that become logits in one step
@@ -40,7 +40,7 @@ PRODUCT_SIZE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one call of a kernel has to do at least."""
+    """The least that one call of a kernel has to do."""
 
     nbytes: int
     flops: int = 0
@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine does at most, in units a second."""
+    """The most that this machine can do, per second."""
 
     read: float  # bytes of `WEIGHT_BYTES`
     read_cache: float  # bytes of `CACHE_BYTES`
@@ -115,7 +115,7 @@ def measure(calls: Mapping[str, tuple[Sequence[Call], Work]], limits: Limits, se
 
 
 def copies(weight: kernels.PackedWeight) -> list[kernels.PackedWeight]:
-    """As many of the weight as are cycled through."""
+    """As many copies of the weight as products cycle through."""
     all_of_them = [weight]
     for _ in range(WEIGHT_BYTES // weight.nbytes):
         another = kernels.PackedWeight.empty(weight.format, weight.outputs, weight.inputs)

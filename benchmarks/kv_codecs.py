@@ -1,12 +1,12 @@
-"""Speed of every KV-cache codec beside bfloat16: `python benchmarks/kv_codecs.py [--only decode|prefill|engine]`.
+"""Speed of every KV-cache codec against bfloat16: `python benchmarks/kv_codecs.py [--only decode|prefill|engine]`.
 
-Three parts, under five minutes together on two cores, all in turns so that a busy minute falls on all codecs alike:
+Three parts, under five minutes together on two cores. Codecs alternate, so that a busy minute affects all alike:
 
     decode     attention alone, 64 sequences of 4,000 tokens from DRAM, one new token each
     prefill    attention alone, the last 2,048 tokens of a prompt
     engine     whole requests of SmolLM2-135M, short ones and long ones
 
-Ratios are speeds relative to bfloat16's: the median over the rounds of the ratio within a round. Prints tables, and one
+Ratios are speeds relative to bfloat16: the median over the rounds of the ratio within a round. Prints tables, and one
 JSON object on the last line.
 """
 
@@ -29,7 +29,8 @@ from octavo.bench.timing import Timing, interleaved, paired_ratio, threads
 from octavo.bench.workload import BenchRequest
 from octavo.planner.machine import default_num_threads
 
-CODECS = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
+BASELINE = "bfloat16"
+CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
 TARGETS = {"fp8_e4m3": 1.6, "fp8_e5m2": 1.6, "int8": 1.6, "int4": 2.4}
 PARTS = ("decode", "prefill", "engine")
 # Requests of the engine part: how many, prompt tokens, output tokens.
@@ -38,18 +39,20 @@ WORKLOADS = {"short": (24, 64, 32), "long": (6, 2000, 48)}
 Row = dict[str, object]
 
 
-def attention(kind: str, heads: HeadCounts, seqs: int, context: int, seconds: float, exact: bool) -> list[Row]:
+def attention(
+    kind: str, codecs: Sequence[str], heads: HeadCounts, seqs: int, context: int, seconds: float, exact: bool
+) -> list[Row]:
     new_tokens = 1 if kind == "decode" else min(2048, context)
     cases = {
         codec: AttentionCase(
             "decode" if kind == "decode" else "prefill", "native", heads, codec, seqs, context, new_tokens
         )
-        for codec in CODECS
+        for codec in codecs
     }
     backend = NativeAttention(exact=exact)
     calls = {codec: case.calls(16, case.num_layers(DRAM_BYTES), backend) for codec, case in cases.items()}
     timings = interleaved(calls, seconds=seconds)
-    return [attention_row(cases[codec], timings[codec], timings[CODECS[0]]) for codec in CODECS]
+    return [attention_row(cases[codec], timings[codec], timings[BASELINE]) for codec in codecs]
 
 
 def attention_row(case: AttentionCase, timing: Timing, bfloat16: Timing) -> Row:
@@ -64,30 +67,33 @@ def attention_row(case: AttentionCase, timing: Timing, bfloat16: Timing) -> Row:
     }
 
 
-def engine(model: str, rounds: int, deterministic: bool) -> list[Row]:
+def engine(
+    model: str, codecs: Sequence[str], workload_names: Sequence[str], rounds: int, deterministic: bool
+) -> list[Row]:
     chance = random.Random(0)
     workloads = {
         name: [BenchRequest([chance.randrange(1000, 40000) for _ in range(prompt)], output) for _ in range(count)]
         for name, (count, prompt, output) in WORKLOADS.items()
+        if name in workload_names
     }
     llms = {
         codec: LLM(
             model,
-            kv_cache_dtype="auto" if codec == "bfloat16" else codec,
+            kv_cache_dtype="auto" if codec == BASELINE else codec,
             kv_cache_memory="512MiB",
             max_num_seqs=64,
             enable_prefix_caching=False,
             deterministic=deterministic,
         )
-        for codec in CODECS
+        for codec in codecs
     }
     rows: list[Row] = []
     for name, requests in workloads.items():
-        taken: dict[str, list[float]] = {codec: [] for codec in CODECS}
-        for codec in CODECS:
+        taken: dict[str, list[float]] = {codec: [] for codec in codecs}
+        for codec in codecs:
             run_once(llms[codec], [BenchRequest(requests[0].prompt_token_ids[:64], 4)])
         for number in range(rounds):
-            for codec in CODECS if number % 2 == 0 else reversed(CODECS):
+            for codec in codecs if number % 2 == 0 else reversed(codecs):
                 start = time.perf_counter()
                 run_once(llms[codec], requests)
                 taken[codec].append(time.perf_counter() - start)
@@ -99,10 +105,10 @@ def engine(model: str, rounds: int, deterministic: bool) -> list[Row]:
                 "s": round(statistics.median(taken[codec]), 2),
                 "tokens/s": round(count * (prompt + output) / statistics.median(taken[codec])),
                 "of bfloat16": round(
-                    statistics.median(a / b for a, b in zip(taken[CODECS[0]], taken[codec], strict=True)), 3
+                    statistics.median(a / b for a, b in zip(taken[BASELINE], taken[codec], strict=True)), 3
                 ),
             }
-            for codec in CODECS
+            for codec in codecs
         ]
     return rows
 
@@ -118,6 +124,8 @@ def show(rows: Sequence[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="may be given twice (default: all parts)")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=CODECS, help="beside bfloat16 (all)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="of the engine part")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each codec and case of attention (2)")
     parser.add_argument("--rounds", type=int, default=2, help="of the engine part (2)")
     parser.add_argument("--model", default="smollm2")
@@ -125,6 +133,7 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="also attention with Llama 3.1 8B's heads")
     arguments = parser.parse_args()
     parts = arguments.only or PARTS
+    codecs = (BASELINE, *arguments.codecs)
     count = default_num_threads()
     rows: list[Row] = []
 
@@ -139,14 +148,20 @@ def main() -> None:
             if "decode" in parts:
                 add(
                     attention(
-                        "decode", heads, 64 if heads == SMALL else 8, 4000, arguments.seconds, arguments.deterministic
+                        "decode",
+                        codecs,
+                        heads,
+                        64 if heads == SMALL else 8,
+                        4000,
+                        arguments.seconds,
+                        arguments.deterministic,
                     )
                 )
             if "prefill" in parts:
                 for context in (512, 2048, 8192):
-                    add(attention("prefill", heads, 1, context, arguments.seconds / 2, arguments.deterministic))
+                    add(attention("prefill", codecs, heads, 1, context, arguments.seconds / 2, arguments.deterministic))
     if "engine" in parts:
-        add(engine(arguments.model, arguments.rounds, arguments.deterministic))
+        add(engine(arguments.model, codecs, arguments.workloads, arguments.rounds, arguments.deterministic))
     print(json.dumps({"bench": "kv_codecs", "isa": kernels.isa(), "threads": count, "read_gb_s": read, "rows": rows}))
 
 

@@ -1,11 +1,11 @@
-"""What the live page costs: the engine while one is open, and a browser that draws 100,000 blocks.
+"""Measure what an open live page costs the engine, and a browser that draws 100,000 blocks.
 
     python benchmarks/live_page.py        # 20 seconds; the browser's part needs chromium
 
-A look is taken on the engine's thread between two steps, and what it found is put in words on the event loop, which
-shares the interpreter with it. Both are timed over a scheduler of 64 running sequences in a full pool, ten steps from
-one look to the next, and counted as a share of the time between two looks (`octavo.server.live_page`). With no page
-open nothing of it is done (tests/server/test_live_page.py).
+The engine's thread takes a look between two steps, and the event loop, which shares the interpreter with it, serialises
+what it found. Both are timed with a scheduler of 64 running sequences in a full pool and ten steps from one look to the
+next, and given as shares of the time between two looks (`octavo.server.live_page`). With no page open, none of this is
+done (tests/server/test_live_page.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.live_page import _SHARE, INTERVAL_S, _event
+from octavo.server.live_page import MOST_PAGES, _event, pause
 
 STEPS_BETWEEN = 10
 PAGE = Path(__file__).parents[1] / "src" / "octavo" / "server" / "static"
 
 
 def busy_scheduler(num_blocks: int, num_seqs: int) -> Scheduler:
-    """One whose sequences have prompts that fill most of the pool."""
+    """A scheduler whose sequences have prompts that fill most of the pool."""
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=num_seqs, max_num_batched_tokens=65_536)
     spec = KVCacheSpec.build(find_shape("smollm2").kv_layers, 16, "bfloat16")
     kv = assemble_cache(config, spec, num_blocks)
@@ -54,7 +54,8 @@ def step(scheduler: Scheduler) -> None:
 
 
 def engine_cost(num_blocks: int, num_seqs: int, looks: int) -> dict[str, float]:
-    """Milliseconds of a look and of its words, and both as shares of the time between two looks."""
+    """Milliseconds of a look and of its serialisation, looks a second, and the share of the time that all pages take,
+    with one page and with as many as can be open."""
     scheduler, view = busy_scheduler(num_blocks, num_seqs), LiveView()
     view.look(scheduler)
     taken, worded = [], []
@@ -68,20 +69,18 @@ def engine_cost(num_blocks: int, num_seqs: int, looks: int) -> dict[str, float]:
         taken.append(looked - began)
         worded.append(time.perf_counter() - looked)
     look, words = statistics.median(taken), statistics.median(worded)
-    between = max(INTERVAL_S, (look + words) / _SHARE)
-    return {
-        "blocks": num_blocks - 1,
-        "look_ms": 1e3 * look,
-        "words_ms": 1e3 * words,
-        "looks_per_s": 1 / between,
-        "share": (look + words) / between,
-    }
+    figures = {"blocks": num_blocks - 1, "look_ms": 1e3 * look, "words_ms": 1e3 * words}
+    for num_pages in (1, MOST_PAGES):
+        between = pause(look + words, num_pages)
+        figures |= {f"looks_per_s_{num_pages}": 1 / between, f"share_{num_pages}": num_pages * (look + words) / between}
+    return figures
 
 
 FRAMES = """(() => {
   spec = {num_blocks: %(blocks)d + 1, block_size: 16, block_bytes: 1024, host_blocks: 0};
   layOut();
   counters = [0, 0, 0, 0, 0, 0];
+  tiers = [];
   owners = new Uint16Array(spec.num_blocks);
   codes = new Uint8Array(spec.num_blocks);
   const frame = (share) => {
@@ -108,7 +107,7 @@ def frame_times(blocks: int) -> dict[str, float]:
     from tests.server.chromium import chromium
 
     with chromium() as page:
-        # The page without its server: the script fails to connect, and draws all the same.
+        # The page without its server: the script fails to connect, but draws all the same.
         page.open((PAGE / "page.html").as_uri())
         page.wait_for("document.readyState === 'complete'")
         page.value("document.head.insertAdjacentHTML('beforeend', '<style>canvas{width:1200px}</style>')")

@@ -1,11 +1,11 @@
 """Thrash under oversubscription: `python benchmarks/preemption.py`. The real scheduler and KV cache, no model.
 
-Requests wait from the start, more than the pool can hold at their full length: `--oversubscription` times as many run
-at once as it could. A runner that draws token 7 for everyone plays the model, and a clock of our own counts what the
-steps would take: a fixed part (weights are read once a step), a part per token computed, a part per token of context
-read, and a part per block moved. Every token computed that had been computed before is counted, exactly.
+All requests wait from the start, and `--oversubscription` times as many run at once as the pool can hold at their full
+length. A runner that draws token 7 replaces the model, and a virtual clock counts the time that the steps would take: a
+fixed part (weights are read once per step), a part per computed token, a part per context token read, and a part per
+block moved. Every token that is computed again is counted, exactly.
 
-The first row is what issue 4 compares with: the latest arrival yields, is recomputed, and no block is held back.
+The first row is the baseline of issue 4: the latest arrival is preempted and recomputed, and no block is held back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds; the shape of a 135M-parameter model on two cores: 8 ms of weights, 1,000 tokens/s of prefill."""
+    """Seconds, like those of a 135M-parameter model on two cores: 8 ms of weights, 1,000 tokens/s of prefill."""
 
     step: float = 8e-3
     token: float = 1e-3
@@ -41,7 +41,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Setup:
-    """One row of the table; a watermark and a headroom of 0 hold nothing back."""
+    """One row of the table; with a watermark and a headroom of 0, nothing is held back."""
 
     name: str
     victim: Literal["latest", "lowest_priority", "cheapest"] = "lowest_priority"
@@ -91,7 +91,7 @@ def measure(setup: Setup, arguments: argparse.Namespace, cost: StepCost) -> Resu
         headroom_tokens=setup.headroom,
     )
     for i, (prompt, output) in enumerate(requests):
-        # Clients ask for more than they get: the scheduler knows the limit, not the length.
+        # Clients request more tokens than they get: the scheduler knows the limit, not the length.
         params = SamplingParams(max_tokens=arguments.max_tokens or output, stop_token_ids=[8])
         scheduler.add(Request(RequestId(f"r{i}"), prompt, params, arrival_time=float(i)))
     lengths = {RequestId(f"r{i}"): output for i, (_, output) in enumerate(requests)}
@@ -123,7 +123,7 @@ def account(plan: StepPlan, result: Result, reached: dict[SequenceId, int], cost
 
 
 def play_runner(drawing: list[Sequence], lengths: dict[RequestId, int]) -> StepResult:
-    """Token 8 ends a sequence, at the length that the workload gave it."""
+    """Draw token 8, which ends a sequence, at the length that the workload has set."""
     ends = (seq.num_output_tokens + 1 >= lengths[seq.request.request_id] for seq in drawing)
     return StepResult(tuple(8 if end else 7 for end in ends))
 

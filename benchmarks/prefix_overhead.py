@@ -1,9 +1,9 @@
-"""What prefix caching costs where nothing is shared: `python benchmarks/prefix_overhead.py [--out benchmarks/results]`.
+"""The cost of prefix caching if nothing is shared: `python benchmarks/prefix_overhead.py [--out benchmarks/results]`.
 
 Unique prompts go through the real scheduler and KV cache, arriving as others end, in a pool small enough that blocks
-are evicted all the time. A runner that draws token 7 for everyone plays the model, so all that is timed is bookkeeping.
-The difference to no caching is set against the time that a model would take for the same steps. One JSON object on the
-last line of standard output.
+are evicted all the time. A runner that always draws token 7 replaces the model, so that only bookkeeping is timed. The
+difference from no caching is compared with the time that a model would take for the same steps. Prints one JSON object
+on the last line of standard output.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for prefix_overhead.md")
     arguments = parser.parse_args()
     variants = [("none", "lru"), ("hashed", "lru"), ("hashed", "cost"), ("radix", "lru"), ("radix", "cost")]
-    # In turns, so that a busy minute of the machine falls on all alike; the least disturbed run of each counts.
+    # Alternating, so that a busy minute of the machine affects all alike; the least disturbed run of each counts.
     runs = [[run(CACHES[cache], policy, arguments) for cache, policy in variants] for _ in range(arguments.runs)]
     best = [min((turn[i] for turn in runs), key=lambda r: r["seconds"]) for i in range(len(variants))]
     rows = []

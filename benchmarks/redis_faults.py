@@ -1,11 +1,12 @@
-"""Kill, slow down, damage, plant, load: a store in Redis must never give a wrong byte, whatever happened to it.
+"""Kill, slow down, damage, plant, load: a store in Redis must never lead to a wrong token, whatever happens to it.
 
     python benchmarks/redis_faults.py [--cycles 10000] [--seed 0] [--out benchmarks/results]
 
-Each cycle forks a server of a model that stores blocks in a Redis of the benchmark's own until it is killed with
-SIGKILL, at a moment drawn at random. Then perhaps a value is damaged, exchanged for another, half overwritten, or
-planted by somebody without the secret; or Redis is out of memory, dies or stands still while blocks are loaded. Another
-server loads every block that was ever stored: each is right to the last byte, or a miss with a reason.
+Each cycle forks a process that stores blocks in a private Redis, or an engine that serves and stores, and kills it with
+SIGKILL at a random moment. Then a value may be damaged, swapped with another, half overwritten, or planted by someone
+without the secret; or Redis is out of memory, dies or hangs while blocks are loaded. Every block that was ever stored
+is loaded: each must be right to the last byte, or a miss with a reason. In half of the cycles an engine meets that
+fault first, and must answer requests as it would without a cache.
 """
 
 from __future__ import annotations
@@ -15,49 +16,51 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import redis
 
-from fault_cycles import count_faults, kill_while_storing
-from octavo.kvcache.label import Label
+from fault_cycles import (
+    SHARE_KILLED_SERVING,
+    SHARE_SERVED,
+    WRONG_BLOCKS,
+    count_faults,
+    count_misses,
+    kill_at_work,
+    serving,
+    storing,
+    tiny_models,
+)
+from octavo import LLM
 from octavo.tiers.base import LAYOUT_VERSION
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium
 from octavo.tiers.store import Store
 from redis_process import RedisProcess, redis_process
+from tiny_models import BLOCK_BYTES, TinyModel
 
-BLOCK_BYTES = 4_000
-NUM_BLOCKS = 60
-FINGERPRINTS = [b"model-one-------", b"model-two-------"]
 SECRET = "only the servers know it"
 DAMAGE = ["bit", "cut", "longer", "swap", "half a value", "unsigned", "another secret", "list", "fingerprint", "layout"]
 FAULTS = ["none", "none", *DAMAGE, "out of memory", "evicts", "dies", "stands still"]
 SECONDS = 10.0
 
 
-def label(number: int) -> Label:
-    return Label(digest(number), digest(number - 1), number.to_bytes(4, "little") * 16)
+def address(server: RedisProcess) -> str:
+    return f"{server.url}&socket_timeout=0.05&socket_connect_timeout=0.05"
 
 
-def digest(number: int) -> bytes:
-    return blake2b(struct.pack("<q", number), digest_size=16).digest()
+def open_remote(server: RedisProcess, model: TinyModel) -> RemoteMedium:
+    return RemoteMedium(address(server), model.fingerprint, BLOCK_BYTES, secret=SECRET)
 
 
-def payload(fingerprint: bytes, number: int) -> bytes:
-    """Of its own for each model: one model's block would be wrong for the other."""
-    return random.Random(fingerprint + struct.pack("<q", number)).randbytes(BLOCK_BYTES)
+def open_engine(server: RedisProcess, model: TinyModel) -> LLM:
+    return model.engine(kv_remote=address(server), kv_remote_secret=SECRET)
 
 
-def open_remote(server: RedisProcess, fingerprint: bytes, secret: str = SECRET) -> RemoteMedium:
-    url = f"{server.url}&socket_timeout=0.05&socket_connect_timeout=0.05"
-    return RemoteMedium(url, fingerprint, BLOCK_BYTES, secret=secret)
-
-
-def damage(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: random.Random) -> None:
-    """Change values as anybody can who may write to Redis."""
+def damage(client: Any, fault: str, server: RedisProcess, models: list[TinyModel], rng: random.Random) -> None:
+    """Change values as anyone can who may write to Redis."""
     names = sorted(client.scan_iter("octavo:*", _type="string"))
     if not names:
         return
@@ -80,19 +83,20 @@ def damage(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: rando
     elif fault == "layout":
         client.setrange(name, 8, struct.pack("<I", LAYOUT_VERSION + 1))
     else:
-        plant(client, fault, media, rng)
+        plant(client, fault, server, models, rng)
 
 
-def plant(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: random.Random) -> None:
-    """A whole block with a right header where one of the servers looks for it."""
-    number, fingerprint = rng.randrange(NUM_BLOCKS), rng.choice(FINGERPRINTS)
-    name = media[fingerprint]._name(label(number).key)
+def plant(client: Any, fault: str, server: RedisProcess, models: list[TinyModel], rng: random.Random) -> None:
+    """Plant a whole block with a correct header where one of the servers looks for it."""
+    model, other = rng.sample(models, 2)
+    label, _ = rng.choice(model.blocks)
+    with closing(open_remote(server, model)) as ours, closing(open_remote(server, other)) as theirs:
+        name, foreign = ours._name(label.key), theirs._name(rng.choice(other.blocks)[0].key)
     if fault == "fingerprint":
-        (theirs,) = set(FINGERPRINTS) - {fingerprint}
-        client.copy(media[theirs]._name(label(number).key), name, replace=True)
+        client.copy(foreign, name, replace=True)
         return
     wrong = rng.randbytes(BLOCK_BYTES)
-    header = make_header(fingerprint, label(number), memoryview(wrong))
+    header = make_header(model.fingerprint, label, memoryview(wrong))
     key = blake2b(b"a secret of somebody else", person=b"octavo-kv-sign").digest()
     signature = b"" if fault == "unsigned" else blake2b(header + wrong, key=key, digest_size=32).digest()
     client.set(name, header + wrong + signature)
@@ -100,12 +104,12 @@ def plant(client: Any, fault: str, media: dict[bytes, RemoteMedium], rng: random
 
 @contextmanager
 def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -> Iterator[None]:
-    """While blocks are loaded."""
+    """Let the fault happen while blocks are loaded."""
     if fault == "dies":
         timer = threading.Timer(rng.uniform(0, 0.003), server.kill)
     elif fault == "stands still":
         server.stand_still()
-        # Sometimes so soon that an answer comes after its time has run out.
+        # Sometimes it resumes early enough for an answer to arrive, but after its timeout.
         timer = threading.Timer(rng.uniform(0, 0.15), server.go_on)
     else:
         yield
@@ -119,50 +123,59 @@ def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -
             server.start()
 
 
-def cycle(
-    server: RedisProcess, client: Any, contents: dict[bytes, list[bytes]], rng: random.Random, totals: Counter[str]
-) -> None:
-    fingerprint = rng.choice(FINGERPRINTS)
+def cycle(server: RedisProcess, client: Any, models: list[TinyModel], rng: random.Random, totals: Counter[str]) -> None:
+    killed, model = rng.choice(models), rng.choice(models)
     fault = rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
     if fault in ("out of memory", "evicts"):
         client.config_set("maxmemory-policy", "noeviction" if fault == "out of memory" else "allkeys-lru")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + rng.randrange(10 * BLOCK_BYTES))
-    blocks = [(label(number), content) for number, content in enumerate(contents[fingerprint])]
-    totals[kill_while_storing(lambda: Store(open_remote(server, fingerprint)), blocks, rng)] += 1
+    if rng.random() < SHARE_KILLED_SERVING:
+        work = serving(killed, lambda: open_engine(server, killed))
+    else:
+        work = storing(lambda: Store(open_remote(server, killed)), killed.blocks)
+    totals[kill_at_work(work, rng)] += 1
     client.config_set("maxmemory", 0)
-    media = {each: open_remote(server, each) for each in FINGERPRINTS}
     if fault in DAMAGE:
-        damage(client, fault, media, rng)
-    fingerprint = rng.choice(FINGERPRINTS)
-    store = Store(media[fingerprint], num_threads=1, most_faults=2)
-    buffers = [bytearray(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
-    with trouble(server, client, fault, rng):
-        loads = [
-            store.get([label(n) for n in part], [memoryview(buffers[n]) for n in part], SECONDS)
-            for part in (range(first, first + 10) for first in range(0, NUM_BLOCKS, 10))
-        ]
-        if not all(load.wait(SECONDS) for load in loads):
-            raise SystemExit(f"a load neither came nor failed (fault: {fault})")
+        damage(client, fault, server, models, rng)
+    store = Store(open_remote(server, model), num_threads=1, most_faults=2)
+    if rng.random() > SHARE_SERVED:
+        with trouble(server, client, fault, rng):
+            read_all(store, model, fault, totals)
+    else:
+        with open_engine(server, model) as llm:
+            with trouble(server, client, fault, rng):
+                model.serve(llm, rng, totals)
+            count_misses(llm, totals)
+        read_all(store, model, fault, totals)
+    totals["closed by the breaker"] += sum(store.num_closings.values())
+    store.close()
+
+
+def read_all(store: Store, model: TinyModel, fault: str, totals: Counter[str]) -> None:
+    """Load and check every block that was ever stored."""
+    buffers = [bytearray(BLOCK_BYTES) for _ in model.blocks]
+    loads = []
+    for first in range(0, len(buffers), 10):
+        labels = [label for label, _ in model.blocks[first : first + 10]]
+        views = [memoryview(buffer) for buffer in buffers[first : first + 10]]
+        loads.append(store.get(labels, views, SECONDS))
+    if not all(load.wait(SECONDS) for load in loads):
+        raise SystemExit(f"a load neither came nor failed (fault: {fault})")
     outcomes = [reason for load in loads for reason in load.outcomes]
-    for number, (reason, buffer) in enumerate(zip(outcomes, buffers, strict=True)):
+    for (_, content), reason, buffer in zip(model.blocks, outcomes, buffers, strict=True):
         if reason is None:
-            totals["right" if buffer == contents[fingerprint][number] else "WRONG"] += 1
+            totals["right blocks" if buffer == content else WRONG_BLOCKS] += 1
         else:
             totals[f"miss: {reason.value}"] += 1
-    totals["closed by the breaker"] += store.num_closings
-    store.close()
-    for medium in media.values():
-        medium.close()
 
 
 def run(cycles: int, seed: int) -> Counter[str]:
-    """Counts of what happened over so many cycles."""
-    contents = {f: [payload(f, number) for number in range(NUM_BLOCKS)] for f in FINGERPRINTS}
+    """Run the cycles; returns counts of what happened."""
     rng, totals = random.Random(seed), Counter[str]()
-    with redis_process() as server, redis.Redis.from_url(server.url) as client:
+    with tiny_models(0, 1) as models, redis_process() as server, redis.Redis.from_url(server.url) as client:
         for _ in range(cycles):
-            cycle(server, client, contents, rng, totals)
+            cycle(server, client, models, rng, totals)
             if rng.random() < 0.02:
                 client.flushall()
     return totals

@@ -1,4 +1,4 @@
-"""A Redis of a benchmark's own: on a socket in a folder of its own, without persistence."""
+"""A private Redis server for a benchmark, on a socket in a temporary folder and without persistence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class RedisProcess:
-    """A server that can be killed, started again and stopped for a while."""
+    """A server that can be killed, restarted and suspended."""
 
     def __init__(self, folder: Path) -> None:
         if PROGRAM is None:
@@ -47,13 +47,13 @@ class RedisProcess:
         return True
 
     def kill(self) -> None:
-        """As by `kill -9`; what it held is lost."""
+        """Kill the server as `kill -9` does; its data is lost."""
         self._process.kill()
         self._process.wait()
         self._socket.unlink(missing_ok=True)
 
     def stand_still(self) -> None:
-        """It keeps its connections and answers nothing, until `go_on`."""
+        """Suspend the server until `go_on`: it keeps its connections but does not answer."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -62,7 +62,7 @@ class RedisProcess:
 
 @contextmanager
 def redis_process() -> Iterator[RedisProcess]:
-    """A server for the length of a `with`."""
+    """Run a server for the duration of a `with`."""
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="octavo-redis-") as folder:
         server = RedisProcess(Path(folder))
@@ -74,7 +74,7 @@ def redis_process() -> Iterator[RedisProcess]:
 
 @contextmanager
 def redis_url() -> Iterator[str | None]:
-    """The address of a server for the length of a `with`; None where there is no program."""
+    """Run a server for the duration of a `with`; yields its URL, or None if no program is installed."""
     if PROGRAM is None:
         yield None
         return

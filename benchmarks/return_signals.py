@@ -1,16 +1,19 @@
-"""What each thing that a server knows of a block would be worth to its eviction policy, on a recorded hour of chat.
+"""Estimate what each fact known about a block would gain for an eviction policy, on a recorded hour of chat.
 
     python benchmarks/return_signals.py TRACE.jsonl [--out benchmarks/results]
 
-A signal puts each use of a block into a class. Of a class, past uses say how many blocks return within any time and how
-long they are kept until then. A policy that knows nothing but the class keeps each block for a time of its class's own;
-the best times for a pool of a given size follow from the upper hulls of returns over time kept, steepest parts first.
-That is the most that such a policy can find, if blocks of a class are alike and prefixes cost nothing extra: a bound
-for each signal, from a table of numbers instead of a policy for each.
+A signal puts each use of a block into a class. For each class, past uses show how many blocks return within any given
+time, and how long they are kept until then. A policy that knows only the class keeps each block for a time that depends
+on its class; the best times for a pool of a given size follow from the upper hulls of returns over time kept, steepest
+parts first. No such policy can find more, if blocks of a class are alike and prefixes cost nothing extra: this gives a
+bound for each signal, from a table of numbers instead of a policy for each.
 
 Every figure is fitted on one part of the trace and evaluated on another: halves by time, and halves by conversation.
-What only pays on the part that it was fitted on has learned that part. The last rows fit one model of several signals
-(logistic regression: does the block return within ten minutes?) and take sixteen classes of what it says.
+What helps only on the part that it was fitted on is overfitted. The last rows fit one model of several signals
+(logistic regression: does the block return within ten minutes?) and divide its scores into sixteen classes.
+
+Three rows know something of the future, which no policy can: whether a block returns at all, whether the conversation
+goes on, and how soon the block returns, to a factor of four. They show what the rest of the way to Belady's optimum is.
 """
 
 from __future__ import annotations
@@ -39,30 +42,31 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Uses:
-    """Every use of a block: when, how long until the next (infinity: never), its conversation, and the signals."""
+    """Every use of a block: its time, the time until the next use (infinity: never), conversation, signals, future."""
 
     time: Floats
     until_next: Floats
     conversation: Ints
     signals: dict[str, Ints]
+    foreseen: dict[str, Ints]
 
 
 def read_uses(requests: Sequence[TraceRequest]) -> Uses:
     rows: list[tuple[float, ...]] = []
     block_ids: list[int] = []
     hits: dict[int, int] = {}
-    last: dict[int, tuple[float, int]] = {}  # of a block: when it was used, and by which request
+    last: dict[int, tuple[float, int]] = {}  # for each block: when it was last used, and by which request
     turns: list[int] = []
     for index, request in enumerate(requests):
         ids, now = request.hash_ids or (), request.arrival_s or 0.0
         found = next((k for k, block in enumerate(ids) if block not in last), len(ids))
-        # The first block is common to almost all: it tells nothing of a conversation.
+        # Almost all requests share the first block: it says nothing about the conversation.
         before = last[ids[found - 1]] if found > 1 else None
         turns.append(0 if before is None else turns[before[1]] + 1)
         think = -1.0 if before is None else now - before[0]
         conversation = ids[1] if len(ids) > 1 else ids[0]
         for depth, block in enumerate(ids):
-            past = hits.get(block, 0) if depth else -1  # of a class of its own
+            past = hits.get(block, 0) if depth else -1  # a class of its own
             at_end = depth == len(ids) - 1
             new = len(ids) - found
             rows.append(
@@ -88,11 +92,20 @@ def read_uses(requests: Sequence[TraceRequest]) -> Uses:
         "last, partial block": columns[9],
     }
     integers = {name: values.astype(np.int64) for name, values in signals.items()}
-    return Uses(columns[0], until_next, columns[1].astype(np.int64), integers)
+    conversation = columns[1].astype(np.int64)
+    latest = np.zeros(int(conversation.max()) + 1)
+    np.maximum.at(latest, conversation, columns[0])
+    foreseen = {
+        "whether it returns at all": np.isfinite(until_next),
+        "whether the conversation goes on": columns[0] < latest[conversation],
+        "how soon it returns, to a factor of four": np.digitize(until_next, [4.0, 16.0, 64.0, 256.0, 1024.0, np.inf]),
+    }
+    future = {name: values.astype(np.int64) for name, values in foreseen.items()}
+    return Uses(columns[0], until_next, conversation, integers, future)
 
 
 def joined(uses: Uses, names: Sequence[str]) -> Ints:
-    """The classes of several signals together; one class without any."""
+    """Combine the classes of several signals; without signals there is one class."""
     classes: Ints = np.zeros(len(uses.time), np.int64)
     for name in names:
         signal = uses.signals[name]
@@ -101,8 +114,8 @@ def joined(uses: Uses, names: Sequence[str]) -> Ints:
     return found
 
 
-def scored(uses: Uses, names: Sequence[str], fitted_on: Mask) -> Ints:
-    """Classes by what a model of several signals says, which was fitted on a part of the uses."""
+def log_odds(uses: Uses, names: Sequence[str], fitted_on: Mask) -> Floats:
+    """The log-odds that each block returns within ten minutes, by a model of several signals fitted on a part."""
     columns = [np.ones((len(uses.time), 1))]
     columns += [np.eye(int(uses.signals[name].max()) + 1)[uses.signals[name]] for name in names]
     features = np.hstack(columns)
@@ -117,15 +130,33 @@ def scored(uses: Uses, names: Sequence[str], fitted_on: Mask) -> Ints:
         weights -= step
         if np.abs(step).max() < 1e-4:
             break
-    scores = features @ weights
+    scores: Floats = features @ weights
+    return scores
+
+
+def explained(uses: Uses, names: Sequence[str], fitted_on: Mask, evaluated_on: Mask) -> float:
+    """How much of the uncertainty (entropy) whether a block returns within ten minutes these signals take away."""
+    returned = uses.until_next <= HORIZON_S
+
+    def loss(chance: Floats | float) -> float:
+        likelihoods = np.where(returned, chance, 1 - chance)[evaluated_on]
+        return -float(np.log(np.maximum(likelihoods, 1e-9)).mean())
+
+    chances = 1 / (1 + np.exp(-log_odds(uses, names, fitted_on)))
+    return 1 - loss(chances) / loss(float(returned[fitted_on].mean()))
+
+
+def scored(uses: Uses, names: Sequence[str], fitted_on: Mask) -> Ints:
+    """Classes by the score of a model of several signals, fitted on a part of the uses."""
+    scores = log_odds(uses, names, fitted_on)
     first = uses.signals["past hits"] == 9
-    # Finer where the scores are high.
+    # Finer for high scores.
     edges = np.unique(np.quantile(scores[fitted_on & ~first], np.linspace(0, 1, NUM_SCORES + 1)[1:-1] ** 0.5))
     return np.where(first, len(edges) + 1, np.digitize(scores, edges)).astype(np.int64)
 
 
 def bounds(uses: Uses, classes: Ints, fitted_on: Mask, evaluated_on: Mask, pools: Sequence[float]) -> list[float]:
-    """The share of uses that are found again, by blocks in the pool."""
+    """The share of uses that are hits, for each pool size."""
     lengths = np.concatenate([[0.0], np.geomspace(3, 3700, 60)])
     fitted = _curves(uses, classes, fitted_on, lengths)
     evaluated = _curves(uses, classes, evaluated_on, lengths)
@@ -152,7 +183,7 @@ def bounds(uses: Uses, classes: Ints, fitted_on: Mask, evaluated_on: Mask, pools
 
 
 def _curves(uses: Uses, classes: Ints, chosen: Mask, lengths: Floats) -> tuple[Floats, Floats]:
-    """Per class, over how long blocks are kept: how many return, and the time kept by all. Both begin at nothing."""
+    """Per class and time that blocks are kept: how many return, and the total time kept. Both begin at zero."""
     kinds, count = classes[chosen], int(classes.max()) + 1
     until, waited = uses.until_next[chosen], float(uses.time.max()) - uses.time[chosen]
     returns, kept = np.zeros((count, len(lengths) + 1)), np.zeros((count, len(lengths) + 1))
@@ -163,7 +194,7 @@ def _curves(uses: Uses, classes: Ints, chosen: Mask, lengths: Floats) -> tuple[F
 
 
 def _hull(x: Floats, y: Floats) -> list[tuple[int, int]]:
-    """The parts of the upper hull that rise, from the first point on."""
+    """The rising segments of the upper hull, from the first point on."""
     parts, at = [], 0
     while at < len(x) - 1:
         slopes = (y[at + 1 :] - y[at]) / np.maximum(x[at + 1 :] - x[at], 1e-9)
@@ -175,11 +206,12 @@ def _hull(x: Floats, y: Floats) -> list[tuple[int, int]]:
     return parts
 
 
-def run(requests: Sequence[TraceRequest]) -> dict[str, Any]:
+def run(requests: Sequence[TraceRequest]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns the rows of the table, and the share of the uncertainty that signals take away."""
     uses = read_uses(requests)
     early = uses.time < uses.time.max() / 2
     even = uses.conversation % 2 == 0
-    # Half of the conversations are half of the load: they are given half of the pool.
+    # Half of the conversations are half of the load, and get half of the pool.
     splits = [(early, ~early, 1.0), (~early, early, 1.0), (even, ~even, 0.5), (~even, even, 0.5)]
     everything = np.ones(len(early), bool)
     rows: dict[str, dict[str, list[float]]] = {}
@@ -202,13 +234,20 @@ def run(requests: Sequence[TraceRequest]) -> dict[str, Any]:
         add(name, [joined(uses, [name])] * 4, joined(uses, [name]))
     for name in others:
         add(f"past hits and {name}", [joined(uses, [hits, name])] * 4, joined(uses, [hits, name]))
+    for name, known in uses.foreseen.items():
+        classes = known * (int(uses.signals[hits].max()) + 1) + uses.signals[hits]
+        add(f"past hits and, from the future, {name}", [classes] * 4, classes)
     for names in ([hits], [hits, "think time"], [hits, "new part of the prompt", "think time"], [hits, *others]):
         label = "a model of " + (" and ".join(names) if len(names) < 4 else "all")
         add(label, [scored(uses, names, fitted) for fitted, _, _ in splits], scored(uses, names, everything))
-    return rows
+    shares = {
+        label: float(np.mean([explained(uses, names, fitted, evaluated) for fitted, evaluated, _ in splits]))
+        for label, names in (("past hits", [hits]), ("all signals", [hits, *others]))
+    }
+    return rows, shares
 
 
-def table(rows: dict[str, dict[str, list[float]]], trace: str) -> str:
+def table(rows: dict[str, dict[str, list[float]]], shares: dict[str, float], trace: str) -> str:
     def cells(rates: list[float]) -> str:
         return " | ".join(f"{rate:.1%}" for rate in rates)
 
@@ -234,6 +273,12 @@ def table(rows: dict[str, dict[str, list[float]]], trace: str) -> str:
         f"| {name} | {cells(row['time'])} | {cells(row['conversations'])} | {cells(row['itself'])} |"
         for name, row in rows.items()
     ]
+    taken = ", ".join(f"{label} take away {share:.0%}" for label, share in shares.items())
+    lines += [
+        "",
+        f"Of the uncertainty (entropy) whether a block returns within ten minutes, {taken}, on the part of the trace "
+        "that they were not fitted on.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -242,12 +287,12 @@ def main() -> None:
     parser.add_argument("trace", type=Path, help="a Mooncake trace (JSON lines with hash_ids)")
     parser.add_argument("--out", type=Path, help="folder for return_signals.md")
     arguments = parser.parse_args()
-    rows = run([request for request in read_trace(arguments.trace) if request.hash_ids])
-    text = table(rows, arguments.trace.name)
+    rows, shares = run([request for request in read_trace(arguments.trace) if request.hash_ids])
+    text = table(rows, shares, arguments.trace.name)
     print(text)
     if arguments.out:
         (arguments.out / "return_signals.md").write_text(text)
-    print(json.dumps(rows))
+    print(json.dumps({"rows": rows, "explained": shares}))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,33 @@
-"""What drawing a step's tokens costs: by the C++ library, and by torch's operations, in turns.
+"""Measure what drawing a step's tokens costs with the C++ library and with torch's operations, alternating.
 
     python benchmarks/sampling.py [--streams 64 256] [--tokens 16]
+    python benchmarks/sampling.py --rows 64      without a model: changes of a row of logits, and beams, on one thread
 
-Every stream decodes under the same parameters. Beside the step there is a thread that sleeps for a millisecond over and
-over: how late it wakes is what the event loop of a server would wait for the interpreter's lock, or for a processor.
+Every stream decodes with the same parameters. Beside the steps, a thread sleeps for a millisecond over and over: how
+late it wakes is how long a server's event loop would wait for the interpreter's lock, or for a processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import threading
 import time
 from typing import Any
 
+import numpy as np
+import torch
+
 from octavo import LLM, SamplingParams, kernels
+from octavo.request import RequestId
+from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.native_choice import NativeChoice
+from octavo.sampling.penalties import adjust
 from octavo.sampling.sampler import Sampler
+from octavo.scheduler.plan import SamplingSnapshot
 from timed_sampler import SamplerTime
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,8 +39,26 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+VOCAB = 49_152
+BEAMS: dict[str, Any] = {"n": 4, "use_beam_search": True, "temperature": 0.0}
+# What changes logits before a draw, or replaces the draw.
+CHANGES: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "presence_penalty and frequency_penalty": {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "logit_bias of 300 tokens": {"logit_bias": dict.fromkeys(range(100, 400), 1.0)},
+    "logit_bias of 1,024 tokens": {"logit_bias": dict.fromkeys(range(100, 1124), 1.0)},
+    "128 bad_words": {"bad_words": ["of 1 to 3 tokens"]},
+    "allowed_token_ids of 100, and the draw": {"allowed_token_ids": list(range(100, 200))},
+    "allowed_token_ids of 4,096, and the draw": {"allowed_token_ids": list(range(100, 4196))},
+    "beams of width 4": BEAMS,
+    "beams of width 4, logprobs 5": {**BEAMS, "logprobs": 5},
+    "beams of width 4, repetition_penalty": {**BEAMS, "repetition_penalty": 1.2},
+    "beams of width 4, repetition_penalty, logprobs 5": {**BEAMS, "repetition_penalty": 1.2, "logprobs": 5},
+}
+
+
 class Waker(threading.Thread):
-    """Sleeps for a millisecond over and over."""
+    """Sleeps for a millisecond over and over, and records how late it wakes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +73,7 @@ class Waker(threading.Thread):
 
 
 def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str, Any]) -> dict[str, float]:
-    """Steps in which all streams draw a token and nothing else is computed."""
+    """Measure steps in which all streams draw a token and nothing else is computed."""
     core, sampler_time = llm.core, SamplerTime(sampler)
     sampling, steps = [], []
     core.runner._sampler = sampler
@@ -78,6 +105,45 @@ def measure(llm: LLM, sampler: Sampler, streams: int, tokens: int, way: dict[str
     }
 
 
+def measure_rows(rows: int) -> None:
+    """Print the milliseconds for `rows` rows after prompts and outputs of 100 tokens, with logits not in a cache."""
+    torch.set_num_threads(1)
+    kernels.set_num_threads(1)
+    rng = random.Random(0)
+    words = tuple(tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 2, 3]))) for _ in range(128))
+    buffers = [torch.randn(rows, VOCAB) for _ in range(6)]
+    sampler = Sampler(NativeChoice())
+    for name, way in CHANGES.items():
+        states = []
+        for i in range(rows):
+            snapshot = SamplingSnapshot(
+                RequestId(f"r{i}"),
+                SamplingParams(max_tokens=1000, seed=i, **way),
+                seed=i,
+                num_prompt_tokens=100,
+                eos_token_ids=frozenset({2}),
+                num_candidates=8 if "n" in way else 0,
+                bad_word_ids=words if "bad_words" in way else (),
+            )
+            states.append(SamplingState.of(snapshot, np.array([rng.randrange(3, VOCAB) for _ in range(200)])))
+        batch = SamplingBatch.of(states, [100] * rows)
+        is_drawn = "n" in way or "allowed_token_ids" in way
+        seconds = []
+        for round_ in range(3):
+            for logits in buffers:
+                logits.normal_()
+            for logits in buffers:
+                began = time.perf_counter()
+                if is_drawn:
+                    sampler.sample(logits, batch, spoil=True)
+                else:
+                    adjust(logits, batch)
+                seconds.append(time.perf_counter() - began)
+            seconds = seconds if round_ else []  # the first round warms up
+        middle = statistics.median(seconds)
+        print(json.dumps({"change": name, "ms": _ms(middle), "us_a_row": round(middle / rows * 1e6, 1)}), flush=True)
+
+
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 2)
 
@@ -88,11 +154,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=16, help="of each stream")
     parser.add_argument("--way", action="append", choices=list(WAYS), help="only this; may be given several times")
+    parser.add_argument("--rows", type=int, help="measure so many rows of logits without a model, and nothing else")
     args = parser.parse_args()
+    if args.rows is not None:
+        measure_rows(args.rows)
+        return
     choices = {"library": NativeChoice(), "torch": TorchChoice(kernels.argmax)}
     with LLM(args.model, max_model_len=1024, max_num_seqs=max(args.streams), kv_cache_memory="2GiB") as llm:
         for streams in args.streams:
-            # Of many streams one way is enough: what differs is a row's cost.
+            # One way is enough for more streams: the ways differ in the cost of a row.
             for way in args.way or (WAYS if streams == args.streams[0] else ["temperature 1"]):
                 for name, choice in choices.items():
                     found = measure(llm, Sampler(choice), streams, args.tokens, WAYS[way])

@@ -1,12 +1,12 @@
-"""Memory that sequences of one request save by sharing blocks, as the PagedAttention paper reports it.
+"""Measure the memory that sequences of one request save by sharing blocks, as the PagedAttention paper reports it.
 
     python benchmarks/sharing.py [--text README.md] [--out benchmarks/results/sharing.md]
 
 The figure is the paper's (Kwon et al., SOSP 2023, section 6.3, figure 15): blocks saved by sharing, divided by the
 blocks that would be held without sharing, summed over all steps. Lengths are lognormal around the means of the paper's
 two datasets; no prefix is cached, so that requests share nothing with each other. For parallel samples the tokens do
-not matter and a rule draws them; beams follow a real model over windows of a text, because how soon beams have a
-common ancestor is the model's doing.
+not matter, and a fixed rule draws them; beams follow a real model over windows of a text, because it depends on the
+model how soon beams have a common ancestor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LENGTH = 1500
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens in and out, from the paper's section 6.1; `paper` holds what its figure 15 says, in per cent."""
+    """Mean input and output tokens, from the paper's section 6.1; `paper` holds figure 15, in per cent."""
 
     name: str
     prompt: float
@@ -53,7 +53,7 @@ DATASETS = (
 
 @dataclass
 class Held:
-    """Blocks, summed over steps, and those copied on a write."""
+    """Blocks held, summed over steps, and the number of blocks copied on a write."""
 
     without_sharing: int = 0
     with_sharing: int = 0
@@ -65,7 +65,7 @@ class Held:
 
 
 def drive(scheduler: Scheduler, execute: Callable[[StepPlan], StepResult], requests: list[Request]) -> Held:
-    """Compute all requests, and look at their block tables after each step is planned."""
+    """Compute all requests, and count the blocks of their tables after each step is planned."""
     held = Held()
     for request in requests:
         scheduler.add(request)

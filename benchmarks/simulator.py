@@ -1,20 +1,21 @@
-"""Hold `octavo simulate` against the server that it simulates, on work that its step times were not fitted to.
+"""Compare `octavo simulate` with the server that it simulates, on work that its step times were not fitted to.
 
-    python benchmarks/simulator.py --output benchmarks/results/simulator    # eight minutes; the machine idle otherwise
+    python benchmarks/simulator.py --output benchmarks/results/simulator    # eight minutes; the machine must be idle
 
 Three layers, each reported whatever it shows:
 
-    1  recorded plans of the runs: the mean absolute error of a step's predicted time (wanted: at most 5 %)
+    1  recorded plans of the runs: the mean absolute error of a step's predicted time (goal: at most 5 %)
     2  the server at shares of its saturation, up to 80 %, open loop and closed: P50, P90 and P99 of TTFT and
-       inter-token latency, and throughput, against the simulation of the same requests (wanted: within 10 %)
+       inter-token latency, and throughput, against the simulation of the same requests (goal: within 10 %)
     3  near saturation, at 95 %: absolute milliseconds
 
-and, where all requests are there at once, so that arrivals are equal to the step: preemptions and cached tokens of an
-engine in memory, which must be exactly those of the simulation.
+and, with all requests present from the start, so that arrivals coincide to the step: preemptions and cached tokens of
+an engine in memory, which must be exactly those of the simulation.
 
 A shared machine changes its speed while it is measured, which no simulation can know (`simulator/drift.py`). So each
-run is simulated twice: with the calibrated times, and with the same times at the machine's speed of the moment, as the
-run's own plans show it. What the second gets wrong is the simulator's: queues, batches, and the ways in and back.
+run is simulated twice: with the calibrated times, and with these times scaled to the machine's speed at each moment, as
+shown by the run's own plans. The errors of the second are the simulator's own: queues, batches, and the way of requests
+and answers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from octavo.scheduler.plan_log import RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.calibration import calibrate, run_load, warm_up
 from octavo.simulator.drift import Drift, floor
-from octavo.simulator.fitting import executions, mean_abs_error, periods
+from octavo.simulator.fitting import executions, mean_abs_error, periods, with_coldness
 from octavo.simulator.pareto import require_matplotlib
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Results, Simulation, VirtualClock
@@ -62,7 +63,7 @@ _MakeTraffic = Callable[[], Traffic]
 
 @dataclass(slots=True)
 class TimesOfTheMoment:
-    """The times of steps at the speed that the machine had `zero` seconds and the clock's later."""
+    """Step times at the machine's speed of the moment, which is `zero` plus the clock's seconds."""
 
     drift: Drift
     clock: VirtualClock
@@ -74,11 +75,11 @@ class TimesOfTheMoment:
 
 @dataclass(slots=True)
 class Run:
-    """What a server of its own did.
+    """What a server did in one run.
 
     Attributes:
-        zero: `time.perf_counter` when the records' times begin.
-        stolen: share of the processors' time that the machine's host gave to others.
+        zero: `time.perf_counter` at time zero of the records.
+        stolen: share of the processors' time that the machine's host gave to other guests.
     """
 
     records: list[RequestRecord]
@@ -90,7 +91,7 @@ class Run:
 def simulated(
     speed: Speed, traffic: Traffic, options: dict[str, Any], drift: Drift | None = None, zero: float = 0.0
 ) -> Results:
-    """With the calibrated times, or those of the moment."""
+    """Simulate traffic with the calibrated times or, given a drift, with those of the moment."""
     server = Plan(find_shape(MODEL), EngineConfig(model=MODEL, **options), speed).server()
     if drift is not None:
         server.times = TimesOfTheMoment(drift, server.clock, zero)  # type: ignore[assignment]  # it predicts
@@ -98,7 +99,7 @@ def simulated(
 
 
 def shape(request: BenchRequest) -> Shape:
-    """The same prompt, token for token."""
+    """The shape of a request, with the same prompt token for token."""
     runs = tuple((token, len(list(same))) for token, same in itertools.groupby(request.prompt_token_ids))
     return Shape(runs, len(request.prompt_token_ids), request.max_tokens)
 
@@ -113,7 +114,7 @@ def serve_argv() -> list[str]:
 
 
 def measured(requests: Sequence[BenchRequest], times: Sequence[float], plans: Path, users: int | None = None) -> Run:
-    """The same on a server of its own, warm, whose plans are recorded."""
+    """Send the requests to a new, warmed-up server that records its plans."""
     with running_server([*serve_argv(), f"--record-plans={plans}"]) as server:
         target = Target(server.base_url, MODEL)
         warm_up(target, ENGINE["max_model_len"], END_TOKEN_ID)
@@ -127,13 +128,13 @@ def measured(requests: Sequence[BenchRequest], times: Sequence[float], plans: Pa
 
 
 def _processor_ticks() -> list[int]:
-    """Linux: user, nice, system, idle, iowait, irq, softirq, steal."""
+    """On Linux: user, nice, system, idle, iowait, irq, softirq, steal."""
     return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
 
 
 def compared(speed: Speed, run: Run, make_traffic: _MakeTraffic) -> dict[str, Any]:
-    """A run beside its two simulations, with the errors of its steps."""
-    steps = periods(run.steps)
+    """Compare a run with its two simulations, and report the errors of its steps."""
+    steps = with_coldness(speed.times, periods(run.steps))
     drift = Drift(speed.times, steps)
     real, plain = serving.summary(run.records), simulated(speed, make_traffic(), ENGINE)
     moment = simulated(speed, make_traffic(), ENGINE, drift, run.zero)
@@ -145,7 +146,7 @@ def compared(speed: Speed, run: Run, make_traffic: _MakeTraffic) -> dict[str, An
         "stolen": run.stolen,
         "steps": len(run.steps),
         "step_error": mean_abs_error(speed.times, steps),
-        "device_step_error": mean_abs_error(device, executions(run.steps)),
+        "device_step_error": mean_abs_error(device, with_coldness(device, executions(run.steps))),
         "step_bias": math.fsum(map(speed.times.predict, (step.load for step in steps)))
         / math.fsum(step.seconds for step in steps)
         - 1,
@@ -166,7 +167,7 @@ def _points(fields: dict[str, Any]) -> tuple[tuple[float, float], ...]:
 
 
 def run_open_loop(speed: Speed, share: float, rate: float, count: int, folder: Path) -> dict[str, Any]:
-    """Requests at their times, at a share of saturation."""
+    """Send requests at their arrival times, at a share of saturation."""
     requests = named_workload(f"mixed{count}", seed=round(100 * share))
     times = arrival_times(count, share * rate, seed=round(100 * share))
     run = measured(requests, times, folder / f"plans{share}")
@@ -175,9 +176,9 @@ def run_open_loop(speed: Speed, share: float, rate: float, count: int, folder: P
 
 
 def run_closed_loop(speed: Speed, rate: float, seconds: float, folder: Path) -> dict[str, Any]:
-    """As many users as leave a fifth of the saturation; each sends its next request when it has its answer.
+    """Run as many users as stay below 80 % of saturation; each sends its next request when it has its answer.
 
-    Every third request begins with a prefix that others have too.
+    Every third request begins with a prefix that others share.
     """
 
     def requests(count: int) -> list[BenchRequest]:
@@ -199,7 +200,7 @@ def run_closed_loop(speed: Speed, rate: float, seconds: float, folder: Path) -> 
 
 
 def run_at_once(speed: Speed) -> dict[str, Any]:
-    """Preemptions and hits where all requests are there before the first step: real, and simulated."""
+    """Count preemptions and hits, real and simulated, if all requests are there before the first step."""
     shared = named_workload("shared24")
     requests = [*named_workload("mixed40", seed=5), *shared]
     with LLM(MODEL, **CRAMPED) as llm:
@@ -217,7 +218,7 @@ def run_at_once(speed: Speed) -> dict[str, Any]:
 
 
 def saturation(speed: Speed, count: int) -> float:
-    """Requests a second that the simulation serves when all are there at once."""
+    """Requests per second that the simulation serves if all are there at once."""
     requests = named_workload(f"mixed{count}", seed=1)
     return count / simulated(speed, open_traffic(requests, [0.0] * count), ENGINE).duration_s
 

@@ -1,10 +1,11 @@
-"""How fast `octavo simulate` simulates, and whether its memory grows with the number of requests.
+"""Measure how fast `octavo simulate` is, and whether its memory grows with the number of requests.
 
     python benchmarks/simulator_speed.py                            # 100,000 requests, about a minute
     python benchmarks/simulator_speed.py --requests 1000000         # about ten
 
-Requests of 64 tokens in and 32 out come 200 a second to an estimated H100 with Llama 3.1 8B. `--input-len` and
-`--output-len` take what `octavo simulate` takes. The table has a row for each tenth of the requests.
+Requests of 64 input and 32 output tokens arrive at 200 per second at an estimated H100 with Llama 3.1 8B.
+`--input-len` and `--output-len` take the values that `octavo simulate` takes. The table has a row for each tenth of the
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MODEL = "llama-3.1-8b"
 
 
 class Watched:
-    """A traffic, with a note of time and memory at each tenth of it."""
+    """Traffic that records time and memory at each tenth of it."""
 
     def __init__(self, traffic: Traffic, count: int) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,13 +1,15 @@
-"""How far step times can be predicted: the machine's own repeatability, and the error of the law beside it.
+"""Measure how well step times can be predicted: the machine's own repeatability, and the error of the fitted law.
 
-    python benchmarks/step_times.py --output benchmarks/results/step_times      # two minutes; the machine idle
+    python benchmarks/step_times.py --output benchmarks/results/step_times      # two minutes; the machine must be idle
 
-An engine computes the same rounds of requests again and again, with other tokens of the same lengths, so that the n-th
-step of a round is the same work each time. Three figures tell noise from a wrong law, all as mean |a / b - 1|:
+An engine computes the same rounds of requests again and again, with different tokens of the same lengths, so that the
+n-th step of a round is the same work each time. Four figures separate noise from a wrong law, the first three of them
+as mean |a / b - 1|:
 
     repeatability    a step's time against the median of its repetitions: what no law can predict
-    law on medians   the fitted law against those medians, on rounds that it was not fitted to: what the law gets wrong
-    single steps     the fitted law against single steps of those rounds: both together
+    law on medians   the fitted law against those medians, on rounds that it was not fitted to
+    single steps     the fitted law against single steps of those rounds
+    own error        the law's error without the noise of the repetitions (`own_error`), root mean square
 
 Repetitions alternate between the rounds, so that a slow spell of the machine does not fall on all of one round's.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -32,19 +35,19 @@ from octavo.bench.workload import random_token_ids
 from octavo.scheduler.plan_log import RecordedStep, read_plans
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.calibration import Round, rounds
-from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_error, periods
+from octavo.simulator.fitting import MeasuredStep, executions, fit, mean_abs_error, periods, with_coldness
 
 MODEL = "smollm2"
 ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 VOCABULARY = 40_000
-# Repetitions, the cold one among them: less has no median.
+# Repetitions, including the cold one: with fewer there is no median.
 LEAST = 4
 
 Group = list[MeasuredStep]
 
 
 def run_rounds(chosen: Sequence[Round], seconds: float, plans: Path) -> int:
-    """Every round again and again until the time is up; how often each was computed."""
+    """Run every round again and again until the time is up; returns how often each was computed."""
     rng = random.Random(0)
     repetitions = 0
     with LLM(MODEL, record_plans=str(plans), **ENGINE) as llm:
@@ -59,7 +62,7 @@ def run_rounds(chosen: Sequence[Round], seconds: float, plans: Path) -> int:
 
 
 def grouped(steps: Sequence[RecordedStep], chosen: Sequence[Round], measure: Callable[..., Any]) -> list[list[Group]]:
-    """For each round its steps, each with all its repetitions; the first of all is left out as cold."""
+    """For each round its steps, each with all its repetitions except the first, which is cold."""
     per_round: list[list[list[RecordedStep]]] = [[] for _ in chosen]
     position, numbers = 0, itertools.cycle(range(len(chosen)))
     while position < len(steps):
@@ -85,6 +88,16 @@ def median_of(group: Group) -> MeasuredStep:
     return MeasuredStep(group[0].load, statistics.median(step.seconds for step in group))
 
 
+def own_error(errors: Sequence[Sequence[float]]) -> float:
+    """The root mean square of a law's own errors, from its errors on repetitions of each step.
+
+    The mean of n repetitions errs by the law's error and by noise, whose variance is that between repetitions / n, and
+    is subtracted (the random effects of a one-way analysis of variance). So the noise does not count, however large.
+    """
+    squares = [statistics.fmean(each) ** 2 - statistics.variance(each) / len(each) for each in errors]
+    return math.sqrt(max(0.0, statistics.fmean(squares)))
+
+
 def repeatability(groups: Sequence[Group]) -> float:
     """The mean of |a step's time / the median of the others - 1|."""
     errors = []
@@ -106,19 +119,21 @@ def kind_of(group: Group) -> str:
 
 
 def judged(found: list[list[Group]]) -> dict[str, Any]:
-    """Each half of the rounds is predicted by the law that was fitted to the other half."""
+    """Predict each half of the rounds with the law fitted to the other half."""
     result: dict[str, Any] = {}
     kinds: dict[str, list[list[float]]] = defaultdict(lambda: [[], [], []])
     law, single, noise, fitted_to = [], [], [], []
+    errors: list[list[float]] = []
     for half in (0, 1):
         train = [group for i, groups in enumerate(found) if i % 2 == half for group in groups]
         test = [group for i, groups in enumerate(found) if i % 2 != half for group in groups]
         times = fit([median_of(group) for group in train]).times
-        fitted_to.append(mean_abs_error(times, [median_of(group) for group in train]))
-        for group in test:
-            middle = median_of(group)
+        fitted_to.append(mean_abs_error(times, with_coldness(times, map(median_of, train))))
+        for middle, group in zip(with_coldness(times, map(median_of, test)), test, strict=True):
             on_median = mean_abs_error(times, [middle])
-            each = mean_abs_error(times, group)
+            predicted = times.predict(middle.load)
+            errors.append([predicted / step.seconds - 1 for step in group])
+            each = statistics.fmean(map(abs, errors[-1]))
             own = repeatability([group])
             law.append(on_median)
             single.append(each)
@@ -130,6 +145,7 @@ def judged(found: list[list[Group]]) -> dict[str, Any]:
     result["law_on_medians_fitted"] = statistics.fmean(fitted_to)
     result["law_on_medians"] = statistics.fmean(law)
     result["single_steps"] = statistics.fmean(single)
+    result["own_error"] = own_error(errors)
     result["kinds"] = {
         name: [len(columns[0]), *(statistics.fmean(column) for column in columns)]
         for name, columns in sorted(kinds.items())
@@ -146,15 +162,15 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"{result['repetitions']} repetitions of {result['rounds']} rounds. Mean |a / b - 1|; the law was fitted to "
         "the medians of one half of the rounds and is judged on the other.",
         "",
-        "| steps | different | repeatability | law on medians | law on single steps |",
-        "|---|---|---|---|---|",
+        "| steps | different | repeatability | law on medians | law on single steps | law's own error, RMS |",
+        "|---|---|---|---|---|---|",
     ]
     for name in ("execution", "period"):
         found = result[name]
-        cells = [found["repeatability"], found["law_on_medians"], found["single_steps"]]
+        cells = [found["repeatability"], found["law_on_medians"], found["single_steps"], found["own_error"]]
         lines.append(f"| **{name}** | {found['steps']} | " + " | ".join(f"{100 * v:.1f} %" for v in cells) + " |")
         for kind, (count, *values) in found["kinds"].items():
-            lines.append(f"| {kind} | {count} | " + " | ".join(f"{100 * value:.1f} %" for value in values) + " |")
+            lines.append(f"| {kind} | {count} | " + " | ".join(f"{100 * value:.1f} %" for value in values) + " | |")
     return "\n".join(lines) + "\n"
 
 

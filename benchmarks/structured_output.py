@@ -1,12 +1,12 @@
-"""Structured outputs: how often they are valid, and what they cost.
+"""Measure how often structured outputs are valid, and what they cost.
 
     python benchmarks/structured_output.py valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
-    python benchmarks/structured_output.py cost [--streams 64]   a step with grammars beside one without, in turns
+    python benchmarks/structured_output.py cost [--streams 64]   steps with and without grammars, alternating
 
-The schemas are in structured_output_schemas.json, each with the place it comes from. Those of the test suite say
-nothing of most values: a small model at temperature 1 goes on in a string, or nests objects, for thousands of tokens.
-Where that is so, the schema is the suite's with types and bounds added, and `suite` has it as it was: an output must be
-valid by both. Validity is `jsonschema`'s word.
+The schemas are in structured_output_schemas.json, each with its source. Those of the test suite do not restrict most
+values: a small model at temperature 1 continues a string, or nests objects, for thousands of tokens. In such cases
+types and bounds have been added to the suite's schema, and `suite` holds the original: an output must be valid against
+both. Validity is decided by `jsonschema`.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def check_validity(llm: LLM, runs: int, some: slice) -> dict[str, Any]:
 
 @dataclass
 class Steps:
-    """Those in which all streams draw a token, in the middle of their outputs.
+    """Steps in which all streams draw a token, in the middle of their outputs.
 
     Attributes:
-        seconds: of each.
-        sampling: seconds of each that went to its draws.
-        tokens: written by each: the drawn ones, and what grammars forced behind them.
+        seconds: of each step.
+        sampling: seconds of each step that its draws took.
+        tokens: number that each step wrote: the drawn ones, and those that grammars forced after them.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -128,8 +128,8 @@ def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: 
 
 
 def measure_cost(llm: LLM, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Steps with and without grammars, in turns, of the same number of streams."""
-    # Arrays and texts that go on for longer than is measured, so that every stream runs throughout.
+    """Measure steps with and without grammars, alternating, with the same number of streams."""
+    # Arrays and texts that are longer than what is measured, so that every stream runs throughout.
     word = {"type": "string", "minLength": 2, "maxLength": 40}
     item = {
         "type": "object",

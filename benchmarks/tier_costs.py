@@ -1,14 +1,14 @@
-"""What tiers cost: five measurements, each a command of its own of at most three minutes.
+"""Measure what tiers cost: five measurements, each a separate command of at most three minutes.
 
     python benchmarks/tier_costs.py verification      its share of a cold load (goal: under 5 %)
     python benchmarks/tier_costs.py bandwidth         loads against plain reads of the same disk (goal: 80 %)
     python benchmarks/tier_costs.py nothing-to-hit    throughput with all tiers on against off (goal: 99 %)
-    python benchmarks/tier_costs.py start             a start with a full store of 10 GiB (goal: 1 s more)
+    python benchmarks/tier_costs.py start             a start with a full store of 10 GiB (goal: at most 1 s more)
     python benchmarks/tier_costs.py restart           blocks that a clean restart restores (goal: 95 %)
 
-`--out benchmarks/results` adds the figures to tier_costs.json, of which tier_costs.md is made. Cold means that the
-system was told to forget the files (POSIX_FADV_DONTNEED after a sync); what lies below, as a hypervisor's cache, is as
-it is. What is compared takes turns, and medians are given.
+`--out benchmarks/results` adds the figures to tier_costs.json, from which tier_costs.md is generated. Cold means that
+the system was told to drop the files from its cache (POSIX_FADV_DONTNEED after a sync); caches below it, such as a
+hypervisor's, are left as they are. What is compared alternates, and medians are given.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
 from octavo.kvcache.label import Label
-from octavo.tiers.disk import DiskMedium, _write_all, model_folders, stored_blocks
+from octavo.tiers.disk import DiskMedium, _write_all
 from octavo.tiers.header import Header
+from octavo.tiers.slabs import model_folders, stored_blocks
 from octavo.tiers.store import Store
 from redis_process import redis_url
 
@@ -49,7 +50,7 @@ FULL_STORE = 10 << 30
 
 @dataclass(frozen=True)
 class Figure:
-    """A measurement: what it is compared with its goal, and how that came about."""
+    """A measurement, its goal, and how it was obtained."""
 
     name: str
     value: float
@@ -71,7 +72,7 @@ def slabs(folder: Path) -> list[Path]:
 
 
 def forget(folder: Path) -> None:
-    """Tell the system to drop the slabs' pages; they must be on the disk for that."""
+    """Tell the system to drop the slabs' pages, which must be on the disk for that."""
     for path in slabs(folder):
         file = os.open(path, os.O_RDONLY)
         try:
@@ -82,7 +83,7 @@ def forget(folder: Path) -> None:
 
 
 def in_threads(work: Callable[[int], None]) -> float:
-    """Seconds until each of the threads has done its part."""
+    """Run `work(index)` in THREADS threads; returns the seconds until all are done."""
     threads = [threading.Thread(target=work, args=(index,)) for index in range(THREADS)]
     began = time.perf_counter()
     for thread in threads:
@@ -94,7 +95,7 @@ def in_threads(work: Callable[[int], None]) -> float:
 
 @contextmanager
 def disk_of(arguments: argparse.Namespace) -> Iterator[tuple[Path, DiskMedium, list[Label]]]:
-    """A store of random blocks."""
+    """Create a store of random blocks."""
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-") as name:
         folder, count = Path(name), int(arguments.gib * 2**30) // BLOCK_BYTES
         medium = DiskMedium(folder, int(arguments.gib * 2**30) + (512 << 20), FINGERPRINT, BLOCK_BYTES)
@@ -108,7 +109,7 @@ def disk_of(arguments: argparse.Namespace) -> Iterator[tuple[Path, DiskMedium, l
 
 
 class Loads:
-    """Loads everything, transfers of 64 blocks as requests make them, four under way at a time."""
+    """Loads everything in transfers of 64 blocks, as requests do, four at a time."""
 
     def __init__(self, store: Store, labels: Sequence[Label]) -> None:
         self._store, self._labels = store, labels
@@ -144,7 +145,7 @@ def verification(arguments: argparse.Namespace) -> Figure:
                 trusted.append(loads.seconds())
         store.close()
     num_bytes = len(labels) * BLOCK_BYTES
-    # What the processor takes for it, where nothing else is done.
+    # The time that verification takes if nothing else is done.
     header, row = mock.Mock(), memoryview(bytearray(BLOCK_BYTES))
     header.packed, header.checksum = (lambda: b"\0" * 96), b""
     began = time.perf_counter()
@@ -205,7 +206,7 @@ def nothing_to_hit(arguments: argparse.Namespace) -> Figure:
         tiers: dict[str, Any] = {"kv_host_memory": "256MiB", "kv_disk": folder, "kv_disk_size": "2GiB"}
         if (redis := stack.enter_context(redis_url())) is not None:
             tiers["kv_remote"] = redis
-        # A pool that has long been full, as in a server that has been running for a while.
+        # The pool is full, as in a server that has been running for a while.
         common = {"model": arguments.model, "num_blocks": 600, "max_num_seqs": 8}
         off = stack.enter_context(LLM(**common))
         on = stack.enter_context(LLM(**common, **tiers))
@@ -222,7 +223,7 @@ def nothing_to_hit(arguments: argparse.Namespace) -> Figure:
             seconds(llm)
         until = time.monotonic() + arguments.seconds
         while len(walls) < 4 or time.monotonic() < until:
-            # Off, on, on, off: a machine that grows slower or faster meanwhile is the same for both.
+            # Off, on, on, off: if the machine becomes slower or faster meanwhile, it does so for both.
             first, second, third, fourth = (seconds(llm) for llm in (off, on, on, off))
             walls.append((first[0] + fourth[0]) / (second[0] + third[0]))
             processors.append((first[1] + fourth[1]) / (second[1] + third[1]))
@@ -279,7 +280,7 @@ def start(arguments: argparse.Namespace) -> Figure:
 
 
 def fill(folder: Path, block_bytes: int) -> None:
-    """Headers for a whole store; the payloads are holes in the files, and prove themselves as zeros."""
+    """Write the headers of a whole store; the payloads are holes in the files, and verify as zeros."""
 
     def write(file: int, payload: memoryview, at: int) -> None:
         if payload.nbytes < block_bytes:
@@ -302,7 +303,7 @@ def restart(arguments: argparse.Namespace) -> Figure:
     params = SamplingParams(max_tokens=1, temperature=0.0)
 
     def ask(llm: LLM) -> list[RequestOutput]:
-        # All at once, many times what host memory has room for: each waits for its turn to be loaded.
+        # All at once, many times what fits into host memory: each waits for its turn to be loaded.
         return llm.generate(prompts, params, use_tqdm=False)
 
     with tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-") as name:

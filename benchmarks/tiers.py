@@ -1,17 +1,17 @@
-"""What the tiers below the KV cache are worth: conversations and documents that come back to a pool of 5 %.
+"""Measure what the tiers below the KV cache gain for conversations and documents that return to a pool of 5 %.
 
     python benchmarks/tiers.py --trace mooncake_conversation.jsonl [--scale 1.0] [--out benchmarks/results]
 
 Two workloads, each of about 70,000 prompt tokens at scale 1 (some six minutes on two cores):
 
-- conversations: of the recorded chat service, those that begin in its first ten minutes and have three turns or more,
+- conversations: those of the recorded chat service that begin in its first ten minutes and have at least three turns,
   in order of arrival; 512 tokens of the trace are 32 here, so that they fit a small model's context;
-- documents: 20 documents of 2,000 tokens, asked about by Zipf's law, each question of 30 tokens.
+- documents: 20 documents of 2,000 tokens, chosen by Zipf's law, with questions of 30 tokens each.
 
-The device's pool holds 5 % of all different blocks of a workload (and the longest request), host memory 30 % (and twice
-what the requests under way take); disk and Redis hold all. `--concurrency` requests are under way at any time. Each row
-is an engine of its own; a restart begins with what the row before it left on disk or in Redis, and with nothing else.
-Without `redis-server`, those rows are left out.
+The device's pool holds 5 % of the distinct blocks of a workload (and the longest request), host memory 30 % (and twice
+what the running requests take); disk and Redis hold all of them. `--concurrency` requests run at any time. Each row has
+a new engine; a restart begins with what the previous row left on disk or in Redis, and with nothing else. Without
+`redis-server`, the rows that need it are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIERS = ["device", "host", "disk", "remote"]
 
 @dataclass(frozen=True)
 class Row:
-    """One run of a workload. `hit_rates`: share of all prompt tokens found, by tier; seconds of the first token."""
+    """One run of a workload; `hit_rates` are the shares of all prompt tokens found, by tier."""
 
     workload: str
     tiers: str
@@ -62,7 +62,7 @@ class Row:
 
 
 def conversations(trace: Path, tokens: int) -> list[BenchRequest]:
-    """Those of the trace that come back, until they have so many prompt tokens."""
+    """The trace's conversations that return, until they have `tokens` prompt tokens."""
     by_conversation: dict[int, list[int]] = {}
     requests = read_trace(trace)
     for index, request in enumerate(requests):
@@ -107,7 +107,7 @@ def documents(tokens: int) -> list[BenchRequest]:
 
 
 def different_blocks(requests: Sequence[BenchRequest]) -> int:
-    """How many blocks a cache without bounds would hold of the prompts."""
+    """The number of the prompts' blocks that an unbounded cache would hold."""
     seen: set[tuple[int, int]] = set()
     for request in requests:
         key = 0
@@ -120,7 +120,7 @@ def different_blocks(requests: Sequence[BenchRequest]) -> int:
 def measure(
     name: str, tiers: str, requests: Sequence[BenchRequest], options: dict[str, Any], concurrency: int, demotion: str
 ) -> Row:
-    """Compute a workload with so many requests under way at any time."""
+    """Run a workload with `concurrency` requests at any time."""
     with LLM(block_size=BLOCK_SIZE, max_num_seqs=concurrency, kv_demotion=demotion, **options) as llm:
         core, waiting = llm.core, deque(requests)
         sent: dict[str, float] = {}
@@ -172,7 +172,7 @@ def run(name: str, requests: Sequence[BenchRequest], arguments: argparse.Namespa
         spec = llm.core.scheduler.kv.spec
     each = spec.block_bytes + HostMemory.bookkeeping_bytes(BLOCK_SIZE) + eviction_bytes("adaptive")
     print(f"{name}: {len(requests)} requests, {blocks} blocks", flush=True)
-    # Prefixes would also use the swap space that nobody needs.
+    # No swap space: nothing needs it here, and prefixes would use it too.
     device: dict[str, Any] = {"model": arguments.model, "num_blocks": pool, "swap_space": 0}
     # Requests that wait for a store may hold half of it.
     slots = max(int(IN_HOST * blocks), 2 * arguments.concurrency * -(-longest // BLOCK_SIZE))

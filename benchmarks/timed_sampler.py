@@ -1,4 +1,4 @@
-"""What drawing tokens takes, whichever way the sampler goes."""
+"""Measure the time that drawing tokens takes, whichever path the sampler takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.sampling.sampler import DeviceDraws, Sampler
 
 
 class SamplerTime:
-    """Adds up the seconds of a sampler's calls from now on. Another one for the same sampler takes its place."""
+    """Adds up the seconds of a sampler's calls from now on. A second one for the same sampler replaces the first."""
 
     def __init__(self, sampler: Sampler, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -21,7 +21,7 @@ class SamplerTime:
             setattr(sampler, name, self._timed(getattr(type(sampler), name).__get__(sampler)))
 
     def take(self) -> float:
-        """The seconds since this was asked last."""
+        """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -33,7 +33,7 @@ class SamplerTime:
                 found = way(*args, **options)
             finally:
                 self._depth -= 1
-                if not self._depth:  # one way may go on by another
+                if not self._depth:  # one method may call another
                     self._seconds += self._clock() - began
             if isinstance(found, DeviceDraws):
                 return SimpleNamespace(token_ids=found.token_ids, result=self._timed(found.result))

@@ -1,7 +1,7 @@
-"""A real server that is attacked: in a process of its own, with another tenant's stream and /health watched meanwhile.
+"""A real server to attack, in a separate process, while another tenant's stream and /health are watched.
 
-Shared by `attacks.py` and `fuzz_bodies.py`. The watcher is a process of its own too, so that what it measures does not
-hang on the attacker's interpreter:
+Shared by `attacks.py` and `fuzz_bodies.py`. The watcher is a separate process too, so that what it measures does not
+depend on the attacker's interpreter:
 
     attacker ──HTTP──> octavo serve <──HTTP── watcher: one stream after the other, and /health every 20 ms
 """
@@ -23,19 +23,19 @@ from typing import Any
 from octavo.bench.server_process import running_server
 
 VICTIM_KEY, ATTACKER_KEY = "a-key-of-the-victim", "a-key-of-the-attacker"
-# What the watched stream asks for, again and again.
+# What the watched stream requests, again and again.
 STREAM = {"prompt": [7, 8, 9], "temperature": 0, "ignore_eos": True, "stream": True}
 _HEALTH_EVERY = 0.02
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """The longest waits since the last look, in seconds; tokens and probes that came.
+    """The longest waits since the last call, in seconds, and the tokens and probes that arrived.
 
     Attributes:
-        stream: between two tokens of the stream.
-        first: for its first token, where it began anew.
-        health: for an answer of /health.
+        stream: the wait between two tokens of the stream.
+        first: the wait for the first token after a restart of the stream.
+        health: the wait for an answer of /health.
     """
 
     stream: float
@@ -47,15 +47,33 @@ class Stalls:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Resident memory in MiB.
+
+    Attributes:
+        cache: the KV cache, whose pages become resident when they are first written to.
+        server: the server's process besides.
+        readers: the processes that it started, which read bodies.
+    """
+
+    cache: float
+    server: float
+    readers: float
+
+    def __str__(self) -> str:
+        return f"{self.cache:.0f} | {self.server:.0f} | {self.readers:.0f}"
+
+
+@dataclass(frozen=True)
 class Watched:
-    """A server under attack, and who watches it."""
+    """A server under attack, and its watcher."""
 
     port: int
     pid: int
     _watcher: subprocess.Popen[str]
 
     def stalls(self) -> Stalls:
-        """What was seen since this was last asked."""
+        """Return what was seen since the last call."""
         assert self._watcher.stdin is not None
         assert self._watcher.stdout is not None
         self._watcher.stdin.write("\n")
@@ -63,7 +81,7 @@ class Watched:
         return Stalls(**json.loads(self._watcher.stdout.readline()))
 
     def settle(self, seconds: float = 0.5, at_most: float = 30.0) -> None:
-        """Wait until the stream has gone on for so long without a stall of 100 ms."""
+        """Wait until the stream has run for `seconds` without a stall of 100 ms."""
         until = time.monotonic() + at_most
         self.stalls()
         while time.monotonic() < until:
@@ -72,6 +90,12 @@ class Watched:
             if seen.tokens > 3 and max(seen.stream, seen.first) < 0.1:
                 return
 
+    def memory(self) -> Memory:
+        """Resident memory by its use."""
+        cache = _mapped_at_once(self.pid)
+        started = sum(_rss(one) for one in _descendants(self.pid))
+        return Memory(*(amount / 2**20 for amount in (cache, _rss(self.pid) - cache, started)))
+
     def rss(self) -> float:
         """Resident memory of the server and of the processes that it started, in MiB."""
         return resident(self.pid)
@@ -79,10 +103,10 @@ class Watched:
 
 @contextmanager
 def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator[Watched]:
-    """`octavo serve ARGUMENTS` with the two keys, watched from its first token on.
+    """Run `octavo serve ARGUMENTS` with the two keys, watched from its first token on.
 
     Args:
-        max_tokens: of the watched stream, which begins anew after that.
+        max_tokens: the length of the watched stream, which is then restarted.
     """
     keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--no-access-log"]
     with running_server([*keys, *arguments]) as server:
@@ -102,7 +126,7 @@ class Answer:
     """How a request ended.
 
     Attributes:
-        status: of the answer; 0 where the connection was closed without one, -1 where the client gave up waiting.
+        status: the answer's status; 0 if the connection was closed without one, -1 if the client gave up waiting.
         size: bytes of the answer's body.
     """
 
@@ -129,7 +153,7 @@ def head(path: str, size: int, key: str = ATTACKER_KEY, *, keep: bool = False) -
 
 
 async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: int = 4096) -> Answer:
-    """Send a body on a connection of its own, read the answer, and leave after that time.
+    """Send a body on a new connection, read the answer, and give up after `seconds`.
 
     Args:
         keeps: bytes of the answer to keep.
@@ -141,7 +165,7 @@ async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: i
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
-                # Kept alive: a server that closes while bytes are coming takes its answer along.
+                # Keep-alive: a server that closes while bytes are still arriving loses its answer.
                 writer.write(head(path, len(body), keep=True) + body)
                 await writer.drain()
             except ConnectionError:
@@ -162,7 +186,7 @@ async def post(port: int, path: str, body: bytes, seconds: float = 3.0, keeps: i
 
 
 def _end_of_answer(received: bytes) -> float:
-    """Bytes of an answer with its header, as far as that is known."""
+    """The size of an answer including its header; infinity while it is unknown."""
     lines, found, _ = received.partition(b"\r\n\r\n")
     if not found:
         return float("inf")
@@ -176,7 +200,7 @@ def resident(pid: int) -> float:
 
 
 def server_on(port: int) -> int:
-    """The process, begun by this one, that serves a port."""
+    """The process started by this one that serves a port."""
     for pid in _descendants(os.getpid()):
         if f"\0--port\0{port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
@@ -202,8 +226,28 @@ def _rss(pid: int) -> int:
         return 0  # it has ended
 
 
+def _mapped_at_once(pid: int, least: int = 900 * 2**20) -> int:
+    """Resident bytes of the mappings of a process that are at least so large: only the KV cache is, if it has 1 GiB."""
+    resident, size = 0, 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if name == "Size:":
+            size = int(values[0]) * 1024
+        elif name == "Rss:" and size >= least:
+            resident += int(values[0]) * 1024
+    return resident
+
+
+def stolen() -> float:
+    """Seconds since the machine's start that other machines on the same host took from its cores, all cores together.
+
+    It is counted in hundredths of a second.
+    """
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
+
+
 class _Watcher:
-    """The watcher's process: prints what it saw, and begins anew, for each line that it reads."""
+    """The watcher's process: for each line that it reads, prints what it has seen and resets it."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
         self._port = port
@@ -224,7 +268,7 @@ class _Watcher:
         if not os.read(sys.stdin.fileno(), 1):
             os._exit(0)
         if self._waiting_since is not None:
-            # What is still waited for counts as far as it has come.
+            # A wait that is still going on counts with its length so far.
             self._note("first" if self._is_first else "stream", time.perf_counter() - self._waiting_since)
         print(json.dumps(self.seen), flush=True)
         self._reset()

@@ -1,18 +1,18 @@
-"""What the worst permitted value of each field of a body costs: the event loop, and the engine's thread.
+"""Measure what the worst permitted value of each body field costs the event loop and the engine's thread.
 
     python benchmarks/worst_bodies.py            writes benchmarks/results/worst_bodies.md
     python benchmarks/worst_bodies.py --profile  prints what the worst iteration and the worst step spent their time on
-    python benchmarks/worst_bodies.py --only beams --only prompts --out rows.md     chosen rows
+    python benchmarks/worst_bodies.py --only beams --only prompts --out rows.md     selected rows
 
-A server over SmolLM2 runs in this process; bodies come from another. While each is served, a stream of somebody else's
-is decoding, and four things are taken, each the most of any:
+A server with SmolLM2 runs in this process; bodies are sent by another. While each is served, another client's stream is
+decoding, and the maximum of four figures is taken:
 
-- the event loop, per iteration: CPU time of its thread between two looks at its sockets, all callbacks together. This
-  is what a body costs everybody else on the loop, whatever else the machine does meanwhile;
+- the event loop, per iteration: CPU time of its thread between two polls of its sockets, all callbacks together. This
+  is what a body costs everyone else on the loop, whatever else the machine does meanwhile;
 - lag of the event loop: how late a task wakes that sleeps for a millisecond over and over. Other threads, the
-  interpreter's lock and the operating system have their part in it: the baseline shows how much is not the body's;
-- the engine's thread, per step: CPU time besides the model and the sampler (what is taken in, scheduled, updated,
-  handed out);
+  interpreter's lock and the operating system contribute to it: the baseline shows how much is not due to the body;
+- the engine's thread, per step: CPU time apart from the model and the sampler (accepting, scheduling, updating,
+  delivering);
 - the sampler, per step: CPU time of its thread.
 
 The baseline is a small body beside the same stream.
@@ -52,7 +52,7 @@ from timed_sampler import SamplerTime
 
 RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-# A body that is served for longer than this is given up by its client: the worst is over by then.
+# After this time the client gives a body up: the worst is over by then.
 SECONDS = 8.0
 
 _CLIENT = """
@@ -78,10 +78,10 @@ def _note_collection(phase: str, details: dict[str, int]) -> None:
 
 @dataclass
 class Meter:
-    """The worst seen since `reset`, in seconds.
+    """The maxima seen since `reset`, in seconds.
 
     Args:
-        profiles: keep the profiles of the worst iteration and of the worst step; everything takes about twice as long.
+        profiles: keep the profiles of the worst iteration and the worst step; everything takes about twice as long.
     """
 
     profiles: bool = False
@@ -112,12 +112,12 @@ class Meter:
 
     @contextmanager
     def _profiled(self) -> Iterator[cProfile.Profile | None]:
-        """A profile of this thread's CPU time, if profiles are wanted."""
+        """Profile this thread's CPU time, if profiles are wanted."""
         if not self.profiles:
             yield None
             return
         profile = cProfile.Profile(time.thread_time)
-        gc.callbacks.append(_note_collection)  # so that the profile has a line for them
+        gc.callbacks.append(_note_collection)  # so that the profile has a line for collections
         profile.enable()
         try:
             yield profile
@@ -173,10 +173,10 @@ class Meter:
 
 @contextmanager
 def served(meter: Meter) -> Iterator[int]:
-    """The port of a server whose engine and event loop are watched."""
+    """Run a server whose engine and event loop are measured; yields its port."""
     core = build_engine(EngineConfig(kv_cache_memory="1GiB"))
     assert core.inputs.grammars is not None
-    core.inputs.grammars.prepare().result()  # as `octavo serve` does
+    core.inputs.grammars.prepare()  # as `octavo serve` does
     engine = AsyncEngine(core, "smollm2", idle_audit_seconds=1e6)
     meter.watch(engine)
     settle_interpreter()
@@ -209,7 +209,7 @@ def served(meter: Meter) -> Iterator[int]:
 
 @contextmanager
 def streaming(port: int) -> Iterator[None]:
-    """Somebody else's stream, decoding meanwhile."""
+    """Let another client's stream decode meanwhile."""
     body = json.dumps({"prompt": [7], "max_tokens": 8000, "ignore_eos": True, "stream": True}).encode()
     with tempfile.NamedTemporaryFile() as file:
         file.write(body)
@@ -229,7 +229,7 @@ def wait_for_steps(meter: Meter, count: int, seconds: float = 20.0) -> None:
 
 
 def post(port: int, path: str, body: bytes, seconds: float = SECONDS) -> list[str]:
-    """(status, seconds, size of the answer), from a process of its own."""
+    """Send a body from a separate process; returns (status, seconds, size of the answer)."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(body)
         file.flush()
@@ -238,7 +238,7 @@ def post(port: int, path: str, body: bytes, seconds: float = SECONDS) -> list[st
 
 
 def bodies() -> Iterator[tuple[str, str, Any]]:
-    """(what it is, path, body); bytes as they are, all else as JSON."""
+    """Yield (name, path, body); bytes are sent as they are, all else as JSON."""
     few = {"max_tokens": 16, "ignore_eos": True}
     stops = [chr(97 + i) * 127 + "!" for i in range(LIMITS.max_stop_bytes // 128)]
     ids = list(range(1000, 1000 + LIMITS.max_stop_token_ids))
@@ -322,7 +322,7 @@ def bodies() -> Iterator[tuple[str, str, Any]]:
 
 
 def _constrained_bodies() -> Iterator[tuple[str, str, Any]]:
-    """Bodies that limit what may be drawn, and other fields that hold much."""
+    """Bodies that restrict what may be drawn, and other fields that can hold a lot."""
     few = {"max_tokens": 16, "ignore_eos": True, "n": LIMITS.max_n}
     words = [f"{i:04}" + "x" * (LIMITS.max_bad_word_length // 2) for i in range(LIMITS.max_bad_words)]
     yield f"`bad_words`: {len(words)}, n = {LIMITS.max_n}", COMPLETIONS, {"prompt": [5], "bad_words": words, **few}
@@ -389,14 +389,14 @@ def run(only: list[str] | None, *, profiles: bool, seconds: float = SECONDS) -> 
     rows = ["| body | size | answer | seconds | event loop, ms | its lag, ms | engine's thread, ms | sampler, ms |"]
     rows.append("|---|---:|---|---:|---:|---:|---:|---:|")
     with served(meter) as port:
-        # The processes that read large bodies start with the first of them.
+        # The processes that parse large bodies start with the first of these.
         post(port, COMPLETIONS, json.dumps({"prompt": [5] * 40_000}).encode())
         for name, path, content in bodies():
             if only and not any(part in name for part in only):
                 continue
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             with streaming(port):
-                # What the body before has left is over, and the stream runs.
+                # By then the previous body's work is over, and the stream runs.
                 wait_for_steps(meter, 30)
                 meter.reset()
                 status, took, size = post(port, path, body, seconds)

@@ -14,14 +14,15 @@
 namespace octavo {
 namespace {
 
-// An item is a task over all its splits. An item with much context becomes several tasks, each a node of the tree in
-// which states of splits are merged (StateTree), whatever their number. The one that finishes last merges the nodes:
+// An item is a task over all its splits. An item with a long context becomes several tasks, each of them a node of the
+// tree that merges the states of splits (StateTree); the tree is the same however many tasks there are. The task that
+// finishes last merges the nodes:
 //
 //     item   | split 0 | split 1 | split 2 | split 3 | split 4 |
 //     tasks  |      node 0       |      node 1       | node 2  |  -> ((0, 1), (2, 3)), 4
 struct Item {
     AttendTask task;
-    int64_t first_partial;  // in lines; -1: one task
+    int64_t first_partial;  // index of a PartialLine; -1: a single task
     int num_tasks;
 };
 
@@ -42,7 +43,8 @@ struct Plan {
 };
 
 constexpr int kNoWindow = 1 << 30;
-constexpr int kTasksPerThread = 8;  // enough to even out, few enough that taking one costs nothing
+constexpr int kTasksPerThread = 8;  // enough to balance the load, few enough that taking one costs nothing
+constexpr int kItemsPerThread = 4;  // when fewer items mean less work in total
 
 void check_sequence(const AttentionCall& call, int seq, int query_len, int context_len) {
     const auto fail = [&](const std::string& what) {
@@ -66,26 +68,34 @@ void check_sequence(const AttentionCall& call, int seq, int query_len, int conte
              std::to_string(call.kv.num_blocks));
 }
 
-// How a sequence's queries are dealt into items.
+// How a sequence's queries are divided into items.
 struct Shape {
     int tokens;    // per item
     int kv_heads;  // per item
-    int members;   // query heads of a KV head per item: all of them, but for groups larger than a task
+    int members;   // query heads of a KV head per item: all of them, unless the group is larger than a task
 };
+
+// The most rows of an item of several tokens. Coded blocks that are multiplied in tiles are decoded again for each
+// item, so there should be only as many items as keep every thread busy.
+int64_t item_rows(const AttentionCall& call) {
+    if (kernels().prompt_rows == 0 || call.exact || !codes_fill_tiles(call.kv)) return kMaxTaskRows;
+    const int64_t fair = call.num_tokens * call.num_heads / (int64_t{num_threads()} * kItemsPerThread);
+    return std::clamp<int64_t>(fair, kMaxTaskRows, kernels().prompt_rows);
+}
 
 Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool much_context) {
     const int group = call.num_heads / call.kv.kv_heads;
     const int parts = (group + kMaxTaskRows - 1) / kMaxTaskRows, members = (group + parts - 1) / parts;
     // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
-    // lie side by side in memory, unless that would leave threads without work, or a head's part of a block is so long
-    // that the hardware foresees more of it than we ask for.
+    // are adjacent in memory, unless that would leave threads without work, or a head's part of a block is so long
+    // that the hardware prefetches more of it than we do.
     const bool long_runs = call.kv.block_size > kTile && context_len >= 2 * kSplit;
     if (parts == 1 && much_context && !long_runs && query_len * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
-    return {std::max(1, kMaxTaskRows / members), 1, members};
+    return {std::max(1, static_cast<int>(item_rows(call)) / members), 1, members};
 }
 
-// Whether the splits of all contexts are enough tasks, however many heads a task takes.
+// Whether the contexts have enough splits to keep every thread busy, however many heads a task takes.
 bool has_much_context(const AttentionCall& call) {
     int64_t splits = 0;
     for (int seq = 0; seq < call.num_seqs; ++seq) splits += (int64_t{call.context_lens[seq]} + kSplit - 1) / kSplit;
@@ -110,7 +120,8 @@ void add_items(const AttentionCall& call, Plan& plan, int seq, bool much_context
     task.window = call.window ? std::min(call.window, kNoWindow) : kNoWindow;
     task.kv_heads = shape.kv_heads;
     task.exact = call.exact;
-    // The last tokens see most: begin with them, so that no thread is left with a long task at the end.
+    task.prompt = query_len > 1;
+    // The last tokens see the most context: begin with them, so that no thread is left with a long task at the end.
     for (int end = query_len; end > 0; end -= shape.tokens) {
         const int begin = std::max(0, end - shape.tokens);
         task.num_tokens = end - begin;
@@ -133,7 +144,7 @@ int64_t state_lines(const AttendTask& task) {
     return int64_t{task.kv_heads} * task.rows_per_head() * ((task.kv->value_dim + kRowState) / 16);
 }
 
-// Cuts items into nodes of a power of two of splits; how many that is.
+// Cuts items into nodes of a power-of-two number of splits; returns that number.
 int cut(Plan& plan) {
     int64_t splits = 0;
     for (const Item& item : plan.items) splits += item.task.split_end - item.task.split_begin;

@@ -1,4 +1,4 @@
-// One step's attention, cut into tasks.
+// One step's attention, split into tasks.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,17 @@ struct AttentionCall {
     char* out;
     int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride;  // bytes
     const int32_t *block_tables, *query_start, *context_lens;
-    const int64_t* table_rows;  // of each sequence, its row of block_tables
+    const int64_t* table_rows;  // for each sequence, its row of block_tables
     int64_t block_table_stride, max_blocks, num_tokens;
     const float* sinks;
     float scale, softcap;
     int num_seqs, num_heads, window;  // window 0: none
-    // A token's bits depend on nothing but its context. Not so, unless exact, where a level has tiles for prompts: a
-    // token that comes alone is faster in vectors.
+    // If true, a token's bits depend on its context alone. If false, a level with tiles may compute prompts in tiles
+    // and lone tokens in vectors, whichever is faster.
     bool exact = true;
 };
 
-// Throws std::invalid_argument, with the numbers, when the batch names tokens or blocks that do not exist.
+// Throws std::invalid_argument, with the numbers, if the batch names tokens or blocks that do not exist.
 void attend(const AttentionCall& call);
 
 }  // namespace octavo

@@ -1,4 +1,4 @@
-// bf16 weights into twelve bits and, a row at a time, back: see coded.h.
+// Encodes bf16 weights in twelve bits, and decodes them a row at a time: see coded.h.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -22,7 +22,7 @@ int code_of(uint16_t bits, int base) {  // -1: there is none
     return exponent > base && exponent < base + kCodes ? exponent - base : -1;
 }
 
-// The elements of one panel as `gemm` takes it.
+// The elements of one panel in the layout of `gemm`.
 struct Panel {
     const uint16_t* elements;
     int64_t units;

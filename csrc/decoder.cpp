@@ -135,7 +135,7 @@ void Decoder::attend(const DecoderStep& step, std::size_t index, const Matrix& h
     octavo::attend(call);
 }
 
-// The rows that become logits, in `spare`, which nobody reads any more.
+// Copies the rows that become logits to `spare`, whose contents are no longer needed, and points `matrix` to them.
 void Decoder::keep_rows(const DecoderStep& step, Matrix& matrix, Buffer& spare) {
     const Matrix kept = rows(spare, step.num_logits, matrix.width);
     for (int64_t i = 0; i < step.num_logits; ++i)

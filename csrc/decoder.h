@@ -3,7 +3,7 @@
 //     ids -> embedding -> residual
 //     each layer:   residual -> norm -> | q | k | v | -> rotate, store in blocks -> attention -> output -> +residual
 //                            -> norm -> | gate | up | through the activation -> down -> +residual
-//     last:         only the rows that become logits go on behind the attention -> norm -> head -> logits
+//     last:         after the attention, only the rows that become logits continue -> norm -> head -> logits
 //
 // Activations are rounded where the Python decoder (models/decoder.py) rounds them.
 #pragma once
@@ -12,12 +12,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffer.h"
 #include "kernels.h"
 #include "linear.h"
 
 namespace octavo {
 
-// Matrices over the same inputs, whose outputs lie side by side.
+// Matrices with the same inputs, whose outputs are concatenated.
 struct Linear {
     struct Part {
         Weight weight;
@@ -34,7 +35,7 @@ struct Linear {
 struct DecoderLayer {
     const char *input_norm, *post_attention_norm;
     const char *query_norm, *key_norm;  // or null
-    Linear qkv, output, gate_up, down;  // gate_up: one part, 16 gates and 16 ups in turn
+    Linear qkv, output, gate_up, down;  // gate_up: one part, 16 gates and 16 ups alternating
 };
 
 struct LayerCache {
@@ -59,11 +60,11 @@ struct GroupTables {
 struct DecoderStep {
     const int64_t *token_ids, *positions;
     const int32_t *query_start, *context_lens;
-    const int64_t* table_rows;  // of each sequence, its row of every group's block_tables
+    const int64_t* table_rows;  // for each sequence, its row of every group's block_tables
     const GroupTables* groups;
     const float *cos, *sin;
     const int64_t* logits_indices;
-    float* logits;  // [num_now][vocab], of the first of the num_logits rows; `Decoder::logits` has the others
+    float* logits;  // [num_now][vocab] of the first num_now of num_logits rows; `Decoder::logits` computes the others
     int64_t num_tokens, num_seqs, num_logits, num_now;
     int rotary_dim;
 };
@@ -73,23 +74,23 @@ class Decoder {
     DecoderShape shape;
     std::vector<DecoderLayer> layers;
     std::vector<LayerCache> caches;  // one for each layer
-    Weight embedding;                // packed, or rows where `embedding_rows` is set
+    Weight embedding;                // packed; unused if `embedding_rows` is set
     const char* embedding_rows = nullptr;
     const char* final_norm = nullptr;
     Linear head;
     bool exact = true;  // see `linear` and AttentionCall
 
-    // Throws std::invalid_argument when a table names blocks that do not exist; all else must have been checked.
+    // Throws std::invalid_argument if a table names blocks that do not exist; the caller must have checked all else.
     void forward(const DecoderStep& step);
 
-    // Logits [count][vocab] of rows first .. first + count of the last step's, which are kept until the next.
+    // Logits [count][vocab] of rows [first, first + count) of the last step, which are kept until the next one.
     int64_t num_kept() const { return num_kept_; }
     void logits(int64_t first, int64_t count, float* out);
-    // What the head makes logits of, [count][hidden], of the same rows.
+    // The head's input, [count][hidden] in float32, for rows of the same range.
     void hidden(int64_t first, int64_t count, float* out) const;
 
   private:
-    using Buffer = std::vector<char>;  // [tokens][width] activations; keeps its memory from step to step
+    using Buffer = StreamBuffer<char>;  // [tokens][width] activations; keeps its memory from step to step
     Buffer residual_, hidden_, qkv_, attended_, gated_;
 
     int64_t num_kept_ = 0;

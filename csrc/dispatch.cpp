@@ -46,8 +46,8 @@ bool is_intel() {
     return r.b == signature_INTEL_ebx && r.c == signature_INTEL_ecx && r.d == signature_INTEL_edx;
 }
 
-// Tiles are the one state that Linux saves only for a process that has asked for it, and it may refuse: where a signal
-// stack is too small for them, or a sandbox filters the call.
+// Linux saves the state of tiles only for a process that has asked for it, and may refuse: if a signal stack is too
+// small for them, or a sandbox filters the call.
 bool may_use_tiles() {
 #ifdef __linux__
     const unsigned features = cpuid(7, 0).d;
@@ -88,7 +88,7 @@ Isa best_isa() {
     int isa = kNumIsas - 1;
     while (isa == kAmxEmulated || !isa_is_supported(static_cast<Isa>(isa))) --isa;
 #ifdef OCTAVO_X86
-    // Intel's cores take two cycles for each vdpbf16ps: two multiply-adds of floats are as fast, and round less.
+    // Intel's cores take two cycles per vdpbf16ps: two float multiply-adds are as fast, and round less.
     if (isa == kAvx512Bf16 && is_intel()) isa = kAvx512Vnni;
 #endif
     return static_cast<Isa>(isa);
@@ -101,7 +101,7 @@ std::atomic<Isa> g_current{best_isa()};
 bool isa_is_supported(Isa isa) {
     if (isa == kPortable || isa == kAmxEmulated) return true;
 #ifdef OCTAVO_X86
-    // libgcc asks the operating system too: a CPU whose wide registers are not saved has none.
+    // libgcc asks the operating system too: wide registers that it does not save count as absent.
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

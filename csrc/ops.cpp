@@ -8,9 +8,9 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kElementsWorthAThread = 16384;  // about two microseconds, what waking a team costs
+constexpr int64_t kElementsWorthAThread = 16384;  // about two microseconds, the cost of waking the threads
 
-// Calls body(begin, end) over [0, rows), cut so that each piece is worth its thread.
+// Calls body(begin, end) over [0, rows), split so that each piece is worth a thread.
 template <class Body> void parallel_rows(int64_t rows, int64_t elements_per_row, const Body& body) {
     if (rows == 0) return;
     const int64_t worth = rows * elements_per_row / kElementsWorthAThread;

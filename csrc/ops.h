@@ -1,4 +1,4 @@
-// Row-wise kernels and copies over whole tensors: how they are cut among threads.
+// Row-wise kernels over whole tensors, split among threads.
 #pragma once
 
 #include <cstdint>

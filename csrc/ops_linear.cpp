@@ -11,37 +11,35 @@
 namespace octavo {
 namespace {
 
-// Activations that a task reads over and over stay in L2 while the weights pass.
-constexpr int64_t kRowsPerBlock = 96, kBytesPerBlock = 768 << 10;  // the lesser, in tiles
-constexpr int64_t kTasksPerThread = 8;                             // enough to even out
+// A block of activations, which a task reads over and over, stays in L2 while the weights stream through.
+constexpr int64_t kRowsPerBlock = 96, kBytesPerBlock = 768 << 10;  // in vectors, and in tiles
+constexpr int64_t kTasksPerThread = 8;                             // enough to balance the load
 constexpr int kThreadsThatPackAlone = 4;
 constexpr int64_t kBytesWorthAThread = 32 << 10;
 constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
-constexpr int64_t kRowsThatCostNothing = 8;  // more of them than a core multiplies while it waits for their weights
+constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
 
 struct alignas(64) Line {
     char bytes[64];
 };
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr bool kKeepsMemory = false;  // what one call left behind would hide that another reads too far
+constexpr bool kKeepsMemory = false;  // what one call leaves behind would hide out-of-bounds reads of the next
 #else
 constexpr bool kKeepsMemory = true;
 #endif
 
-// Rows of activations as the kernels read them. Memory is kept from call to call.
+// Rows of activations in the layout that the kernels read. Memory is kept from call to call.
 struct PackedRows {
-    std::vector<Line> lines;  // aligned, and with one to spare behind them: a tile may read a row too many
-    std::vector<float> scales;
+    std::vector<Line> lines;  // aligned, with one spare line at the end: a tile may read one row too many
     std::vector<Line> decoded;  // see GemmTask
-    uint64_t call = 0;          // what lies here: a block of rows of one product
+    uint64_t call = 0;          // which product and which of its blocks of rows is packed here
     int64_t block = 0;
     uint32_t* units() { return reinterpret_cast<uint32_t*>(lines.data()); }
     void make_room(int64_t rows, int64_t units_per_row) {
         const int64_t needed = (rows * units_per_row * 4 + 63) / 64 + 1;
-        if (!kKeepsMemory) lines.clear(), lines.shrink_to_fit(), scales.clear(), scales.shrink_to_fit();
+        if (!kKeepsMemory) lines.clear(), lines.shrink_to_fit();
         if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
-        if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
     }
     char* decoded_room(int64_t bytes) {
         if (!kKeepsMemory) decoded.clear(), decoded.shrink_to_fit();
@@ -55,16 +53,22 @@ PackedRows& own_rows() {
     return rows;
 }
 
-// Blocks of groups times stretches of panels, each a task: multiply(packed, its first row, group_begin, group_end,
-// panel_begin, panel_end), with rows that pack(group, to, its row) has packed. A few threads pack a block each for
-// itself: what another core has packed takes longer to fetch, and what another has read takes longer to overwrite, than
-// a row takes to pack. Many threads share that work, all of it before they multiply.
+// A number that no other product has: `multiply_packed` is instantiated for several kinds of weight, and a thread tells
+// by it whether the rows in its memory are those of the current product.
+uint64_t next_call() {
+    static std::atomic<uint64_t> calls{0};
+    return calls.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+// Splits a product into tasks, each a block of row groups times a stretch of panels: multiply(packed, its first row,
+// group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row). If there are only a
+// few threads, each packs blocks for itself: fetching what another core has packed, and overwriting what another core
+// has read, takes longer than packing a row. Many threads share the packing, and all of it precedes the products.
 template <class Pack, class Multiply>
 void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
                      int64_t panel_bytes, const Pack& pack, const Multiply& multiply) {
     if (groups.count == 0 || panels == 0) return;
-    static std::atomic<uint64_t> calls{0};
-    const uint64_t call = calls.fetch_add(1, std::memory_order_relaxed) + 1;
+    const uint64_t call = next_call();
     const bool alone = num_threads() <= kThreadsThatPackAlone;
     PackedRows& shared = own_rows();
     if (!alone) {
@@ -79,7 +83,7 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
     const int64_t blocks = std::min(groups.count, (groups.rows + rows_per_block - 1) / rows_per_block);
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
     int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
-    if (alone && blocks > 1)  // the fewer, the fewer threads pack a block
+    if (alone && blocks > 1)  // with fewer stretches, fewer threads pack the same block
         stretches = std::clamp<int64_t>(kTasksPerThread * num_threads() / blocks, 1, stretches);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
         const int64_t block = i / stretches, stretch = i % stretches;
@@ -98,14 +102,14 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
 
 constexpr int kMostGroupRows = 32;
 
-// The rows of a group; their number.
+// Pointers to the rows of a group; returns their number.
 int64_t rows_of(const Matrix& x, RowGroups groups, int64_t group, const char* (&rows)[kMostGroupRows]) {
     const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
     for (int64_t r = 0; r < count; ++r) rows[r] = x.row(first + r);
     return count;
 }
 
-// Products of floats, and of quantised weights in tiles.
+// Products with float weights, and with quantised weights in tiles.
 void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     const Kernels& level = kernels();
     const bool quantised = is_quantised(weight.format);
@@ -173,8 +177,8 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
     const auto parts = [&](PackedRows& packed) {
         uint32_t* units = packed.units();
         const int64_t room = static_cast<int64_t>(packed.lines.size() * (sizeof(Line) / 4)) /
-                             10;  // 8 units, an exponent and a sum a block
-        return QuantRows{units, units + room * 8, units + room * 9, packed.scales.data()};
+                             10;  // 8 units, a scale and a sum per block
+        return QuantRows{units, reinterpret_cast<float*>(units + room * 8), units + room * 9};
     };
     const auto pack = [&](int64_t group, PackedRows& packed, int64_t row) {
         const char* rows[kMostGroupRows];
@@ -198,7 +202,7 @@ void linear(const Weight& weight, Storage x_storage, const Matrix& x, const Line
     const Kernels& level = kernels();
     const bool quantised = is_quantised(weight.format);
     const bool in_tiles = quantised && !exact && level.pack_tile_rows && x_storage == kBf16 &&
-                          x.rows >= level.gemm_quant_rows[quant_format(weight.format)];
+                          x.rows >= level.gemm_quant_rows;
     if (quantised && !in_tiles)
         quant_linear(weight, x_storage, x, out);
     else

@@ -1,4 +1,4 @@
-// Weights into the kernels' order and, a row at a time, back.
+// Packs weights into the kernels' layout, and unpacks them a row at a time.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -16,7 +16,7 @@ int64_t units_per_output(const Weight& weight) {
     return float_storage(weight.format) == kBf16 ? (weight.inputs + 1) / 2 : weight.inputs;
 }
 
-// Sixteen units of sixteen outputs at a time: lines of the packed weight are written whole.
+// Sixteen units of sixteen outputs at a time, so that cache lines of the packed weight are written whole.
 void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int64_t begin, int64_t end_row,
                  Placement place) {
     const int64_t units = units_per_output(weight), row_bytes = stored_row_bytes(weight.format, weight.inputs);
@@ -36,7 +36,7 @@ void pack_floats(const Weight& weight, const char* rows, int64_t row_stride, int
     }
 }
 
-// An infinite scale, or one that is no number, would turn into finite garbage where integers are added to its exponent.
+// An infinite or NaN scale would turn into finite garbage when integers are added to its exponent.
 void check_scale(const char* from, int64_t row, int64_t block) {
     uint16_t half;
     std::memcpy(&half, from, 2);
@@ -76,7 +76,7 @@ float half_to_float(uint16_t half) {
     uint32_t bits = magnitude << 13;
     float value;
     std::memcpy(&value, &bits, 4);
-    value *= 0x1p112f;  // moves the exponent's bias, and makes subnormal halves normal
+    value *= 0x1p112f;  // adjusts the exponent's bias, and makes subnormal halves normal
     std::memcpy(&bits, &value, 4);
     bits |= sign;
     std::memcpy(&value, &bits, 4);
@@ -134,8 +134,8 @@ int64_t packed_bytes(WeightFormat format, int64_t outputs, int64_t inputs) {
 }
 
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement place) {
-    // Several threads: first touch then spreads the pages over their memory nodes.
-    constexpr int64_t kRowsPerTask = 64;  // whole sixteens
+    // With several threads, first touch spreads the pages over the threads' memory nodes.
+    constexpr int64_t kRowsPerTask = 64;  // a multiple of sixteen
     const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
     parallel_for(static_cast<int>(tasks), [&](int task) {
         const int64_t first = task * kRowsPerTask, end = std::min(num_rows, first + kRowsPerTask);

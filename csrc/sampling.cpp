@@ -15,12 +15,12 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr double kLog2E = 1.44269504088896340736;
-// Of the exponent's scale: the least temperature would make it infinite, and NaN of the most likely token's mass.
+// Bound of the exponent's scale: the lowest temperature would make it infinite, and the most likely token's mass NaN.
 constexpr double kSteepest = 1e30;
-// 2^-150 is no float: what lies so far below the largest has no mass.
+// 2^-150 rounds to zero in float32: a token that far below the largest has no mass.
 constexpr float kMassless = -151.0f;
-// Masses are sorted by their exponent and the first bits behind it: few share a bin with the last one that top_p
-// keeps. They are at most 1.
+// Masses, at most 1, are binned by their exponent and the first bits of their mantissa: few share a bin with the last
+// one that top_p keeps.
 constexpr int kBinShift = 19, kBins = 2048;
 
 // A token that filters may keep.
@@ -30,7 +30,7 @@ struct Candidate {
     double mass;  // e^(x - the largest)
 };
 
-// Most likely first, equals by rising id.
+// Most likely first, ties by ascending id.
 bool comes_before(const Candidate& a, const Candidate& b) {
     return a.x > b.x || (a.x == b.x && a.token_id < b.token_id);
 }
@@ -50,9 +50,10 @@ Scratch& scratch() {
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The first place whose cumulative mass exceeds the target; *share: how far into that place's own mass it lies.
+// The first index whose cumulative mass exceeds the target; *share is how far into that index's own mass the target
+// lies.
 int64_t invert(const double* cumulative, int64_t count, double target, double* share) {
-    // A product of u < 1 may round up to the total itself.
+    // The total times u < 1 may round up to the total itself.
     target = std::min(target, std::nextafter(cumulative[count - 1], 0.0));
     const int64_t place =
         std::min<int64_t>(std::upper_bound(cumulative, cumulative + count, target) - cumulative, count - 1);
@@ -61,7 +62,7 @@ int64_t invert(const double* cumulative, int64_t count, double target, double* s
     return place;
 }
 
-// A row, and the largest of each of its blocks.
+// A row of logits, and the maximum of each of its blocks.
 class Row {
   public:
     Row(const float* logits, int64_t vocab, Scratch& memory) : x_(logits), vocab_(vocab), memory_(memory) {
@@ -79,8 +80,8 @@ class Row {
         return std::find(x_ + block * kVocabBlock, x_ + vocab_, most_) - x_;
     }
 
-    // Sums of the masses of each chunk, one by one added up, in `memory.cumulative`; returns the total. `masses` is
-    // [vocab] or null.
+    // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total. `masses`, [vocab] or
+    // null, receives the mass of each token.
     double add_up_masses(float scale, float* masses = nullptr) {
         auto& cumulative = memory_.cumulative;
         cumulative.resize(static_cast<size_t>(divided_up(vocab_, kVocabChunk)));
@@ -100,7 +101,7 @@ class Row {
         return total;
     }
 
-    // Inverts the distribution function that `add_up_masses` has left behind; masses: of all tokens, or null.
+    // Inverts the cumulative distribution left by `add_up_masses`; `masses` are those of all tokens, or null.
     int64_t draw(double uniform, float scale, const float* masses = nullptr) {
         const auto& chunks = memory_.cumulative;
         double share;
@@ -115,7 +116,7 @@ class Row {
         return begin + invert(cumulative, count, share * total, nullptr);
     }
 
-    // A value that at least k tokens reach, as high as the blocks' maxima tell.
+    // The highest value that at least k tokens reach for certain, judging by the blocks' maxima.
     float reached_by(int64_t k) const {
         auto& values = memory_.values;
         if (k > static_cast<int64_t>(memory_.maxima.size())) return -kInfinity;
@@ -124,7 +125,7 @@ class Row {
         return values[static_cast<size_t>(k - 1)];
     }
 
-    // Calls take(token id) by rising id for every logit that is not below the bound.
+    // Calls take(token id), in ascending order, for every logit that is not below the bound.
     template <class Take> void each_from(float bound, const Take& take) const {
         for (size_t block = 0; block < memory_.maxima.size(); ++block) {
             if (memory_.maxima[block] < bound) continue;
@@ -146,10 +147,10 @@ class Row {
     float most_;
 };
 
-// The least likely candidate that top_p keeps: of those more likely there is less mass than wanted, of those up to it
-// there is as much. By halves, as nth_element does, in linear time.
+// The least likely candidate that top_p keeps: those before it have less mass than wanted, those up to and including it
+// have as much. Partitions as nth_element does, in linear time.
 Candidate last_of_nucleus(std::vector<Candidate>& all, double wanted) {
-    wanted = std::max(wanted, std::numeric_limits<double>::min());  // the most likely is kept always
+    wanted = std::max(wanted, std::numeric_limits<double>::min());  // the most likely is always kept
     auto low = all.begin(), high = all.end();
     double before = 0.0;
     while (low != high) {
@@ -169,7 +170,7 @@ Candidate last_of_nucleus(std::vector<Candidate>& all, double wanted) {
             low = cut + 1;
         }
     }
-    // Rounding: all of them together have not quite the mass.
+    // Because of rounding, all of them together fall just short of the mass.
     return low == all.begin() ? *low : *(low - 1);
 }
 
@@ -179,7 +180,7 @@ int bin_of(float mass) {
     return std::min(static_cast<int>(bits >> kBinShift), kBins - 1);
 }
 
-// A draw under top_p alone, which may keep most of the vocabulary: no list is made of what it keeps.
+// A draw with top_p alone, which may keep most of the vocabulary, so that no list is made of what it keeps.
 int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
     const int64_t vocab = row.vocab();
@@ -218,12 +219,12 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     return row.draw(draw.uniform, scale, masses.data());
 }
 
-// A draw under top_k, top_p or min_p, among the tokens that these may keep.
+// A draw with top_k, top_p or min_p, among the tokens that they may keep.
 int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
     if (!draw.top_k && !(draw.min_p > 0.0f)) return draw_nucleus(row, draw, memory);
     const float temperature = draw.temperature, best = row.most() / temperature;
     const float cut = draw.min_p > 0.0f ? best + std::log(draw.min_p) : -kInfinity;
-    // In logits, and a little lower: several of them may be equal when divided by the temperature.
+    // The bound is one of logits, and a little lower: different logits may be equal once divided by the temperature.
     const auto below = [](float x) { return std::isfinite(x) ? x - std::fabs(x) * 1e-6f : -kInfinity; };
     auto& candidates = memory.candidates;
     candidates.clear();
@@ -260,11 +261,12 @@ int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
 
 constexpr int64_t kFewAllowed = 4096;
 
-// What a mask leaves of a row: all of it, -inf for what is forbidden; or, of few tokens, these alone, by rising id.
+// What a mask leaves of a row: the whole row with -inf for forbidden tokens or, if few are allowed, these alone by
+// ascending id.
 struct Allowed {
     const float* logits;
     int64_t count;
-    const int32_t* token_ids;  // null: a place is a token
+    const int32_t* token_ids;  // null: an index is a token id
 };
 
 Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
@@ -335,7 +337,7 @@ void score_one(Score& score, int64_t vocab) {
     }
 }
 
-// As penalties.py bounds them: no request makes infinities of its logits.
+// The bound of penalties.py: no request can make its logits infinite.
 constexpr float kLargestLogit = 1e30f;
 
 void penalise_one(const Repetition& row, int64_t vocab) {
@@ -352,6 +354,16 @@ void penalise_one(const Repetition& row, int64_t vocab) {
 
 void penalise_repetition(const Repetition* rows, int count, int64_t vocab) {
     parallel_for(count, [&](int i) { penalise_one(rows[i], vocab); });
+}
+
+void add_amounts(const Addition* rows, int count, int64_t vocab) {
+    parallel_for(count, [&](int i) {
+        const Addition& row = rows[i];
+        for (int64_t place = 0; place < row.count; ++place) {
+            const int64_t id = row.token_ids[place];
+            if (id >= 0 && id < vocab) row.logits[id] += row.amounts[place];
+        }
+    });
 }
 
 void draw_tokens(const Draw* draws, int count, int64_t vocab, Drawn* drawn) {

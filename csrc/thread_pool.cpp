@@ -31,8 +31,8 @@ void pause() {
 #endif
 }
 
-// Rounding and subnormals as C++ has them: torch.set_flush_denormal changes the calling thread's, which would then
-// compute other bits than the workers.
+// Sets rounding and subnormals to C++'s defaults while it lives: torch.set_flush_denormal changes those of the calling
+// thread, which would then compute other bits than the workers.
 class DefaultRounding {
   public:
 #if defined(__x86_64__)
@@ -62,7 +62,7 @@ class DefaultRounding {
 #endif
 };
 
-// Spins until `done()`, or for kSpin by the clock; whether it is done.
+// Spins until `done()`, for at most kSpin; returns whether it is done.
 template <class Done> bool spin_until(const Done& done) {
     using Clock = std::chrono::steady_clock;
     constexpr auto kSpin = std::chrono::microseconds(50);
@@ -86,7 +86,7 @@ class Pool {
         for (std::thread& worker : workers_) worker.join();
     }
 
-    // False where another thread leads: nothing is done.
+    // Returns false, having done nothing, if another thread leads.
     bool try_run(int num_tasks, Task task, void* context, int threads) {
         std::unique_lock leader(leader_, std::try_to_lock);
         if (!leader.owns_lock()) return false;
@@ -94,7 +94,7 @@ class Pool {
         task_ = task;
         context_ = context;
         num_tasks_ = num_tasks;
-        // Many threads take several tasks at a time, so as not to fight for the ticket.
+        // Many threads take several tasks at a time, to reduce contention for the ticket.
         constexpr int kThreadsThatTakeOne = 16;
         share_ = threads <= kThreadsThatTakeOne ? num_tasks : 4 * threads;
         unfinished_.store(num_tasks, std::memory_order_relaxed);
@@ -116,7 +116,7 @@ class Pool {
     }
 
   private:
-    // By the leader. Where the system gives no more threads, those that there are do the work.
+    // Called by the leader. If the system refuses more threads, the existing ones do the work.
     void grow(int count) {
         active_.store(count, std::memory_order_relaxed);
         while (static_cast<int>(workers_.size()) < count) {
@@ -140,7 +140,8 @@ class Pool {
             const bool active = index < active_.load(std::memory_order_relaxed);
             if (active && take_tasks()) continue;
             if (active && spin_until([&] { return epoch_.load(std::memory_order_relaxed) != epoch; })) continue;
-            // Whoever calls counts up first and then looks for sleepers; a sleeper does it the other way round.
+            // The caller advances the epoch first and then looks for sleepers; a sleeper does it the other way round,
+            // so that no wake-up is lost.
             sleepers_.fetch_add(1);
             if (!stop_.load()) epoch_.wait(epoch);
             sleepers_.fetch_sub(1);
@@ -151,11 +152,11 @@ class Pool {
         bool any = false;
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (const auto left = static_cast<uint32_t>(ticket)) {
-            // Written before the ticket; should they be of a later round already, the exchange fails.
+            // The share was written before the ticket; if it is already that of a later round, the exchange fails.
             const uint32_t count =
                 std::max<uint32_t>(1, left / static_cast<uint32_t>(share_.load(std::memory_order_relaxed)));
             if (!ticket_.compare_exchange_weak(ticket, ticket - count, std::memory_order_acquire)) continue;
-            // The round cannot end, nor these change, before these tasks are done.
+            // The round cannot end, nor its members change, before these tasks are done.
             const int first = num_tasks_ - static_cast<int>(left);
             t_in_task = true;
             for (uint32_t i = 0; i < count; ++i) {
@@ -202,7 +203,7 @@ Pool& pool() {
         g_pool.store(new Pool, std::memory_order_release);
 #ifndef _WIN32
         static const int registered = pthread_atfork(nullptr, nullptr, [] {
-            // A child has none of its parent's threads: it begins anew, and leaves the parent's pool alone.
+            // A child has none of its parent's threads: it starts a new pool, and leaves the parent's alone.
             g_pool.store(new Pool, std::memory_order_release);
             t_in_task = false;
         });

@@ -1,14 +1,14 @@
-// Splits a kernel's work over threads of its own, which stay from call to call.
+// A pool of threads that kernels split their work over; the threads persist from call to call.
 //
-// One leader at a time, whoever calls, hands rounds of tasks to the workers:
+// The calling thread leads, one leader at a time, and hands rounds of tasks to the workers:
 //
-//     ticket   | round | tasks not yet taken |     one 64-bit word: who takes a task knows that the round is still on
+//     ticket   | round | tasks not yet taken |     one 64-bit word: taking a task proves that the round is still on
 //
-// The leader takes tasks too, and waits for the tasks that others took, never for the others: a thread that the system
-// has put aside holds nobody up unless it was in the middle of a task. A worker without work spins for some tens of
-// microseconds, longer than the time between two products, then sleeps and costs nothing.
+// The leader takes tasks too, and waits for the tasks that others have taken, never for the others themselves: a thread
+// that the system has preempted delays nobody unless it is in the middle of a task. A worker without work spins for
+// some tens of microseconds, longer than the time between two products, then sleeps and costs nothing.
 //
-// No OpenMP: its threads wait for each other at the end of every region, and spin for milliseconds behind it.
+// OpenMP is not used: its threads wait for each other at the end of every region, and spin for milliseconds after it.
 #pragma once
 
 #include <memory>
@@ -24,9 +24,9 @@ namespace detail {
 void run_tasks(int num_tasks, void (*task)(void* context, int index), void* context);
 }  // namespace detail
 
-// Calls body(index) for index in [0, num_tasks), each exactly once, in no particular order or thread. What one of them
-// throws comes out when all have ended. Inside a task, and while another thread leads, the calling thread does all
-// alone.
+// Calls body(index) for index in [0, num_tasks), each exactly once, in no particular order or thread. An exception
+// thrown by one of them is rethrown when all have ended. Inside a task, and while another thread leads, the calling
+// thread runs all of them itself.
 template <class Body> void parallel_for(int num_tasks, Body&& body) {
     using Plain = std::remove_reference_t<Body>;
     detail::run_tasks(
@@ -34,7 +34,7 @@ template <class Body> void parallel_for(int num_tasks, Body&& body) {
         const_cast<void*>(static_cast<const void*>(std::addressof(body))));
 }
 
-// Lets sleeping workers get up while the caller prepares their first tasks.
+// Wakes sleeping workers while the caller prepares their first tasks.
 void wake_threads();
 
 }  // namespace octavo

@@ -1,9 +1,9 @@
-"""Send a running server requests that make paging visible on its live page: open URL in a browser beside this.
+"""Send a running server requests that make paging visible on its live page. Open URL in a browser meanwhile.
 
-A small pool shows most, because each cell is large and evictions come soon:
+A small pool shows the most, because its cells are large and evictions begin soon:
 
     octavo serve --num-blocks 257 --max-model-len 512
-    python examples/live_page.py [URL] [PAUSE]        PAUSE: seconds before each scene, to read and to look
+    python examples/live_page.py [URL] [PAUSE]        PAUSE: seconds before each scene, to read what to look for
 """
 
 import sys
@@ -65,7 +65,7 @@ def main(url: str = "http://127.0.0.1:8000", pause: str = "8") -> None:
 
 
 def complete(client: httpx.Client, model: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The usage of a completion of exactly `max_tokens` tokens."""
+    """Request a completion of exactly `max_tokens` tokens and return its usage."""
     response = client.post("/v1/completions", json={"model": model, "ignore_eos": True, "seed": 1, **fields})
     response.raise_for_status()
     usage: dict[str, Any] = response.json()["usage"]

@@ -1,4 +1,4 @@
-"""Plan the memory of a deployment: what `octavo plan` prints, from Python. Nothing is loaded or downloaded.
+"""Plan a deployment's memory from Python, as `octavo plan` does. Nothing is loaded or downloaded.
 
 python examples/plan_memory.py [MODEL]
 """

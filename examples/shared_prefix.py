@@ -1,4 +1,4 @@
-"""Ask several questions about one document: from the second on, its tokens come from the prefix cache.
+"""Ask several questions about one document. From the second one on, its tokens come from the prefix cache.
 
 python examples/shared_prefix.py [MODEL]
 """

@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python scripts/compile_kernels.py --arch 90 80 89
 
-Prints each kernel's shared memory, registers, and what of them is spilled to memory. Needs torch and triton with its
-own ptxas; no GPU. Ends with 1 where a kernel does not compile or takes more shared memory than the GPU has.
+Prints each kernel's shared memory, its registers and the bytes of them that are spilled to memory. Needs torch, and
+triton with its own ptxas, but no GPU. Exits with 1 if a kernel does not compile or takes more shared memory than the
+GPU has and, with --quick, which compiles the kernels that most steps launch, also if one spills.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def main() -> int:
                 rows.append({"arch": arch, **asdict(one)})
                 if one.shared > SHARED_MEMORY[arch]:
                     wrong.append(f"sm_{arch} {name}: {one.kernel} takes {one.shared} bytes of shared memory")
+                if args.quick and one.spilled:
+                    wrong.append(f"sm_{arch} {name}: {one.kernel} spills {one.spilled} bytes")
                 if not args.json:
                     print(
                         f"{arch:3d} {one.case:<46} {one.kernel:<18} {one.num_warps:5d} {one.shared:7d} "

@@ -1,10 +1,10 @@
-"""Write the tiny checkpoints of tests/models/llm_compressor/ by llm-compressor itself.
+"""Write the tiny checkpoints of tests/models/llm_compressor/ with llm-compressor itself.
 
     python scripts/llm_compressor_checkpoint.py FOLDER
 
-Makes a throwaway environment with the versions below (1.5 GB, a minute and a half where torch's wheel is at hand), and
-in it a random Llama of two layers whose keys and values llm-compressor calibrates: FOLDER/tensor with one scale a
-layer, FOLDER/attn_head with one for each KV head. Weights stay as they are.
+Creates a throwaway environment with the versions below (1.5 GB, a minute and a half if torch's wheel is cached) and
+there a random Llama of two layers, whose keys and values llm-compressor calibrates: FOLDER/tensor with one scale per
+layer, FOLDER/attn_head with one per KV head. The weights are not quantised.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def assert_idle(core: EngineCore) -> None:
     audit = scheduler.kv.audit()
     assert BlockState.ACTIVE not in audit.counts
     assert audit.num_sequences == 0
-    assert not scheduler.kv._holdings, "a finished sequence is remembered"
+    assert not len(scheduler.kv.holdings), "a finished sequence is remembered"
     assert not core.outputs._tracked, "a finished request is remembered"
     assert not core._stop_strings._detokenizers, "a finished request is watched"
 

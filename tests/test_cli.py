@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -53,11 +54,24 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert told.count("\n") == 1
 
 
-def test_a_mistyped_flag_is_told_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["serve", "--max-num-sqs=3"],
+            "octavo serve: error: unknown argument '--max-num-sqs=3'; did you mean --max-num-seqs? "
+            "(see octavo serve --help)",
+        ),
+        # Nothing is like it: --max-priority shares its dashes and a few letters.
+        (["bench", "serve", "--port", "1"], "octavo bench serve: error: unknown argument '--port' (see octavo bench"),
+    ],
+)
+def test_a_mistyped_flag_is_told_the_one_that_was_probably_meant(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["serve", "--max-num-sqs=3"])
-    told = capsys.readouterr().err
-    assert told.startswith("octavo: error: unknown argument '--max-num-sqs=3'; did you mean --max-num-seqs? (see")
+        cli.main(argv)
+    assert capsys.readouterr().err.startswith(told)
 
 
 def parser_whose_command_raises(monkeypatch: pytest.MonkeyPatch, error: ConfigError | Any) -> None:
@@ -101,6 +115,22 @@ def test_help_imports_nothing_heavy() -> None:
 def test_the_module_runs_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"octavo \S+\n", done.stdout)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_the_process_in_silence() -> None:
+    code = "import builtins, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "real = builtins.__import__\n"
+    code += "def importing(name, *rest):\n  if name == 'octavo.cli':\n    signal.raise_signal(signal.SIGINT)\n"
+    code += "  return real(name, *rest)\n"
+    code += "builtins.__import__ = importing\nfrom octavo.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_entry_point_imports_nothing_before_ctrl_c_is_handled() -> None:
+    code = "import sys; before = set(sys.modules); import octavo.__main__; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name for name in done.stdout.split() if name.startswith("octavo")} == {"octavo", "octavo.__main__"}
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:

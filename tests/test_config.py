@@ -85,6 +85,6 @@ def test_counts_may_be_written_as_in_vllm(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["4kb", "k", "", "4.0", "1.0001k"])
-def test_what_is_no_count_is_refused(text: str) -> None:
+def test_a_value_that_is_not_a_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_count(text)

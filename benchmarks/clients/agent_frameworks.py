@@ -26,7 +26,7 @@ def get_weather(city: Literal["Paris", "Oslo"]) -> str:
 
 
 def loop(model_class: type) -> str:
-    """The first turn must call; the framework then lets the model answer."""
+    """Run a loop whose first turn must call the tool; the framework then lets the model answer."""
 
     async def run() -> str:
         model = model_class(model=MODEL, openai_client=AsyncOpenAI(base_url=f"{URL}/v1", api_key="none"))

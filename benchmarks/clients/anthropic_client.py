@@ -1,9 +1,10 @@
-"""Anthropic's client: what its README and guides show."""
+"""Anthropic's client, used as in its README and guides."""
 
 from __future__ import annotations
 
 import anthropic
 from checks import MODEL, URL, check, run_all
+from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 ASK = [{"role": "user", "content": "Name a colour of the sky."}]
@@ -49,6 +50,22 @@ def tools_stream() -> None:
     with client.messages.stream(**FORCED) as events:
         answer = events.get_final_message()
     assert any(block.type == "tool_use" and block.input["city"] for block in answer.content)
+
+
+class Answer(BaseModel):
+    yes: bool
+
+
+@check("messages, structured parse")
+def parse() -> None:
+    answer = client.messages.parse(model=MODEL, max_tokens=64, messages=ASK, output_format=Answer)
+    assert isinstance(answer.parsed_output, Answer)
+
+
+@check("models")
+def models() -> None:
+    (model,) = client.models.list()
+    assert (model.type, model.id, model.display_name) == ("model", MODEL, MODEL)
 
 
 @check("count_tokens")

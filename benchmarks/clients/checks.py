@@ -1,4 +1,4 @@
-"""What every client script here does: run its checks, and print a line of JSON for each. Standard library only."""
+"""Shared by all client scripts here: run checks, and print a line of JSON for each. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _checks: list[tuple[str, Callable[[], object]]] = []
 
 
 def check(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Declare a check: a function that raises where something is wrong, and may return a note."""
+    """Declare a check: a function that raises if something is wrong, and may return a note."""
 
     def declare(function: Callable[[], object]) -> Callable[[], object]:
         _checks.append((name, function))

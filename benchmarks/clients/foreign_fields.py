@@ -1,4 +1,4 @@
-"""Fields of llama.cpp's, Ollama's and vLLM's clients, as docs/coming_from.md says. Standard library only."""
+"""Fields of llama.cpp's, Ollama's and vLLM's clients, as described in docs/coming_from.md. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 
 from checks import MODEL, URL, check, run_all
 
-# Fields, the status, and whether the header names the first of them as ignored.
+# Fields, the expected status, and whether the header names the first of them as ignored.
 FIELDS = [
     ({"cache_prompt": True, "id_slot": -1}, 200, False),
     ({"repeat_penalty": 1.1}, 200, False),
@@ -26,6 +26,11 @@ FIELDS = [
     ({"guided_choice": ["yes", "no"]}, 200, False),
     ({"response_format": {"type": "json_object"}}, 200, False),
     ({"logits_processors": ["x"]}, 400, False),
+    ({"grammar": 'root ::= "yes" | "no"'}, 200, False),
+    ({"json_schema": {"type": "boolean"}}, 200, False),
+    ({"response_format": {"type": "json_object", "schema": {"type": "boolean"}}}, 200, False),
+    ({"verbosity": "low", "prediction": {"type": "content", "content": "x"}}, 200, False),
+    ({"stop": None, "store": True, "service_tier": "auto", "reasoning_effort": "none"}, 200, False),
 ]
 
 

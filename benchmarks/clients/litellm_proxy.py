@@ -1,4 +1,4 @@
-"""LiteLLM as a proxy in front: the clients talk to it, and it to Octavo."""
+"""LiteLLM as a proxy: clients talk to it, and it talks to Octavo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's client: what its README and guides show."""
+"""OpenAI's client, used as in its README and guides."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def chat_stream() -> None:
 
 @check("chat, streaming helper")
 def chat_helper() -> None:
-    # The helper raises where an answer is cut off.
+    # The helper raises if an answer is cut off.
     with client.chat.completions.stream(model=MODEL, messages=ASK, max_tokens=400, stop=["e", "."]) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         assert stream.get_final_completion().choices[0].message.content == "".join(deltas)
@@ -115,7 +115,9 @@ def responses() -> None:
 
 @check("responses, streaming helper")
 def responses_stream() -> None:
-    with client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=8) as stream:
+    # The helper raises if an answer is cut off.
+    asked = {"max_output_tokens": 400, "extra_body": {"stop": ["e", "."]}}
+    with client.responses.stream(model=MODEL, input="Name a colour.", **asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert stream.get_final_response().output_text == "".join(deltas)
 
@@ -133,6 +135,42 @@ def responses_tools() -> None:
         model=MODEL, input="Weather?", tools=[tool], tool_choice="required", max_output_tokens=64
     )
     assert any(item.type == "function_call" for item in answer.output)
+
+
+@check("responses, logprobs, whole and streaming")
+def responses_logprobs() -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0, "max_output_tokens": 8}
+    (message,) = client.responses.create(model=MODEL, input="Name a colour.", **asked).output
+    (text,) = message.content
+    assert "".join(entry.token for entry in text.logprobs) == text.text
+    assert {len(entry.top_logprobs) for entry in text.logprobs} == {2}
+    events = list(client.responses.create(model=MODEL, input="Name a colour.", stream=True, **asked))
+    grown = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert events[-1].response.output[0].content[0].logprobs == text.logprobs
+    assert [entry.token for entry in grown] == [entry.token for entry in text.logprobs]
+
+
+@check("responses, input items and references to them")
+def responses_items() -> None:
+    first = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=8)
+    (question,) = client.responses.input_items.list(first.id)
+    given = [{"type": "item_reference", "id": item.id} for item in (question, *first.output)]
+    given.append({"role": "user", "content": "Another."})
+    second = client.responses.create(model=MODEL, input=given, max_output_tokens=8)
+    listed = [item.id for item in client.responses.input_items.list(second.id, order="asc", limit=2)]
+    assert listed[:2] == [question.id, first.output[0].id]
+    assert len(listed) == 3
+
+
+@check("responses, an error in a stream's beginning is the client's own")
+def responses_error() -> None:
+    try:
+        list(client.responses.create(model=MODEL, input="x", top_logprobs=21, stream=True))
+    except openai.BadRequestError as error:
+        param = error.param
+    else:
+        raise AssertionError("21 alternatives were accepted")
+    assert param == "top_logprobs"
 
 
 @check("embeddings")

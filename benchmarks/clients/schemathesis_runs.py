@@ -1,4 +1,4 @@
-"""Schemathesis: requests made from /openapi.json, right and wrong ones, and whether the answers are as it says."""
+"""Schemathesis: valid and invalid requests generated from /openapi.json, whose answers must conform to it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from checks import URL, check, run_all
 
-# A 400 is a right answer to what only several fields together make wrong, or a grammar that is none: a JSON Schema
-# cannot say so. Everything else that it calls valid must be accepted.
+# 400 is a correct answer to fields that are wrong only in combination, and to an invalid grammar: a JSON Schema cannot
+# express these. Everything else that the schema calls valid must be accepted.
 CONFIG = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", "3xx", "400", "401", "403", "404", "409", "429", "5xx"]

@@ -10,7 +10,7 @@ import sys
 from checks import MODEL, URL, check, run_all
 
 REQUESTS = 12
-# The `vllm` command asks for the version of a package of that name, which the wheels for CPUs do not have.
+# The `vllm` command asks for the version of a package called vllm; the wheels for CPUs have another name.
 _COMMAND = """
 import importlib.metadata as metadata, sys
 version = metadata.version

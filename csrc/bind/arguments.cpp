@@ -69,12 +69,12 @@ Code code_of(const std::string& name) {
     return kCodePlain;
 }
 
-// Whether elements along an axis lie so far apart; of one element there is no telling.
+// Whether an axis has this stride; that of an axis of one element does not matter.
 bool strided(const Tensor& tensor, int axis, int64_t stride) {
     return tensor.shape[axis] <= 1 || tensor.stride[axis] == stride;
 }
 
-// What stands beside the codes of [blocks, heads, block_size] vectors.
+// The fields beside the codes of [blocks, heads, block_size] vectors.
 CodedSide coded_side(Code code, const CodedArguments& arguments, const char* name, int64_t blocks, int64_t heads,
                      int64_t block_size, int64_t code_bytes) {
     const auto& [_, codes, scale, zero, head_scales] = arguments;

@@ -1,4 +1,4 @@
-// What the bindings share: checks of arguments that raise nanobind::value_error with the numbers.
+// Argument checks shared by the bindings. They raise nanobind::value_error, with the numbers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,9 +17,10 @@ Storage storage_of(const Tensor& tensor, const char* name);
 Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
 void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
 LayerKV layer_kv(const Tensor& key, const Tensor& value);
-// (codec, codes, scales of vectors, zero points, scales of heads): a side of a coded layer; None where there is none.
+// The keys or the values of a coded layer: (codec, codes, scales of vectors, zero points, scales of heads), with None
+// for what the codec does not have.
 using CodedArguments = std::tuple<std::string, Tensor, Tensor, Tensor, Tensor>;
-// `dtype`: of what attends and is written.
+// `dtype` is that of queries, of new keys and values, and of the output.
 LayerKV coded_layer_kv(const CodedArguments& keys, const CodedArguments& values, DType dtype);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);

@@ -101,7 +101,7 @@ class BoundDecoder {
             bound.push_back({kv, group, window});
             num_groups = std::max<size_t>(num_groups, group + 1);
         }
-        // Only now that all is well: what was bound before stays bound until then.
+        // Assigned only once every check has passed: after an error, what was bound before stays bound.
         decoder_.caches = std::move(bound);
         kept_caches_ = std::move(kept);
         num_groups_ = num_groups;
@@ -178,7 +178,7 @@ class BoundDecoder {
     }
 
   private:
-    // `out` [rows][width] asks for rows `first ..` of those that the last step has kept.
+    // Checks that `out` [rows][width] asks for rows `first ..` that the last step has kept.
     void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
         check_shape(out, name, {-1, width});
         check_dense(out, name, DType::f32, {out.shape[0], width});
@@ -201,7 +201,7 @@ class BoundDecoder {
 
     DType dtype() const { return decoder_.shape.storage == kBf16 ? DType::bf16 : DType::f32; }
 
-    // Keeps the object, hence its memory, as long as the decoder lives.
+    // Keeps the object, and hence its memory, alive as long as the decoder.
     Tensor tensor(const nb::object& object, const char* name) {
         Tensor view;
         require(borrow_tensor(object.ptr(), &view), std::string(name) + " must be a dense CPU tensor");

@@ -52,7 +52,7 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
     pack_rows(weight, stored.base, stored.stride, stored.rows, place);
 }
 
-// How the weight would be coded: the lowest exponent's code, the escapes' number, and the bytes it comes to.
+// How the weight would be coded: the base of its exponents, the number of escapes, and the size in bytes.
 std::tuple<int, int64_t, int64_t> py_plan_coding(const Tensor& packed, int64_t outputs, int64_t inputs) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
     nb::gil_scoped_release release;

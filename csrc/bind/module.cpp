@@ -199,7 +199,7 @@ void py_set_num_threads(int count) {
 
 NB_MODULE(_native, m) {
     using namespace octavo;
-    nb::set_leak_warnings(false);  // an engine that lives until Python exits is none
+    nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
     m.def("attend", &py_attend, "key"_a, "value"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a);
     m.def("rope_write", &py_rope_write, "qkv"_a, "key"_a, "value"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,

@@ -1,4 +1,4 @@
-// Draws and scores of src/octavo/kernels/sampling.py.
+// The bindings of src/octavo/kernels/sampling.py.
 #include "sampling.h"
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@ using namespace nb::literals;
 namespace octavo {
 namespace {
 
-// [rows, vocab], and which of its rows each of `count` draws looks at.
+// Checks logits [rows, vocab] and `rows`, the row that each of `count` draws looks at.
 Matrix logits_of(const Tensor& logits, const Tensor& rows, int64_t count) {
     const Matrix matrix = octavo::matrix(logits, "logits", DType::f32);
     require(matrix.width > 0, "logits has no columns");
@@ -49,7 +49,7 @@ void py_draw_tokens(const Tensor& logits, const Tensor& rows, const Tensor& numb
             .top_p = top_p,
             .temperature = static_cast<float>(temperature),
             .min_p = static_cast<float>(min_p),
-            // As many as there are, or more, are all of them.
+            // A top_k of the vocabulary's size or more keeps every token, as 0 does.
             .top_k = top_k < static_cast<double>(matrix.width) ? static_cast<int64_t>(top_k) : 0,
         };
     }
@@ -125,6 +125,28 @@ void py_penalise_repetition(const Tensor& logits, const Tensor& rows, const Tens
     penalise_repetition(penalised.data(), static_cast<int>(count), matrix.width);
 }
 
+void py_add_amounts(const Tensor& logits, const Tensor& rows, const Tensor& bounds, const Tensor& token_ids,
+                    const Tensor& amounts) {
+    check_shape(rows, "rows", {-1});
+    check_shape(token_ids, "token_ids", {-1});
+    const int64_t count = rows.shape[0], num_ids = token_ids.shape[0];
+    const Matrix matrix = logits_of(logits, rows, count);
+    check_dense(bounds, "bounds", DType::i64, {count + 1});
+    check_dense(amounts, "amounts", DType::f32, {num_ids});
+    check_range(bounds.data<int64_t>(), count + 1, num_ids + 1, "bounds");
+    std::vector<Addition> additions(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t begin = bounds.data<int64_t>()[i], length = bounds.data<int64_t>()[i + 1] - begin;
+        const int64_t row = rows.data<int64_t>()[i];
+        require(length >= 0, "bounds must rise");
+        require(i == 0 || row > rows.data<int64_t>()[i - 1], "rows must rise");  // each is one thread's
+        additions[static_cast<size_t>(i)] = {reinterpret_cast<float*>(matrix.row(row)),
+                                             token_ids.data<int64_t>() + begin, amounts.data<float>() + begin, length};
+    }
+    nb::gil_scoped_release release;
+    add_amounts(additions.data(), static_cast<int>(count), matrix.width);
+}
+
 }  // namespace
 
 void bind_sampling(nb::module_& m) {
@@ -134,6 +156,7 @@ void bind_sampling(nb::module_& m) {
           "top_ids"_a, "top_logprobs"_a);
     m.def("penalise_repetition", &py_penalise_repetition, "logits"_a, "rows"_a, "bounds"_a, "num_sorted"_a,
           "token_ids"_a, "penalties"_a);
+    m.def("add_amounts", &py_add_amounts, "logits"_a, "rows"_a, "bounds"_a, "token_ids"_a, "amounts"_a);
 }
 
 }  // namespace octavo

@@ -7,7 +7,7 @@ namespace nb = nanobind;
 namespace octavo {
 namespace {
 
-// The head of DLPackExchangeAPI: what comes before the one function that is used.
+// The beginning of DLPackExchangeAPI, up to the only function that is used.
 struct ExchangeApi {
     struct {
         uint32_t major, minor;
@@ -34,7 +34,7 @@ const ExchangeApi* exchange_api(PyTypeObject* type) {
     }
     PyErr_Clear();
     if (!api || api->version.major != 1 || !api->dltensor_from_py_object) return nullptr;
-    Py_INCREF(type);  // a cached type must not be freed and its address taken by another
+    Py_INCREF(type);  // a cached type must not be freed and its address reused by another
     Py_XDECREF(known_type[next]);
     known_type[next] = type;
     known_api[next] = api;

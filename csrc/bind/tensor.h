@@ -1,8 +1,8 @@
 // Borrowed views of torch tensors, without linking against torch.
 //
 // torch.Tensor carries a table of C functions (DLPack's exchange API, __dlpack_c_exchange_api__) that fills in a
-// DLTensor in some tens of nanoseconds: cheap enough to check every shape and dtype on every call. The view lives as
-// long as the call, during which the caller holds the tensor.
+// DLTensor in some tens of nanoseconds: cheap enough to check every shape and dtype on every call. The view is valid
+// during the call, while the caller holds the tensor.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -33,7 +33,7 @@ enum class DType : uint8_t { bf16, f32, f16, f64, i32, i64, i8, u8, other };
 const char* dtype_name(DType dtype);
 int dtype_bytes(DType dtype);
 
-// A tensor argument of one call; null where Python passed None to an optional one.
+// A tensor argument of one call; null if Python passed None for an optional one.
 struct Tensor {
     char* base = nullptr;
     DType dtype = DType::other;
@@ -50,11 +50,11 @@ struct Tensor {
 // False, with no Python error set, when `object` is not a dense CPU tensor of at most six dimensions.
 bool borrow_tensor(PyObject* object, Tensor* out);
 
-// Raise nanobind::value_error naming the argument, what it is and what it must be.
+// Raise nanobind::value_error with the argument's name, what it is and what it must be.
 void require(bool condition, const std::string& message);
 void check_dtype(const Tensor& tensor, const char* name, DType expected);
 void check_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected);  // -1: any
-// Elements of one row of the last dimension lie side by side.
+// The last dimension must be contiguous.
 void check_rows(const Tensor& tensor, const char* name, int ndim);
 
 }  // namespace octavo

@@ -1,4 +1,4 @@
-// Which kernel of attention serves a task.
+// Selects the attention kernel for a task.
 #pragma once
 
 #include "level/attention_tile.h"

@@ -1,11 +1,11 @@
-// The running state of attention: how states of parts of a context become one, and the output.
+// The running state of attention: merging the states of parts of a context, and writing the output.
 #pragma once
 
 #include "level/hadamard.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are
+constexpr float kNoScore = -1e25f;  // the maximum of no scores: finite, so that differences are finite too
 
 inline float exp2_scalar(float x) {
     float lanes[16];
@@ -13,8 +13,8 @@ inline float exp2_scalar(float x) {
     return lanes[0];
 }
 
-// The state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. A sum is that of the
-// weights as the values are multiplied by them, rounded; its lanes are added up once, at the end.
+// The state of rows: [row] of {weighted values [value_dim], sum [16 lanes], max, padding}. The sum is over the weights,
+// for plain blocks as rounded for the product with the values; its lanes are added up once, at the end.
 struct Rows {
     float* base;
     int value_dim;
@@ -28,15 +28,15 @@ struct Rows {
             max(r) = kNoScore;
         }
     }
-    // The same rows over two parts of the context: softmax is associative up to the rescaling of sums to a common
-    // maximum. A part of which a row sees nothing leaves the row's bits as they are.
+    // Adds the state of the same rows over a later part of the context: softmax is associative up to the rescaling of
+    // sums to a common maximum. A part of which a row sees nothing leaves the row's bits unchanged.
     void merge(const Rows& later, int rows) const {
         for (int r = 0; r < rows; ++r) {
             const float new_max = later.max(r) > max(r) ? later.max(r) : max(r);
             const float keep = exp2_scalar(max(r) - new_max), add = exp2_scalar(later.max(r) - new_max);
             max(r) = new_max;
             float *to = values(r), *from = later.values(r);
-            for (int d = 0; d < value_dim + 16; d += 16)  // the sum lies behind the values
+            for (int d = 0; d < value_dim + 16; d += 16)  // the sum follows the values
                 fma(F16::load(from + d), F16::set1(add), F16::load(to + d) * F16::set1(keep)).store(to + d);
         }
     }
@@ -44,7 +44,7 @@ struct Rows {
 
 // States of successive parts of a context, merged in a binary tree that depends on the parts' absolute indices alone:
 //
-//     part       0   1   2   3   4   5   6         of parts 0 .. 6, at most 0-3, 4-5 and 6 wait for each other;
+//     part       0   1   2   3   4   5   6         of parts 0 .. 6, at most 0-3, 4-5 and 6 are kept at once;
 //                 \ /     \ /     \ /   /          a node with one child is that child
 //                0-1     2-3     4-5   6
 //                   \   /           \ /
@@ -54,7 +54,7 @@ struct Rows {
 class StateTree {
   public:
     StateTree(float* memory, int rows, int value_dim) : memory_(memory), rows_(rows), value_dim_(value_dim) {}
-    // Where the next part's state is to be put, before it is `add`ed.
+    // Where to write the next part's state before `add`ing it.
     Rows next() const { return at(count_); }
     void add(int index) {
         int level = 0;

@@ -10,8 +10,8 @@
 //   V p=0 [v v v ..][        ]                             out[r][dim] += w[r][p] . v[p][dim]
 //     p=1 [v v v ..][        ]
 //
-// Nothing is summed across lanes but a row's weights, once, at the end. Every row goes through the same operations in
-// the same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits as they are.
+// Only a row's weights are summed across lanes, once, at the end. Every row goes through the same operations in the
+// same order whatever rows it shares a pass with, and a tile that is masked for a row leaves its bits unchanged.
 #pragma once
 
 #include "level/attention_state.h"
@@ -19,11 +19,11 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr float kMasked = -1e33f;  // weighs exactly nothing against any maximum, whatever they are scaled by
+constexpr float kMasked = -1e33f;  // its weight is exactly zero against any maximum, at any scale
 constexpr int kVectors = kTile / 16;
-constexpr int kLinesAskedTwice = 16;  // by each row, see TilePair
+constexpr int kLinesAskedTwice = 16;  // cache lines per row, see TilePair
 
-// A weight is multiplied in its storage type, which says how exact it need be.
+// Weights are multiplied in the storage type, which determines how exact they need to be.
 template <Storage S> inline F16 exp2_weight(F16 x) {
     if constexpr (S == kBf16)
         return exp2_coarse(x);
@@ -41,16 +41,16 @@ struct Tile {
     int begin;                    // absolute position of the tile's first token
 };
 
-// Tiles come in pieces of one block and head each, too short for the hardware to foresee the next one: while one tile
-// is read, each of its loads asks for the same place in the next. Into L2: the few buffers for misses of L1 would
-// allow half the bandwidth. A request that finds the queue full is dropped, so the softmax, which reads nothing, asks
-// for some values of the next tile ahead of the loads that ask for them again:
+// Tiles come in pieces of one block and head each, too short for the hardware to predict the next one: while one tile
+// is read, each of its loads prefetches the same place in the next tile. Prefetches go to L2, since the few buffers for
+// L1 misses would allow only half the bandwidth. A prefetch that finds the queue full is dropped, so the softmax, which
+// reads no keys or values, prefetches some values of the next tile before the loads that prefetch them again:
 //
 //     reads         K K K K  softmax  V V V V
-//     asks for      k k k k    v v    v v v v      of the next tile
+//     prefetches    k k k k    v v    v v v v      of the next tile
 //
-// It reads a seventh more from DRAM for it, from blocks and from contiguous memory alike. Rows of a prompt, more than
-// one pass takes, multiply a tile for longer than it takes to come, and ask for nothing.
+// This reads a seventh more from DRAM, from blocks and from contiguous memory alike. If the rows need more than one
+// pass, as in prompts, computing a tile takes longer than fetching the next one, and nothing is prefetched.
 struct TilePair {
     Tile now, next;
 };
@@ -58,7 +58,7 @@ struct TilePair {
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
 template <Storage S, int R, int N, bool Ask>
 inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query, float* scores) {
-    F16 acc[R][N];  // in registers, which takes loops that are gone before they are looked at
+    F16 acc[R][N];  // kept in registers only if the loops over it are unrolled early
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -85,8 +85,8 @@ inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, cons
         for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
-// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the tile, all of
-// which every row sees.
+// values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the tile. Every
+// row must see all of them.
 template <Storage S, int R, int N, bool Ask>
 inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit, int dim,
                        const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
@@ -125,16 +125,16 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
 }
 
 struct TokenRange {
-    int low, high;  // of a tile
+    int low, high;  // within a tile
 };
 inline TokenRange tokens_seen(const AttendTask& task, int begin, int row) {
     const int position = task.first_position + row / task.group_size - begin;
     return {max(position - task.window + 1, 0), min(position + 1, kTile)};
 }
 
-// The same for one row and tokens [low, high), which other rows of its pass do not all see. A token outside the range
-// may hold an infinity, another sequence's or the row's own future, and zero times that would be no number: it is not
-// multiplied at all.
+// The same for one row and tokens [low, high) that not all rows of its pass see. A token outside the range, of another
+// sequence or of the row's own future, may hold an infinity, and zero times infinity is NaN: it is not multiplied at
+// all.
 template <Storage S>
 [[gnu::noinline]] void value_edge(const LayerKV& kv, const Tile& tile, TokenRange tokens, const uint32_t* weights,
                                   float rescale, float* values) {
@@ -155,8 +155,8 @@ template <Storage S>
 // The tokens [low, high) of a tile that some of its rows see, and the vectors that hold them.
 struct Visible {
     int low, high, first_vector, end_vector;
-    bool all;    // every row sees every token, as most do of a long context
-    bool whole;  // and scores go into the softmax as they are
+    bool all;    // every row sees every token, as in most tiles of a long context
+    bool whole;  // and scores are not capped
     bool nothing() const { return high <= 0 || low >= kTile || low >= high; }
 };
 inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, int count) {
@@ -172,14 +172,15 @@ inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, 
     return visible;
 }
 
-// The softmax of rows [first_row, first_row + count) over a tile: score(r, vector) -> weigh(r, vector, two vectors of
-// weights). Moves the rows' maximum; `rescale` is what their state is to be multiplied by for that. `meanwhile(r)` is
-// done between.
+// The softmax of rows [first_row, first_row + count) over a tile: takes score(r, vector) and passes the weights, two
+// vectors at a time, to weigh(r, vector, low, high). Updates the rows' maxima and sets `rescale` to the factors by
+// which their state must then be multiplied. Calls `meanwhile(r)` in between.
 template <Storage S, class Score, class Meanwhile, class Weigh>
 [[gnu::always_inline]] inline void soften_rows(const AttendTask& task, int begin, const Visible& visible, int first_row,
                                                int count, const Rows& rows, float* rescale, const Score& score,
                                                const Meanwhile& meanwhile, const Weigh& weigh) {
-    // But for a cap, scores are scaled by the way: rounding keeps their order, so the maximum is found before.
+    // Without a cap, scores are scaled together with the subtraction of the maximum: scaling and rounding keep their
+    // order, so the maximum can be found first.
     const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
     const F16 factor = F16::set1(task.softcap != 0.0f ? 1.0f : task.scale * kLog2E);
     for (int r = 0; r < count; ++r) {
@@ -204,8 +205,8 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
             }
         }
         meanwhile(r);
-        // The maximum seldom moves after the first tiles: to see that is cheaper than to find the tile's, and nothing
-        // waits for a factor that is 1.
+        // The maximum seldom changes after the first tiles: checking that is cheaper than finding the tile's maximum,
+        // and nothing has to wait for a factor of 1.
         top = top * factor;
         float& row_max = rows.max(first_row + r);
         rescale[r] = 1.0f;
@@ -221,7 +222,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
     }
 }
 
-// The same, scratch.scores -> scratch.weights.
+// The same, from scratch.scores to scratch.weights.
 template <Storage S, bool Ask>
 [[gnu::always_inline]] inline void weigh_rows(const AttendTask& task, const TilePair& tiles, const Visible& visible,
                                               int first_row, int count, const Rows& rows, AttendScratch& scratch,
@@ -263,9 +264,9 @@ void tile_rows(const AttendTask& task, const TilePair& tiles, int first_row, con
         fma(F16::load(row_sum), F16::set1(rescale[r]), sum).store(row_sum);
     }
 
-    // Units that every row sees whole, and before and behind them what each row sees besides.
+    // First and last of the units that every row sees whole; what a row sees before and after them is added row by row.
     constexpr int pair = kPair<S>;
-    TokenRange seen[R];  // positions never fall from row to row, so neither do these
+    TokenRange seen[R];  // non-decreasing from row to row, as positions are
     for (int r = 0; r < R; ++r) seen[r] = tokens_seen(task, tiles.now.begin, first_row + r);
     int begin_unit = (seen[R - 1].low + pair - 1) / pair, end_unit = seen[0].high / pair;
     if (begin_unit >= end_unit) begin_unit = end_unit = kTile / pair;
@@ -296,7 +297,7 @@ inline void dispatch_rows(int count, const AttendTask& task, const TilePair& til
 // All rows of one KV head over one tile of the context, in vectors.
 template <Storage S> class RowPasses {
   public:
-    static constexpr bool kPacked = true;  // queries, as [group of kMaxRows rows][unit][row in group]
+    static constexpr bool kPacked = true;  // queries lie as [group of kMaxRows rows][unit][row in group]
     void operator()(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
                     AttendScratch& scratch) const {
         const int num_rows = task.rows_per_head();
@@ -314,8 +315,8 @@ inline const char* query_row(const AttendTask& task, int head, int row) {
            (head * task.group_size + row % task.group_size) * task.query_head_stride;
 }
 
-// [row][unit] in memory -> [row][unit], or [group of kMaxRows rows][unit][row in group], where broadcasts are read in
-// order.
+// Copies queries to [row][unit], or to [group of kMaxRows rows][unit][row in group], where broadcasts are read
+// sequentially.
 template <bool Packed> void pack_query(const AttendTask& task, int head, uint32_t* packed) {
     const int units = task.kv->key_units, num_rows = task.rows_per_head();
     if constexpr (!Packed) {
@@ -348,7 +349,7 @@ inline Tile locate_tile(const AttendTask& task, int head, int begin, int end_pos
     return tile;
 }
 
-// One split of the context, into the state of all the task's rows.
+// Computes the state of all the task's rows over one split of the context.
 template <class Pass>
 void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScratch& scratch, Pass& pass) {
     const int rows_per_head = task.rows_per_head(), units = task.kv->key_units;
@@ -360,7 +361,7 @@ void attend_split(const AttendTask& task, int split, const Rows& rows, AttendScr
     TilePair tiles;
     tiles.next = locate_tile(task, 0, start, end_position);
     for (int begin = start; begin < end; begin += kTile)
-        // All the heads of a few blocks one after the other: they are neighbours in memory.
+        // All the heads of a few blocks one after the other, as they are adjacent in memory.
         for (int head = 0; head < task.kv_heads; ++head) {
             const bool last_head = head + 1 == task.kv_heads, last_tile = begin + kTile >= end_position;
             tiles.now = tiles.next;

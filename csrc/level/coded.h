@@ -1,14 +1,15 @@
 // bf16 weights in twelve bits, without loss.
 //
-// A trained matrix' exponents hardly differ: 15 neighbouring ones cover all but a few weights in ten thousand. Four
-// bits say which; sign and mantissa stay as they are. What other exponents there are is listed beside: the escapes. A
-// few rows wait for their weights, and get them in three quarters of the time. The panels are those of gemm.h:
+// A trained matrix's exponents hardly differ: 15 consecutive ones cover all but a few weights in ten thousand. Four
+// bits encode which; sign and mantissa are stored as they are. Weights with other exponents, the escapes, are listed
+// separately. Products of a few rows wait for their weights, and get them in three quarters of the time. The panels are
+// those of gemm.h:
 //
 //     two units   | unit 0: 64 x sign and mantissa | unit 1: the same | 64 x two codes: unit 0 low, unit 1 high |
 //
-// Bytes lie as unpacking to 16 bits within 128-bit lanes wants them, see coded_position. Code 0 is exponent 0, code c
-// the exponent base + c. Every group of rows decodes anew, in registers: the multiplier leaves time for it, and writing
-// a decoded panel for the other groups to read takes longer.
+// Bytes are in the order that unpacking to 16 bits within 128-bit lanes needs, see coded_position. Code 0 is exponent
+// 0, code c the exponent base + c. Every group of rows decodes a panel again, in registers: the multiplier leaves time
+// for it, and writing a decoded panel for the other groups to read would take longer.
 #pragma once
 
 #include "level/gemm.h"
@@ -34,7 +35,7 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
 }
 #endif
 
-// Weights of unit `unit` that its codes could not say, put into the vectors `low` and `high`.
+// Puts the weights of unit `unit` that codes cannot represent into the vectors `low` and `high`.
 [[gnu::always_inline]] inline void put_escapes(const Escape*& escape, uint32_t unit, U16& low, U16& high) {
     alignas(64) uint16_t elements[64];
     store(low, elements);

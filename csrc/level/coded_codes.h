@@ -1,4 +1,4 @@
-// What the kernels of coded keys and values share.
+// Shared by the kernels for coded keys and values.
 #pragma once
 
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// New keys and values into coded blocks, in the pass that rotates them; what storage/codec/ says, with the same bits.
+// Encodes new keys and values into blocks, in the pass that rotates them, bit for bit as storage/codec/ does.
 #pragma once
 
 #include "level/coded_codes.h"
@@ -8,14 +8,14 @@ namespace octavo::OCTAVO_LEVEL {
 
 constexpr float kLeastScale = 0x1p-100f;
 
-// The least bf16 that is at least x, not negative; infinities and NaN stay what they are.
+// The smallest bf16 that is at least x >= 0; infinities and NaN stay what they are.
 inline bf16 ceil_bf16(float x) {
     const uint32_t bits = float_bits(x);
     return static_cast<bf16>((bits >= 0x7f800000 ? bits : bits + 0xffff) >> 16);
 }
 
-// Sixteen numbers as e4m3 or e5m2, to nearest, ties to even, saturating; what is no number as the largest. Codes of
-// 2^-LEAST and below are multiples of the smallest: adding a float whose last place that is rounds to them.
+// Sixteen numbers as e4m3 or e5m2, rounded to nearest, ties to even, saturating; NaN becomes the largest number. Codes
+// up to kLeastNormal are multiples of the smallest one: adding kMagic, whose last place has that value, rounds to them.
 template <Code C> inline U16 encode_fp8(F16 x) {
     constexpr int kMantissa = C == kCodeE4m3 ? 3 : 2, kBias = C == kCodeE4m3 ? 7 : 15;
     constexpr float kMost = C == kCodeE4m3 ? 448.0f : 57344.0f;
@@ -33,8 +33,8 @@ template <Code C> inline U16 encode_fp8(F16 x) {
     return max(normal, subnormal) | sign;
 }
 
-// Codes of one vector, as base.py's `encode`, in the order of dimensions: one a byte for all but int4, two. Returns the
-// scale; `zero` of int4.
+// Codes of one vector, as base.py's `encode` computes them, one per byte in the order of dimensions. Returns the scale;
+// sets `zero` for int4.
 inline float encode_vector(Code code, float* x, int dim, float head_scale, uint8_t* codes, uint8_t* zero) {
     const U16 size = U16::set1(0x7fffffffu);
     if (is_fp8(code)) {
@@ -55,7 +55,7 @@ inline float encode_vector(Code code, float* x, int dim, float head_scale, uint8
     }
     const float top = reduce_max(most), bottom = code == kCodeInt4 ? -reduce_max(F16::zero() - least) : 0.0f;
     float scale = code == kCodeInt4 ? (top - bottom) / 15.0f : top / 127.0f;
-    // Comparisons above pass over what is no number: the scale must not.
+    // The comparisons above ignore NaN: the scale must not.
     if (reduce_add(check) != 0.0f)
         for (int d = 0; d < dim; ++d)
             if (x[d] != x[d]) scale = x[d];

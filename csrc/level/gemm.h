@@ -1,8 +1,7 @@
 // Matrix products of any number of rows with packed weights.
 //
 // A unit is four bytes: a pair of bf16 of neighbouring inputs, or one float. Weights lie in panels of 32 outputs, the
-// last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read in one straight
-// line:
+// last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read sequentially:
 //
 //     panel p   | unit 0: outputs 0 .. 31 | unit 1: outputs 0 .. 31 | ..      [outputs / 32][units][32]
 //     group g   | unit 0: rows 0 .. R-1 | unit 1: rows 0 .. R-1 | ..          [rows / R][units][R]
@@ -11,7 +10,7 @@
 //     u=0     [w w w ..]    [w w w ..]    acc[r][output] += x[r][u] . w[u][output]
 //     u=1     [w w w ..]    [w w w ..]
 //
-// Every output has one accumulator, which takes its inputs in order: its bits depend on nothing but its own row.
+// Every output has one accumulator, which takes its inputs in order: its bits depend on its own row alone.
 #pragma once
 
 #include "level/linear_output.h"
@@ -19,8 +18,8 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// What the groups that read a panel ask for of the next one, an equal part at each of their steps: in one rush by the
-// last group, more would be on its way than a core has buffers for.
+// Prefetches the next panel while groups read the current one, an equal part at each of their steps: if the last group
+// asked for all of it, more lines would be in flight than a core has buffers for.
 class Ahead {
   public:
     Ahead(int64_t bytes, int64_t steps, int64_t groups)
@@ -30,8 +29,8 @@ class Ahead {
         ahead.next_ = static_cast<const char*>(next) + part_ * group;
         return ahead;
     }
-    // Of a large panel, which L1 would have lost by then. `Lines` are a step of a single group: a loop to as many as
-    // there are would cost the sums their registers.
+    // For large panels, which L1 would have evicted before they are used. `Lines` is what a step needs if there is a
+    // single group: a loop of variable length would cost the sums their registers.
     template <int Lines> void ask_l2() {
 #pragma GCC unroll 4
         for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);

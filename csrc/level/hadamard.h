@@ -1,5 +1,5 @@
-// The randomised Hadamard rotation of storage/codec/hadamard.py, with the same bits: that file says in which order sums
-// are made. Dimensions are multiples of 16, hence so is every power of two among them.
+// The randomised Hadamard rotation of storage/codec/hadamard.py, bit for bit: that file specifies the order of the
+// sums. Dimensions are multiples of 16, and so is every power of two that they are split into.
 #pragma once
 
 #include "kernels.h"

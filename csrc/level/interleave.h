@@ -1,4 +1,4 @@
-// Rows of 32-bit units, dealt into one line: [row][unit] -> [unit][row].
+// Interleaves rows of 32-bit units: [row][unit] -> [unit][row].
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace octavo::OCTAVO_LEVEL {
 
 using Quad [[gnu::vector_size(16)]] = uint32_t;
 
-// Four units of four rows -> [unit][row], a unit `stride` after the one before.
+// Four units of four rows -> [unit][row], with units `stride` apart.
 inline void transpose_quads(const char* const* rows, int64_t unit, uint32_t* to, int64_t stride) {
     Quad row[4];
     for (int r = 0; r < 4; ++r) __builtin_memcpy(&row[r], rows[r] + unit * 4, sizeof(Quad));

@@ -23,6 +23,11 @@ const Kernels OCTAVO_TABLE = {
     .name = OCTAVO_NAME,
     .attend = {OCTAVO_LEVEL::attend<kBf16>, OCTAVO_LEVEL::attend<kF32>},
     .attend_coded = OCTAVO_LEVEL::attend_any_code,
+#ifdef OCTAVO_TILES
+    .prompt_rows = kMaxPromptRows,
+#else
+    .prompt_rows = 0,
+#endif
     .merge = {OCTAVO_LEVEL::merge<kBf16>, OCTAVO_LEVEL::merge<kF32>},
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
     .rms_norm = {OCTAVO_LEVEL::rms_norm<kBf16>, OCTAVO_LEVEL::rms_norm<kF32>},
@@ -44,8 +49,7 @@ const Kernels OCTAVO_TABLE = {
     .gemm_quant = {OCTAVO_LEVEL::tile_gemm_quant<kQ4_0>, OCTAVO_LEVEL::tile_gemm_quant<kQ4_1>,
                    OCTAVO_LEVEL::tile_gemm_quant<kQ8_0>},
     .tile_units = OCTAVO_LEVEL::kTileUnits,
-    .gemm_quant_rows = {OCTAVO_LEVEL::kGemmQuantRows<kQ4_0>, OCTAVO_LEVEL::kGemmQuantRows<kQ4_1>,
-                        OCTAVO_LEVEL::kGemmQuantRows<kQ8_0>},
+    .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
 #else
     .gemm = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>},
     .gemm_coded = OCTAVO_LEVEL::gemm_coded,
@@ -54,7 +58,7 @@ const Kernels OCTAVO_TABLE = {
     .pack_tile_rows = nullptr,
     .gemm_quant = {},
     .tile_units = 1,
-    .gemm_quant_rows = {},
+    .gemm_quant_rows = 0,
 #endif
 };
 

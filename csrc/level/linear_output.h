@@ -1,4 +1,4 @@
-// What becomes of a product's sums: bias, gate, rounding.
+// What is done with a product's sums: bias, gate, rounding.
 #pragma once
 
 #include "kernels.h"
@@ -43,20 +43,20 @@ template <class T, int R> void store_rows(const LinearOutput& out, int64_t row, 
     }
 }
 
-// What a tile will write comes while it is computed.
+// Prefetches the lines that a tile's outputs go to, for writing, before the tile is computed.
 template <int R> inline void ask_to_write_rows(const LinearOutput& out, int64_t row, int64_t pair) {
     const int64_t column = pair * (out.epilogue == kPlain ? 32 : 16) * (out.storage == kBf16 ? 2 : 4);
     for (int r = 0; r < R; ++r) ask_to_write(out.base + (row + r) * out.stride + column);
 }
 
-// 32 outputs of R rows. With a gate the first 16 are gates and the others what they open.
+// Stores 32 sums of each of R rows. With a gate, the first 16 are gates and the others the values that they gate.
 template <int R> inline void store_rows(const LinearOutput& out, int64_t row, int64_t pair, const F16 (&sums)[R][2]) {
     if (out.storage == kBf16)
         store_rows<bf16>(out, row, pair, sums);
     else
         store_rows<float>(out, row, pair, sums);
 }
-// The same for any number of rows, of which the sums lie in memory, [row][32].
+// The same for any number of rows, whose sums are in memory as [row][32].
 template <class T>
 void store_panel(const LinearOutput& out, int64_t row, int64_t pair, const float* sums, int64_t rows) {
     const bool as_they_are = out.epilogue == kPlain && !out.bias && pair * 32 + 32 <= out.width;
@@ -74,7 +74,7 @@ inline void store_panel(const LinearOutput& out, int64_t row, int64_t pair, cons
     else
         store_panel<float>(out, row, pair, sums, rows);
 }
-// The same for sums that lie in registers. Only their copy has an address, or they would lie in memory all the time.
+// The same for sums in registers. Only a copy has its address taken; otherwise they would be kept in memory throughout.
 template <int R>
 [[gnu::always_inline]] inline void store_sums(const LinearOutput& out, int64_t row, int64_t pair,
                                               const F16 (&sums)[R][2]) {

@@ -1,4 +1,4 @@
-// New keys and values into blocks, with the rotation (and the per-head norm) on the way.
+// Writes new keys and values to their blocks, applying the rotation (and the per-head norm) on the way.
 //
 //     qkv row   | q0 q1 .. | k0 .. | v0 .. |        one token
 //                 rotated    rotated, then key   [block][head][unit][offset]     one unit every block_size units
@@ -10,7 +10,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b half a rotation apart.
+// The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b rotary_dim / 2 apart.
 template <class T> inline void rotate(T* head, const float* cos, const float* sin, int rotary_dim) {
     const int half = rotary_dim / 2;
     for (int i = 0; i < half; i += 16) {

@@ -34,8 +34,8 @@ template <class T> inline F16 round_through(F16 x) {
     return F16::load(rounded);
 }
 
-// out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded where transformers' LlamaRMSNorm rounds. x += residual
-// first.
+// x += residual, if not null; then out = round(x / sqrt(mean(x^2) + eps)) * weight, rounded where transformers'
+// LlamaRMSNorm rounds.
 template <Storage S>
 void rms_norm(char* x_bytes, const char* residual_bytes, const char* weight_bytes, char* out_bytes, int width,
               float eps) {
@@ -79,12 +79,12 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
     }
 }
 
-// Ends at a NaN.
+// Stops at the first NaN.
 template <Storage S> int64_t argmax(const char* bytes, int64_t count, float* value) {
     const auto* x = reinterpret_cast<const Element<S>*>(bytes);
     float best = -__builtin_inff();
     int64_t best_index = 0, i = 0;
-    // Whether to go on after this one.
+    // Returns whether to go on after this one.
     const auto consider = [&](int64_t index) {
         float candidate;
         if constexpr (S == kBf16)

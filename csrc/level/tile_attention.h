@@ -1,16 +1,16 @@
-// Attention in bf16 tiles: a prompt's and, where its bits must not depend on that, a decode's.
+// Attention in bf16 tiles: for prompts, and for decodes too if a token's bits must be the same in both.
 //
-//     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; half a step
-//                                              at the end, where a head has eight units more, in tiles 6 and 7
+//     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; if a head
+//                                              has eight units more, half a step at the end, in tiles 6 and 7
 //     weights    in vectors, by weigh_rows
 //     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
 //
-// Keys are tiles as they lie in a block, 16 units x 16 tokens. Values of 32 tokens lie in two blocks of 16, and may be
-// nobody's yet: those of a tile are copied first, with zeros for what no row sees and a column of ones behind them:
+// Keys are tiles as stored in a block, 16 units x 16 tokens. Values of 32 tokens may lie in two blocks of 16, and some
+// may not have been written yet: those of a tile of the context are copied first, with zeros for what no row sees and a
+// column of ones after them:
 //
-//     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the column's product is the sum of the
-//     weights
-//                        pair 1    | ..                            |
+//     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the product with the ones is
+//                        pair 1    | ..                            |      the sum of the weights
 //
 // Every row goes through the same steps whatever rows it shares a tile with and whatever the size of a block.
 #pragma once
@@ -21,7 +21,7 @@
 namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileRows = 16;
-constexpr int kTileTokens = 32;  // of one step of values
+constexpr int kTileTokens = 32;  // in one step of values
 
 class TilePasses {
   public:
@@ -48,7 +48,7 @@ class TilePasses {
         const bool finite = one_pass ? copy_values<true>(*task.kv, tiles, visible, scratch.values)
                                      : copy_values<false>(*task.kv, tiles, visible, scratch.values);
         if (finite) return pass_rows(task, tiles, query, rows, scratch, 0, num_rows);
-        // Nothing times infinity is no number: each token's rows get zeros for what they do not see.
+        // Zero times infinity is NaN: each token's rows are multiplied alone, with zeros for what they do not see.
         for (int row = 0; row < num_rows; row += task.group_size) {
             const Visible of_token = visible_tokens(task, tiles.now.begin, row, task.group_size);
             if (of_token.nothing()) continue;
@@ -58,7 +58,7 @@ class TilePasses {
     }
 
   private:
-    // Rows [begin, begin + count), dealt into tiles as evenly as they go.
+    // Rows [begin, begin + count), divided into tiles as evenly as possible.
     void pass_rows(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
                    AttendScratch& scratch, int begin, int count) {
         const RowGroups groups(count, kTileRows);
@@ -95,8 +95,8 @@ class TilePasses {
         load_tile_config(config);
     }
 
-    // Values of the tile's visible tokens, zeros for the others. False where a row that does not see all of them might
-    // meet one that is not finite.
+    // Copies the values of the tile's visible tokens, with zeros for the others. Returns false if a row that does not
+    // see all of them might be multiplied by one that is not finite.
     template <bool Ask>
     bool copy_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* to) const {
         U16 special = U16::zero();
@@ -118,7 +118,7 @@ class TilePasses {
                     U16 values = U16::load(from + dim * 4);
                     if (!visible.all) {
                         values = values & U16::set1(mask);
-                        // An exponent of ones overflows into the sign.
+                        // An exponent of all ones carries into the sign.
                         special = special | ((values & U16::set1(0x7f807f80)) + U16::set1(0x00800080));
                     }
                     store(values, to + dim);
@@ -171,7 +171,7 @@ class TilePasses {
         tile_load<5>(values, stride);
         tile_dot_bf16<T, 4, 5>();
     }
-    // N x 16 columns of the state: dims, and behind the last of them the sum.
+    // N x 16 columns of the state: dimensions, and the sum after the last of them.
     template <int N>
     static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t stride, int begin, int end,
                             float* sums, int64_t sums_stride) {

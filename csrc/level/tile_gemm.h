@@ -1,6 +1,6 @@
 // Matrix products in bf16 tiles, for any number of rows.
 //
-// The panels are those of gemm.h, [units][32 outputs]: sixteen units of sixteen outputs are a tile as they lie.
+// The panels are those of gemm.h, [units][32 outputs]: sixteen units of sixteen outputs form a tile as stored.
 // Activations are packed in steps of sixteen units, rows padded with zeros to whole steps:
 //
 //     group g   | step 0: row 0 .. R-1, 16 units each | step 1 | ..        R <= 32
@@ -21,13 +21,14 @@ namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileUnits = 16, kTileGroupRows = 32;
 constexpr int kTilePrefetch = 4096;  // bytes, see kGemmPrefetch
-// Measured on Sapphire Rapids, weights from DRAM; below, to dequantise a panel takes longer than tiles save.
-template <QuantFormat F> constexpr int64_t kGemmQuantRows = F == kQ8_0 ? 64 : 56;
+// Measured on Sapphire Rapids with whole steps of a model; with fewer rows, dequantising a panel costs more than tiles
+// save.
+constexpr int64_t kGemmQuantRows = 32;
 constexpr int64_t kTileStepBytes = kTileUnits * kPanelOutputs * 4;  // of a panel
 
 inline int64_t tile_steps(int64_t units) { return (units + kTileUnits - 1) / kTileUnits; }
 
-// Groups differ by one row at most. The smaller ones compute one more, of which nothing is stored.
+// Groups differ by at most one row. The smaller ones compute one row more, which is not stored.
 inline void configure_tiles(int64_t most_rows) {
     const int upper = static_cast<int>(most_rows < 16 ? most_rows : 16), lower = static_cast<int>(most_rows) - upper;
     TileConfig config;
@@ -58,8 +59,8 @@ template <bool Lower> inline void tile_step(const char* panel, const char* x) {
     }
 }
 
-// The sums of a group of `rows`. `tail` is what follows the panel's whole steps, padded, or null. `beside(step)` is
-// done while the tiles multiply.
+// Computes the sums of a group of `rows` rows. `tail` is what follows the panel's whole steps, padded, or null.
+// `beside(step)` runs while the tiles multiply.
 template <bool Lower, class Beside>
 inline void tile_sums(const char* panel, const char* tail, int64_t steps, const char* x, int64_t rows, TileSums& sums,
                       const Beside& beside) {
@@ -82,8 +83,8 @@ inline void tile_sums(const char* panel, const char* tail, int64_t steps, const 
     }
 }
 
-// What each step of a group asks for ahead of its use: of the same panel where a single group waits for it, else its
-// part of the next one.
+// What each step of a group prefetches: a later part of the same panel if there is a single group, which waits for it,
+// otherwise the group's part of the next panel.
 struct TilePrefetch {
     const char* from;
     int64_t step, bytes;
@@ -91,6 +92,26 @@ struct TilePrefetch {
         const char* p = from + index * step;
         for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(p + offset, 0, 2);
     }
+};
+
+// Prefetches the lines that a group's sums go to, for writing, an equal part at each step: other cores have read or
+// written them before, and stores would wait for one line after the other.
+class OutputAhead {
+  public:
+    OutputAhead(const LinearOutput& out, int64_t row, int64_t rows, int64_t panel_index, int64_t steps)
+        : line_(out.base + row * out.stride +
+                panel_index * (out.epilogue == kPlain ? 32 : 16) * (out.storage == kBf16 ? 2 : 4)),
+          stride_(out.stride),
+          rows_(rows),
+          rows_per_step_(steps ? (rows + steps - 1) / steps : 0) {}
+    void operator()(int64_t step) const {
+        const int64_t begin = step * rows_per_step_, end = begin + rows_per_step_;
+        for (int64_t r = begin; r < (end < rows_ ? end : rows_); ++r) ask_to_write(line_ + r * stride_);
+    }
+
+  private:
+    const char* line_;
+    int64_t stride_, rows_, rows_per_step_;
 };
 
 struct NothingBeside {
@@ -102,10 +123,15 @@ inline void tile_group(const GemmTask& task, const char* panel, const char* tail
                        int64_t panel_index, TileSums& sums, const Beside& beside) {
     const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
     const char* x = reinterpret_cast<const char*>(task.x) + (row - task.first_row) * tile_steps(task.units) * 64;
+    const OutputAhead ask(task.out, row, rows, panel_index, steps);
+    const auto beside_and_ask = [&](int64_t step) {
+        beside(step);
+        ask(step);
+    };
     if (rows > 16)
-        tile_sums<true>(panel, tail, steps, x, rows, sums, beside);
+        tile_sums<true>(panel, tail, steps, x, rows, sums, beside_and_ask);
     else
-        tile_sums<false>(panel, tail, steps, x, rows, sums, beside);
+        tile_sums<false>(panel, tail, steps, x, rows, sums, beside_and_ask);
     store_panel(task.out, row, panel_index, &sums.row[0][0], rows);
 }
 
@@ -118,7 +144,7 @@ inline int64_t most_rows(const RowGroups& groups, int64_t begin, int64_t end) {
     return most;
 }
 
-// What a panel's last units are padded with zeros to.
+// A panel's last units, padded with zeros to a whole step.
 struct alignas(64) TileTail {
     char bytes[kTileStepBytes];
     const char* of(const char* units, int64_t count) {

@@ -1,11 +1,10 @@
 // Products of many rows with quantised weights, in bf16 tiles.
 //
 // A pair of the tiles of quant.h is dequantised into a bf16 panel, which all the groups of a task read; activations
-// stay bf16. Of few rows the integers of quant.h are sooner done: these are other numbers, within rounding of each
-// other.
+// stay bf16. For few rows the integer products of quant.h are faster; their results are equal within rounding.
 //
-// Bits of a lane become a number without a conversion: the quant is put into the mantissa of a power of two, 2^7 + q or
-// 2^15 + q, and what was added goes with the minimum, exactly: (2^7 + q) d + (m - 2^7 d).
+// Quants become floats without a conversion: the quant is put into the mantissa of a power of two, 2^7 + q or 2^15 + q,
+// and the power is subtracted with the minimum, exactly: (2^7 + q) d + (m - 2^7 d).
 #pragma once
 
 #include <utility>
@@ -24,7 +23,7 @@ template <int Shift> inline U16 shifted(U16 a) {
         return a;
 }
 
-// Two neighbouring inputs' weights, to the nearest bf16.
+// The weights of two neighbouring inputs, rounded to the nearest bf16.
 inline U16 bf16_pair(F16 even, F16 odd) {
     const U16 half = U16::set1(0x8000);
     return shift_right<16>(as_bits(even) + half) | ((as_bits(odd) + half) & U16::set1(0xffff0000u));
@@ -32,7 +31,7 @@ inline U16 bf16_pair(F16 even, F16 odd) {
 
 template <QuantFormat F, int From, int... Unit>
 inline void dequantise_bytes(U16 quads, F16 scale, F16 minimum, char* to, std::integer_sequence<int, Unit...>) {
-    // Byte i's quant lies at bit 8 i + From; it is to lie at bit 16 (8 where it has eight bits).
+    // Byte i's quant lies at bit 8 i + From and is shifted to bit 16 (to bit 8 if it has eight bits).
     constexpr int at = F == kQ8_0 ? 8 : 16;
     const U16 mask = U16::set1(F == kQ8_0 ? 0xff00 : 0xf0000), one = U16::set1(F == kQ8_0 ? 0x47000000 : 0x43000000);
     const auto value = [&](U16 bits) { return fma(as_float((bits & mask) | one), scale, minimum); };
@@ -58,8 +57,8 @@ template <QuantFormat F> inline void dequantise_block(const uint8_t* block, char
     }
 }
 
-// A task's panels, dequantised. `stride`: to the second tile's outputs; the last repeats the first where there are no
-// more.
+// Dequantises a task's panels and multiplies them. `stride` leads to the panel's second tile; if there is none, the
+// first is repeated.
 template <QuantFormat F>
 void tile_gemm_quant(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                      int64_t panel_end) {

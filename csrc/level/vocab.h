@@ -5,7 +5,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// The next sixteen; past the end -inf.
+// The next sixteen logits, with -inf past the end.
 inline F16 load_logits(const float* p, int64_t count) {
     if (count >= 16) return F16::load(p);
     float padded[16];
@@ -13,7 +13,7 @@ inline F16 load_logits(const float* p, int64_t count) {
     return F16::load(padded);
 }
 
-// The largest of each kVocabBlock neighbours, NaNs passed over. Returns whether there is none.
+// The maximum of every kVocabBlock consecutive logits, ignoring NaNs. Returns whether there are no NaNs.
 inline bool block_maxima(const float* x, int64_t count, float* maxima) {
     const F16 infinity = F16::set1(__builtin_inff());
     bool numbers = true;

@@ -1,4 +1,4 @@
-// A number known at run time as an argument of a template.
+// Turns a number known at run time into a template argument.
 #pragma once
 
 #include <type_traits>

@@ -1,8 +1,8 @@
 // Speed of the kernels without Python: native_bench [products|threshold|attention|pages|pool] [--threads N] [--level
 // NAME]
 //
-// Medians of repeated calls. Weights are cycled through, more of them than fit into second-level caches, so that they
-// come from where they would come from in a model. What a machine allows at most: `octavo bench limits`.
+// Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
+// from where they would come from in a model. For the limits of a machine, see `octavo bench limits`.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -32,7 +32,7 @@ constexpr double kSecondsEach = 0.15;
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 struct Times {
-    double median, p95, mean;
+    double median, p95, mean, best;
 };
 template <class Call> Times measure(const Call& call, double length = kSecondsEach) {
     std::vector<double> times;
@@ -45,7 +45,8 @@ template <class Call> Times measure(const Call& call, double length = kSecondsEa
         total += times.back();
     }
     std::sort(times.begin(), times.end());
-    return {times[times.size() / 2], times[times.size() * 95 / 100], total / static_cast<double>(times.size())};
+    return {times[times.size() / 2], times[times.size() * 95 / 100], total / static_cast<double>(times.size()),
+            times.front()};
 }
 
 // Memory in huge pages, in small ones, or as the system decides.
@@ -70,8 +71,8 @@ class Memory {
     char* base_;
 };
 
-// Copies of one weight. Speed does not depend on what the numbers are, as long as none is subnormal: all scales are
-// 2^-7, all floats 1.
+// Copies of one weight. Speed does not depend on the numbers, as long as none is subnormal: all scales are 2^-7, and
+// all bytes of float weights 0x3f.
 struct Weights {
     std::vector<std::unique_ptr<Memory>> copies;
     int64_t outputs, inputs, bytes;
@@ -97,7 +98,7 @@ struct Weights {
     Weight another() { return {copies[next++ % copies.size()]->data(), outputs, inputs, format}; }
 };
 
-// Multiplies `rows` rows of ones, one way or the other.
+// Multiplies `rows` rows of ones, exact or not.
 class Product {
   public:
     Product(Weights& weights, int64_t rows)
@@ -139,8 +140,8 @@ void products() {
         }
 }
 
-// Quantised weights by integers and by bf16 tiles, in turn. To see fewer rows than are dealt to tiles, lower
-// kGemmQuantRows in tile_gemm.h.
+// Quantised weights multiplied as integers and in bf16 tiles, alternately. To measure fewer rows than tiles are used
+// for, lower kGemmQuantRows in tile_gemm.h.
 void threshold() {
     if (!kernels().pack_tile_rows) return std::puts("this level has no tiles"), void();
     std::printf("%-6s %16s %6s %12s %12s %8s\n", "weight", "shape", "rows", "integers us", "tiles us", "ratio");
@@ -148,7 +149,7 @@ void threshold() {
         for (const WeightFormat format : {WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
             Weights weights(format, inputs, outputs);
             for (const int rows : {16, 20, 24, 28, 32, 40, 48, 64}) {
-                if (rows < kernels().gemm_quant_rows[quant_format(format)]) continue;
+                if (rows < kernels().gemm_quant_rows) continue;
                 const Product product(weights, rows);
                 std::vector<double> times[2];
                 for (const double end = seconds() + 3 * kSecondsEach; seconds() < end;)
@@ -180,16 +181,73 @@ void pages() {
     }
 }
 
+struct Codes {
+    Code key, value;
+    const char* name;
+};
+constexpr Codes kCodes[] = {{kCodePlain, kCodePlain, "bf16"},    {kCodeE4m3, kCodeE4m3, "fp8_e4m3"},
+                            {kCodeE5m2, kCodeE5m2, "fp8_e5m2"},  {kCodeInt8, kCodeInt8, "int8"},
+                            {kCodeInt8, kCodeInt4, "k8v4"},      {kCodeInt4, kCodeInt4, "int4"}};
+
+// The keys or the values of one layer: codes that an encoder might have written, none of them subnormal.
+class Side {
+  public:
+    Side(Code code, int64_t blocks, int heads, int dim, int block_size)
+        : code_(code),
+          heads_(heads),
+          block_size_(block_size),
+          vector_bytes_(code == kCodePlain ? dim * 2 : code == kCodeInt4 ? dim / 2 : dim),
+          codes_(blocks * heads * block_size * vector_bytes_),
+          scales_(blocks * heads * block_size * 2),
+          zeros_(blocks * heads * block_size) {
+        const int64_t bytes = blocks * heads * block_size * vector_bytes_, drawn = std::min<int64_t>(bytes, 1 << 20);
+        for (int64_t i = 0; i < drawn; ++i) {
+            const int low = code == kCodeE4m3 ? 0x28 : code == kCodeE5m2 ? 0x34 : 0;
+            const int high = code == kCodeE4m3 ? 0x38 : code == kCodeE5m2 ? 0x3c : 127;
+            codes_.data()[i] = static_cast<char>(random_int(low, high) | random_int(0, 1) << 7);
+        }
+        if (code == kCodePlain)
+            for (int64_t i = 0; i < drawn / 2; ++i)
+                store(static_cast<float>(random_int(-100, 100)) / 64.0f, codes_.data(), i, kBf16);
+        for (int64_t at = drawn; at < bytes; at += drawn)
+            std::memcpy(codes_.data() + at, codes_.data(), static_cast<size_t>(std::min(drawn, bytes - at)));
+        const float scale = code == kCodeInt4 ? 0.2f : 0.02f;
+        for (int64_t i = 0; i < blocks * heads * block_size; ++i) store(scale, scales_.data(), i, kBf16);
+        std::memset(zeros_.data(), 7, static_cast<size_t>(blocks * heads * block_size));
+    }
+    const char* data() const { return codes_.data(); }
+    int64_t head_stride() const { return block_size_ * vector_bytes_; }
+    int64_t block_stride() const { return heads_ * head_stride(); }
+    CodedSide side() const {
+        CodedSide side{};
+        side.code = code_;
+        side.code_bytes = vector_bytes_;
+        if (code_ != kCodeInt8 && code_ != kCodeInt4) return side;
+        const char* fields[] = {scales_.data(), code_ == kCodeInt4 ? zeros_.data() : nullptr};
+        for (int field = 0; field < 2 && fields[field]; ++field) {
+            side.field[field] = fields[field];
+            side.field_head_stride[field] = block_size_ * (field == 0 ? 2 : 1);
+            side.field_block_stride[field] = heads_ * side.field_head_stride[field];
+        }
+        return side;
+    }
+
+  private:
+    Code code_;
+    int heads_, block_size_;
+    int64_t vector_bytes_;
+    Memory codes_, scales_, zeros_;
+};
+
 // Sequences over shuffled blocks of 16: 9 query heads of 64 over 3 KV heads, as SmolLM2-135M has.
 void attention() {
     constexpr int kHeads = 9, kKvHeads = 3, kDim = 64, kBlock = 16;
-    std::printf("%-28s %10s %8s %10s\n", "attention, bf16", "us", "GB/s", "GFLOP/s");
+    std::printf("%-20s %-10s %10s %10s %8s %10s\n", "attention", "cache", "us", "best", "GB/s", "GFLOP/s");
     constexpr struct {
         int seqs, context, queries;
-    } kCases[] = {{1, 4096, 1}, {16, 1024, 1}, {64, 512, 1}, {1, 512, 512}, {1, 2048, 512}};
+    } kCases[] = {{16, 1024, 1}, {64, 4000, 1}, {1, 512, 512}, {1, 2048, 2048}, {1, 8192, 2048}};
     for (const auto& [seqs, context, queries] : kCases) {
-        const int64_t blocks = int64_t{seqs} * context / kBlock, block_bytes = int64_t{kKvHeads} * kDim * kBlock * 2;
-        const Memory key((blocks + 1) * block_bytes), value((blocks + 1) * block_bytes);
+        const int64_t blocks = int64_t{seqs} * context / kBlock;
         std::vector<int32_t> table, starts(1, 0), contexts(static_cast<size_t>(seqs), context);
         std::vector<int64_t> rows;
         for (int32_t block = 1; block <= blocks; ++block) table.push_back(block);
@@ -201,33 +259,48 @@ void attention() {
         const int64_t tokens = starts.back(), row_bytes = kHeads * kDim * 2;
         const Buffer query(tokens * row_bytes), out(tokens * row_bytes);
         fill_normal(query, kBf16);
-        AttentionCall call{};
-        call.kv = {key.data(),  value.data(),
-                   block_bytes, block_bytes / kKvHeads,
-                   block_bytes, block_bytes / kKvHeads,
-                   blocks + 1,  kKvHeads,
-                   kDim / 2,    kDim,
-                   kBlock,      kBf16};
-        call.query = query.data();
-        call.out = out.data();
-        call.query_token_stride = call.out_token_stride = row_bytes;
-        call.query_head_stride = call.out_head_stride = kDim * 2;
-        call.block_tables = table.data();
-        call.table_rows = rows.data();
-        call.query_start = starts.data();
-        call.context_lens = contexts.data();
-        call.block_table_stride = call.max_blocks = context / kBlock;
-        call.num_tokens = tokens;
-        call.scale = 0.125f;
-        call.num_seqs = seqs;
-        call.num_heads = kHeads;
-        const double median = measure([&] { attend(call); }).median;
-        const double seen = queries == 1 ? context : context - (queries - 1) / 2.0;
-        const std::string name =
-            std::to_string(seqs) + " x " + std::to_string(queries) + " of " + std::to_string(context);
-        std::printf("%-28s %10.1f %8.1f %10.1f\n", name.c_str(), median * 1e6,
-                    2.0 * static_cast<double>(blocks * block_bytes) / median / 1e9,
-                    4.0 * kHeads * kDim * seen * static_cast<double>(tokens) / median / 1e9);
+        for (const Codes& codes : kCodes) {
+            const Side keys(codes.key, blocks + 1, kKvHeads, kDim, kBlock),
+                values(codes.value, blocks + 1, kKvHeads, kDim, kBlock);
+            AttentionCall call{};
+            call.kv = {keys.data(),
+                       values.data(),
+                       keys.block_stride(),
+                       keys.head_stride(),
+                       values.block_stride(),
+                       values.head_stride(),
+                       blocks + 1,
+                       kKvHeads,
+                       codes.key == kCodePlain ? kDim / 2 : kDim,
+                       kDim,
+                       kBlock,
+                       kBf16,
+                       keys.side(),
+                       values.side()};
+            call.query = query.data();
+            call.out = out.data();
+            call.query_token_stride = call.out_token_stride = row_bytes;
+            call.query_head_stride = call.out_head_stride = kDim * 2;
+            call.block_tables = table.data();
+            call.table_rows = rows.data();
+            call.query_start = starts.data();
+            call.context_lens = contexts.data();
+            call.block_table_stride = call.max_blocks = context / kBlock;
+            call.num_tokens = tokens;
+            call.scale = 0.125f;
+            call.num_seqs = seqs;
+            call.num_heads = kHeads;
+            call.exact = false;
+            const Times times = measure([&] { attend(call); });
+            const double median = times.median, seen = queries == 1 ? context : context - (queries - 1) / 2.0;
+            const std::string name =
+                std::to_string(seqs) + " x " + std::to_string(queries) + " of " + std::to_string(context);
+            std::printf("%-20s %-10s %10.1f %10.1f %8.1f %10.1f\n", name.c_str(), codes.name, median * 1e6,
+                        times.best * 1e6,
+                        static_cast<double>(blocks * (keys.block_stride() + values.block_stride())) / median / 1e9,
+                        4.0 * kHeads * kDim * seen * static_cast<double>(tokens) / median / 1e9);
+            std::fflush(stdout);
+        }
     }
 }
 
@@ -236,7 +309,7 @@ void spin_for(double length) {
 }
 
 // A step of 150 rounds of small tasks, 96 us of arithmetic each on one thread, beside 0, 1 and 2 busy processes. Work
-// is counted in iterations, not by the clock: a thread that is put aside has not done its part.
+// is counted in iterations, not by the clock, because a thread does none while it is preempted.
 void pool() {
     constexpr int kRounds = 150, kUnits = 16;
     const auto unit = [](int64_t iterations) {

@@ -1,7 +1,8 @@
-// A small test harness: no library of its own, so that `make sanitize` needs a compiler and CMake alone.
+// A small test harness that uses no library, so that `make sanitize` needs only a compiler and CMake.
 //
 // A test is a function registered by TEST(name). It runs once for each instruction-set level that the machine has, or
-// once in all where it says so. Random numbers come from the test's name, the level and --seed: a failure repeats.
+// only once if registered by TEST_ONCE. Random numbers are seeded with the test's name, the level and --seed, so that
+// failures can be repeated.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@ struct Registration {
 
 // Prints the claim that failed with what the test says about the case, and ends the process.
 [[noreturn]] void fail(const char* file, int line, const std::string& what);
-// What the running case is, shown when it fails.
+// Describes the running case; shown if it fails.
 void describe_case(std::string text);
 // How many random cases a test draws: `usual` times --scale, at least one. They are counted.
 int cases(int usual);
@@ -44,8 +45,8 @@ template <class T, std::size_t N> T random_of(const T (&choices)[N]) {
     return choices[random_int(0, static_cast<int>(N) - 1)];
 }
 
-// Memory of exactly so many bytes, on the heap, `offset` bytes behind where an allocation begins: AddressSanitizer sees
-// the first byte too many. It holds what is no number until it is written.
+// Exactly `bytes` bytes of heap memory, `offset` bytes after the beginning of the allocation: AddressSanitizer sees an
+// access to the first byte beyond. It holds NaN until it is written.
 class Buffer {
   public:
     explicit Buffer(int64_t bytes, int offset = 0)
@@ -101,7 +102,7 @@ inline void fill_normal(const Buffer& buffer, Storage storage, float scale = 1.0
     for (int64_t i = 0; i < buffer.size() / element_bytes(storage); ++i)
         store(random_normal() * scale, buffer.data(), i, storage);
 }
-// Rounding a result to its storage moves it by no more than this part of it.
+// Relative bound of the error of rounding a result to its storage type.
 inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }
 
 void check_near(double actual, double expected, double tolerance, const char* file, int line, const std::string& what);

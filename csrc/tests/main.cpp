@@ -58,7 +58,7 @@ int cases(int usual) {
 std::mt19937_64& random_engine() { return g_engine; }
 
 void check_near(double actual, double expected, double tolerance, const char* file, int line, const std::string& what) {
-    if (std::abs(actual - expected) <= tolerance) return;  // false where one is no number
+    if (std::abs(actual - expected) <= tolerance) return;  // false if one is NaN
     fail(file, line,
          what + " is " + std::to_string(actual) + ", must be within " + std::to_string(tolerance) + " of " +
              std::to_string(expected));
@@ -92,7 +92,7 @@ int main(int argc, char** argv) {
     };
     int64_t total = 0;
     const Isa best = current_isa();
-    // kNumIsas stands for the tests that run once.
+    // kNumIsas stands for the tests that run only once.
     for (int isa = 0; isa <= kNumIsas; ++isa) {
         const bool once = isa == kNumIsas;
         if (!once &&

@@ -15,8 +15,8 @@ struct Sequence {
     int context, queries;
 };
 
-// A batch over a shuffled pool of blocks. What no sequence may read holds no number: blocks of nobody, the null block,
-// tokens behind a context, blocks that slid out of a window.
+// A batch over a shuffled pool of blocks. What no sequence may read holds NaN or infinities: unused blocks, the null
+// block, tokens after a context, blocks that have slid out of a window.
 class Batch {
   public:
     Storage storage;
@@ -83,7 +83,7 @@ class Memory {
         std::vector<int32_t> free;
         for (int32_t block = 1; block < num_blocks_; ++block) free.push_back(block);
         std::shuffle(free.begin(), free.end(), random_engine());
-        // Infinities, or (0xff everywhere) no numbers, where nothing is written.
+        // Infinities, or NaN (0xff everywhere), where nothing is written.
         if (random_bool())
             for (const Buffer* buffer : {&key, &value})
                 for (int64_t i = 0; i < buffer->size() / batch.element(); ++i)
@@ -101,7 +101,7 @@ class Memory {
                 table(i)[block] = free.back();
                 free.pop_back();
             }
-            // Half the time the first block's tokens before the window have not been written either.
+            // Half the time, the first block's tokens before the window are not written either.
             for (int token = random_bool() ? seen : seen / batch.block_size * batch.block_size; token < s.context;
                  ++token)
                 write_token(i, token);
@@ -130,7 +130,7 @@ class Memory {
         }
     }
 
-    // Of sequences [0, count) with the queries [first, last) of each; into `to`, as the whole batch would.
+    // The call for the whole batch.
     AttentionCall call() const {
         AttentionCall call{};
         const int64_t element = batch_.element();
@@ -185,7 +185,7 @@ class Memory {
         return (s.context + batch.block_size - 1) / batch.block_size;
     }
     static int64_t count_blocks(const Batch& batch) {
-        int64_t count = 2;  // the null block, and one of nobody
+        int64_t count = 2;  // the null block, and an unused one
         for (const Sequence& s : batch.sequences) count += blocks_of(batch, s);
         return count;
     }
@@ -211,13 +211,13 @@ class Memory {
     }
 };
 
-// The textbook's sums, one query row at a time.
+// Compares with the textbook's sums, one query row at a time.
 void check_rows(const Batch& batch, Memory& memory) {
     for (size_t seq = 0; seq < batch.sequences.size(); ++seq) {
         const Sequence s = batch.sequences[seq];
         for (int query = 0; query < s.queries; ++query)
             for (int head = 0; head < batch.heads(); ++head) {
-                // Every row would take minutes: the first and last ones, and some between.
+                // Every row would take minutes: only the first, the last and some in between.
                 if (query != 0 && query + 1 != s.queries && random_int(0, 9)) continue;
                 const int position = s.context - s.queries + query, kv_head = head / batch.group;
                 const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
@@ -245,7 +245,7 @@ void check_rows(const Batch& batch, Memory& memory) {
                         size += std::abs(term);
                     }
                     const float got = load(memory.out.data(), row * batch.value_dim + dim, batch.storage);
-                    // Weights are rounded as values are, and the result once more.
+                    // Weights are rounded to the storage type, and so is the result.
                     CHECK_NEAR(got, expected, size * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-15),
                                "dimension " + std::to_string(dim) + " of head " + std::to_string(head) + " of query " +
                                    std::to_string(query) + " of sequence " + std::to_string(seq));
@@ -287,8 +287,8 @@ TEST(attention_has_the_same_bits_on_any_number_of_threads) {
     }
 }
 
-// Queries of one prompt share a pass over its values. What the later ones see must not reach the earlier ones, nor what
-// has slid out of a later one's window.
+// Queries of one prompt share a pass over its values. What only later ones see must not affect earlier ones, nor must
+// what has slid out of a later one's window affect that one.
 TEST(what_a_query_does_not_see_leaves_its_bits) {
     constexpr float kPoisons[] = {INFINITY, -INFINITY, NAN};
     for (int i = cases(40); i > 0; --i) {

@@ -26,7 +26,7 @@ class Model {
             layer.input_norm = vector(hidden, 1.0f);
             layer.post_attention_norm = vector(hidden, 1.0f);
             if (index == 1) layer.query_norm = vector(key_dim, 1.0f), layer.key_norm = vector(key_dim, 1.0f);
-            // Queries, keys and values apart, as in a GGUF file whose formats differ.
+            // Queries, keys and values are separate, as in a GGUF file in which their formats differ.
             layer.qkv.parts = {{matrix(format, heads * key_dim, hidden), vector(heads * key_dim, 0.0f)},
                                {matrix(format, kv_heads * key_dim, hidden), nullptr},
                                {matrix(format, kv_heads * value_dim, hidden), vector(kv_heads * value_dim, 0.0f)}};

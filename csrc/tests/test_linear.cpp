@@ -14,7 +14,6 @@ namespace {
 constexpr WeightFormat kFormats[] = {WeightFormat::bf16, WeightFormat::f32,  WeightFormat::bf16_coded,
                                      WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0};
 constexpr const char* kFormatNames[] = {"bf16", "f32", "coded bf16", "Q4_0", "Q4_1", "Q8_0"};
-constexpr int kFinest = 24;  // see csrc/level/quant.h
 
 const char* name_of(WeightFormat format) { return kFormatNames[static_cast<int>(format)]; }
 
@@ -25,7 +24,7 @@ float half_to_float(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
-// A weight's rows as a checkpoint holds them, what they mean, and the rows packed.
+// A weight's rows as a checkpoint stores them, the values they stand for, and the packed rows.
 struct TestWeight {
     int64_t outputs, inputs;
     WeightFormat format;
@@ -53,7 +52,7 @@ struct TestWeight {
     void draw_floats(char* to, double* meant) {
         const Storage storage = float_storage(format);
         for (int64_t i = 0; i < inputs; ++i) {
-            // Some exponents far from the rest: a coded weight lists them beside.
+            // Some exponents are far from the rest: a coded weight lists them as escapes.
             const float value = random_normal() * (random_int(0, 20) ? 1.0f : std::ldexp(1.0f, random_int(-60, 10)));
             store(random_int(0, 30) ? value : 0.0f, to, i, storage);
             meant[i] = load(to, i, storage);
@@ -95,22 +94,17 @@ struct TestWeight {
     }
 };
 
-// What the kernels make of a row of activations: integers times a block's step, in the floats that they compute in.
+// A row of activations as the kernels quantise it: integers times the block's scale, computed in the same floats.
 std::vector<double> quantised_row(const char* row, int64_t width, Storage storage) {
     std::vector<double> rounded(static_cast<size_t>(width));
-    float whole = 0.0f;
-    for (int64_t i = 0; i < width; ++i) whole = std::max(whole, std::abs(load(row, i, storage)));
-    if (whole < 0x1p-90f) return rounded;
-    const float inverse = 127.0f / whole;
     for (int64_t block = 0; block < width; block += 32) {
-        float part = 0.0f;
-        for (int64_t i = block; i < block + 32; ++i) part = std::max(part, std::abs(load(row, i, storage)));
-        int finer = kFinest;
-        if (part > 0.0f && std::isfinite(whole / part)) finer = std::min(std::ilogb(whole / part), kFinest);
-        const float factor = inverse * std::ldexp(1.0f, finer);
+        float largest = 0.0f;
+        for (int64_t i = block; i < block + 32; ++i) largest = std::max(largest, std::abs(load(row, i, storage)));
+        if (largest < 0x1p-90f) continue;
+        const float inverse = 127.0f / largest;
+        const double step = double{largest} / 127.0;
         for (int64_t i = block; i < block + 32; ++i)
-            rounded[static_cast<size_t>(i)] =
-                std::nearbyint(load(row, i, storage) * factor) * (double{whole} / 127.0) * std::ldexp(1.0, -finer);
+            rounded[static_cast<size_t>(i)] = std::nearbyint(load(row, i, storage) * inverse) * step;
     }
     return rounded;
 }
@@ -127,13 +121,13 @@ double activated(Epilogue epilogue, double gate) {
     return 0.5 * gate * (1 + std::tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)));
 }
 
-// One product beside sums in float64, each number within what rounding explains.
+// Compares one product with sums in float64: each number must be within what rounding explains.
 void check_product(const TestWeight& weight, const Product& product) {
     const int64_t inputs = weight.inputs, outputs = weight.outputs;
     const bool gate = product.epilogue != kPlain, quantised = is_quantised(weight.format);
     const int x_element = element_bytes(product.x_storage), out_element = element_bytes(product.out_storage);
     const int64_t width = gate ? outputs / 2 : outputs;
-    // Rows further apart than they are long; the last one ends with the buffer.
+    // Rows may be further apart than they are long; the last one ends with the buffer.
     const int64_t x_stride = (inputs + random_int(0, 3)) * x_element,
                   out_stride = (width + random_int(0, 3)) * out_element;
     const Buffer x(product.rows ? (product.rows - 1) * x_stride + inputs * x_element : 0, random_int(0, 3) * x_element);
@@ -148,7 +142,7 @@ void check_product(const TestWeight& weight, const Product& product) {
            product.exact);
 
     const bool integers = quantised && (product.exact || !kernels().pack_tile_rows || product.x_storage != kBf16 ||
-                                        product.rows < kernels().gemm_quant_rows[quant_format(weight.format)]);
+                                        product.rows < kernels().gemm_quant_rows);
     // bf16 tiles see quantised weights rounded to bf16.
     const double part = quantised && !integers ? 0x1p-8 : 0x1p-21 * std::sqrt(static_cast<double>(inputs));
     for (int64_t row = 0; row < product.rows; ++row) {
@@ -168,7 +162,7 @@ void check_product(const TestWeight& weight, const Product& product) {
                 s.value += term;
                 s.error += std::abs(term);
             }
-            // Q4 quants are stored with an offset, which is taken away again.
+            // Q4 quants are stored with an offset, which is subtracted again.
             if (integers)
                 for (int64_t i = 0; i < inputs; ++i) s.error += std::abs(xs[static_cast<size_t>(i)]) * 0.01;
             s.error *= part;
@@ -207,7 +201,7 @@ TEST(products_agree_with_float64) {
         product.epilogue = static_cast<Epilogue>(random_int(0, 2));
         const int64_t inputs = quantised ? 32 * random_int(1, 9) : random_int(1, 150);
         const int64_t outputs = product.epilogue == kPlain ? random_int(1, 110) : 32 * random_int(1, 4);
-        set_num_threads(random_int(1, 6));  // up to four, each packs rows for itself
+        set_num_threads(random_int(1, 6));  // up to four threads, each packs rows for itself
         describe_case(std::string(name_of(format)) + ", " + std::to_string(product.rows) + " x " +
                       std::to_string(inputs) + " -> " + std::to_string(outputs) + ", x " +
                       std::to_string(product.x_storage) + " out " + std::to_string(product.out_storage) + " bias " +
@@ -280,7 +274,7 @@ TEST(a_row_with_no_number_spoils_itself_alone) {
     }
 }
 
-// Rows of several matrices dealt into one, in any order, and each of them read back.
+// Rows of several matrices are packed into one, in any order, and each of them is read back.
 TEST_ONCE(rows_come_back_as_they_were_put) {
     for (int i = cases(60); i > 0; --i) {
         const WeightFormat format = random_of(kFormats);
@@ -299,7 +293,7 @@ TEST_ONCE(rows_come_back_as_they_were_put) {
             }
         }
         if (quantised || format == WeightFormat::bf16_coded) continue;
-        // Gates and ups in turn, see Placement.
+        // Gates and ups alternate, see Placement.
         const Buffer packed(packed_bytes(format, 2 * ((outputs + 15) / 16 * 16), inputs));
         const Weight both{packed.data(), 2 * ((outputs + 15) / 16 * 16), inputs, format};
         std::memset(packed.data(), 0, static_cast<size_t>(packed.size()));

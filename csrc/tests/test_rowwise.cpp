@@ -1,4 +1,4 @@
-// Row-wise kernels, rotation and storing of keys and values, argmax, copies.
+// Row-wise kernels, rotation and storing of keys and values, argmax.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -10,7 +10,7 @@
 namespace octavo::test {
 namespace {
 
-// Rows apart from each other, the last of which ends the buffer.
+// Rows with gaps in between, the last of which ends the buffer.
 struct Rows {
     Storage storage;
     int64_t rows, width, stride;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kVocabs[] = {1, 5, 16, 31, 33, 64, 65, 255, 256, 257, 700, 3001};
 
-// A row that ends its buffer, and what a mask allows of it, which does too.
+// A row that ends with its buffer, and a mask that ends with its own.
 struct MaskedRow {
     int64_t vocab;
     Buffer logits, words;
@@ -164,6 +164,24 @@ TEST(a_penalty_is_applied_to_each_token_once) {
             if (penalised[t]) expected[t] = expected[t] > 0 ? expected[t] / 1.5f : expected[t] * 1.5f;
         const Repetition repetition{row.logits.as<float>(), ids.data(), sorted, static_cast<int64_t>(ids.size()), 1.5f};
         penalise_repetition(&repetition, 1, row.vocab);
+        for (size_t t = 0; t < expected.size(); ++t) CHECK(row.logits.as<float>()[t] == expected[t]);
+    }
+}
+
+TEST(amounts_are_added_to_the_tokens_that_there_are) {
+    for (int i = cases(20); i > 0; --i) {
+        const MaskedRow row(random_of(kVocabs));
+        std::vector<float> expected(row.logits.as<float>(), row.logits.as<float>() + row.vocab);
+        std::vector<int64_t> ids;
+        std::vector<float> amounts;
+        for (int64_t t = row.vocab + 2; t >= -2; --t)
+            if (random_bool()) {
+                ids.push_back(t);
+                amounts.push_back(0.5f * static_cast<float>(t % 7));
+                if (t >= 0 && t < row.vocab) expected[static_cast<size_t>(t)] += amounts.back();
+            }
+        const Addition addition{row.logits.as<float>(), ids.data(), amounts.data(), static_cast<int64_t>(ids.size())};
+        add_amounts(&addition, 1, row.vocab);
         for (size_t t = 0; t < expected.size(); ++t) CHECK(row.logits.as<float>()[t] == expected[t]);
     }
 }

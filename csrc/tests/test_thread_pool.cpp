@@ -1,4 +1,4 @@
-// The thread pool: every task once, whatever happens around it.
+// The thread pool: every task runs exactly once, whatever happens around it.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ constexpr bool kThreadSanitizer = true;
 constexpr bool kThreadSanitizer = false;
 #endif
 
-// Plain memory, which only the pool's own ordering keeps apart.
+// Plain memory, which only the pool's own ordering protects from races.
 struct Round {
     std::vector<int> counts;
     int64_t sum = 0;
@@ -90,7 +90,7 @@ TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
             caught = std::string(error.what()).starts_with("task ");
         }
         CHECK(caught);
-        // With others' help all of them ran; alone, those before the one that threw.
+        // With several threads all tasks ran; with one, those before the one that threw.
         if (threads > 1)
             for (const int count : counts) CHECK(count == 1);
         CHECK(Round(tasks).each_once());
@@ -98,7 +98,7 @@ TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
 }
 
 TEST_ONCE(a_forked_child_begins_anew) {
-    if (kThreadSanitizer) return;  // which follows no threads of a fork
+    if (kThreadSanitizer) return;  // it does not follow the threads of a forked child
     set_num_threads(3);
     for (int i = cases(5); i > 0; --i) {
         CHECK(Round(100).each_once());

@@ -66,6 +66,7 @@ def draw_tokens(
 def penalise_repetition(
     logits: Tensor, rows: Tensor, bounds: Tensor, num_sorted: Tensor, token_ids: Tensor, penalties: Tensor
 ) -> None: ...
+def add_amounts(logits: Tensor, rows: Tensor, bounds: Tensor, token_ids: Tensor, amounts: Tensor) -> None: ...
 def score_tokens(
     logits: Tensor,
     rows: Tensor,

@@ -1,12 +1,13 @@
-"""The `octavo` command: reads the command line, hands over to `octavo.commands`, and turns errors into exit codes.
+"""The `octavo` command: parses the command line, runs a command of `octavo.commands`, and turns errors into exit codes.
 
-Exit codes: 0 done; 1 an error, told in one line on stderr; 2 wrong usage; 130 interrupted.
-Nothing heavy is imported here or in the commands' modules before a command runs, so that `--help` is immediate.
+Exit codes: 0 success; 1 an error, reported in one line on stderr; 2 wrong usage; 130 interrupted.
+Neither this module nor the commands' modules import anything heavy before a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -22,14 +23,14 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _MOST_IN_USAGE = 12
-# argparse's own message.
+# Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Wrong usage leaves through argparse's `SystemExit(2)`."""
-    args = build_parser().parse_args(argv)
+    """Run one command and return the exit code; wrong usage raises argparse's `SystemExit(2)`."""
     try:
+        args = build_parser().parse_args(argv)
         return int(args.run(args))
     except OctavoError as error:
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -37,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`octavo generate … | head`). Python would complain again when it flushes
-        # stdout at exit, so stdout is pointed at nothing first.
+        # The reader of our output has exited (`octavo generate … | head`). Python would report that again when it
+        # flushes stdout at exit, so redirect stdout to /dev/null first.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, one subparser a command."""
+    """Build the parser of the whole command line, with one subparser per command."""
     parser = OneLineParser(
         prog="octavo", description="Serve and run language models from a paged KV cache.", allow_abbrev=False
     )
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _ShortUsage(argparse.HelpFormatter):
-    """Help whose first line names the arguments, and the options only where they are few: they are listed below."""
+    """A help formatter whose usage line leaves the options out if there are many; they are listed below it anyway."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         needed = [action for action in actions if not action.option_strings or action.required]
@@ -69,7 +70,7 @@ class _ShortUsage(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells wrong usage in one line: what is wrong, and where to look it up."""
+    """A parser that reports wrong usage in one line: what is wrong, and where to look it up."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": _ShortUsage, **kwargs})
@@ -77,7 +78,9 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(_unknown(unknown, parsed))
+            # Use the command's own parser if there is one, so that the error names the command and its --help.
+            parser = getattr(parsed, "command_parser", self)
+            parser.error(_unknown(unknown[0], parser))
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -87,15 +90,18 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _unknown(words: Sequence[str], args: argparse.Namespace) -> str:
-    """What to say of words that mean nothing to the command; of a flag, the one that was meant."""
-    word = words[0]
-    hint = nearest(word.partition("=")[0], args.flags) if word.startswith("--") else ""
-    return f"unknown argument {shown(word)}" + (hint if "did you mean" in hint else "")
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the error message for an unknown argument; for a flag, with the one that was probably meant."""
+    message = f"unknown argument {shown(word)}"
+    if not word.startswith("--"):
+        return message
+    known = [flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    meant = difflib.get_close_matches(word[2:].partition("=")[0][:80], known, n=1)
+    return f"{message}; did you mean --{meant[0]}?" if meant else message
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when `--version` is given."""
+    """An action that looks the version up only if `--version` is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)

@@ -1,4 +1,4 @@
-"""The options of an engine, declared once for `LLM(...)` keywords and `octavo serve` flags."""
+"""The options of an engine, declared once for the keywords of `LLM(...)` and the flags of `octavo serve`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KV_CACHE_DTYPES = (
     *("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4", "nvfp4"),
 )
 KV_CACHE_TABLE = ".toml"
-"""How the name of a file with codecs for each layer ends."""
+"""Suffix of a file with a codec for each layer."""
 
-# Read with the package's first import, hence before torch's: its OpenMP may bind the thread that loads it to one CPU.
+# Read at the package's first import, before torch is imported: its OpenMP may bind the importing thread to one CPU.
 ALLOWED_CPUS = frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
@@ -31,7 +31,7 @@ DISK_SIZE = "20GiB"
 """Default of `kv_disk_size`."""
 
 STAGING_MEMORY = 256 << 20
-"""Host memory for prefixes on their way to and from stores, where none is asked for."""
+"""Host memory for prefixes on their way to and from stores, if `kv_host_memory` is 0."""
 
 _SHORTEST_SECRET = 16
 _LONGEST_TTL = 10 * 365 * 86400
@@ -39,7 +39,7 @@ _LONGEST_TTL = 10 * 365 * 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(RequestLimits):
-    """The options of one engine, the limits of its requests included.
+    """The options of one engine, including the limits of its requests.
 
     Validated at construction; raises `ConfigError` with the value in the message.
     """
@@ -50,145 +50,162 @@ class EngineConfig(RequestLimits):
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "weights and activations; auto: bfloat16; half and float: float16 and float32"
     )
-    chat_template: str | None = option(None, "file with a chat template (Jinja) to use instead of the model's own")
+    chat_template: str | None = option(
+        None, "file with a chat template (Jinja) to use instead of the model's own", metavar="FILE"
+    )
     generation_config: str = option(
         "auto",
-        "where sampling parameters come from that a request does not give; auto: the model's generation_config.json; "
-        "vllm: none; or a folder with such a file",
+        "where sampling parameters come from that a request leaves out; auto: the model's generation_config.json; "
+        "vllm: as in vLLM, neutral values; or a folder with a generation_config.json",
+        metavar="auto|vllm|DIR",
     )
     pooling: Literal["auto", "last", "mean"] = option(
         "auto",
-        "which tokens' last hidden states make an embedding; last: the last token's; mean: all of them, which the "
-        "prefix cache does not shorten; auto: as the model's 1_Pooling/config.json says, or last",
+        "the hidden states that make an embedding; last: the last token's; mean: the mean over all tokens, for which "
+        "the prefix cache is not used; auto: as the model's 1_Pooling/config.json says, or last",
     )
     quantization: Literal["auto", "none"] = option(
         "auto",
-        "auto: GGUF's Q4_0, Q4_1 and Q8_0 weights are multiplied as they are, activations in int8, where the kernels "
-        "reach and dtype is not float32; none: they are dequantised when loaded",
+        "auto: compute with GGUF's Q4_0, Q4_1 and Q8_0 weights as they are, with Q4_K as Q4_1 and with other quantised "
+        "types as Q8_0, and activations in int8, where there are kernels for it and dtype is not float32; none: "
+        "dequantise them when they are loaded",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: cuda where there is one")
-    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's own limit")
-    max_num_seqs: int = option(256, "most sequences computed in one step")
-    max_num_batched_tokens: int = option(2048, "most tokens computed in one step; longer prompts go in chunks")
+    max_model_len: int | None = option(
+        None, "maximum number of tokens in a prompt and its output; default: the model's own limit"
+    )
+    max_num_seqs: int = option(256, "maximum number of sequences computed in one step")
+    max_num_batched_tokens: int = option(
+        2048, "maximum number of tokens computed in one step; longer prompts are computed in chunks"
+    )
     itl_slo_ms: float | None = option(
         None,
-        "milliseconds between two tokens of a running stream that prompts leave room for: chunks of prompts are sized "
-        "by a model of the step's time, fitted as steps are computed; default: only max_num_batched_tokens sizes them",
+        "target for the time between two tokens of a running stream, in milliseconds: prompts are computed in chunks "
+        "small enough to keep it, by a model of step times that is fitted while serving; default: only "
+        "--max-num-batched-tokens limits chunks",
+        metavar="MS",
     )
     block_size: int | Literal["max"] = option(
-        16, "tokens per block; 'max': one block of max_model_len per sequence, as engines did before paging"
+        16, "tokens per block; max: one block of max_model_len tokens per sequence, as before paging"
     )
     kv_cache_memory: int | str | None = option(
         None,
-        "bytes for the KV cache, as a number or '2GiB'; default: from --gpu-memory-utilization or free RAM, of "
-        "which the environment variable OCTAVO_MEMORY_LIMIT (such as '8GiB') may be set to a limit",
+        "memory for the KV cache, such as 2GiB; default: what --gpu-memory-utilization leaves, or on a CPU 40 % of the "
+        "free RAM (at most $OCTAVO_MEMORY_LIMIT, if set) beside the weights",
     )
-    num_blocks: int | None = option(None, "an exact number of blocks, the null block included; overrides the memory")
-    gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights, activations and KV cache")
+    num_blocks: int | None = option(
+        None, "exact number of blocks in the KV cache, including the null block; overrides --kv-cache-memory"
+    )
+    gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory for weights, activations and KV cache")
     kv_cache_dtype: str = option(
         "auto",
-        f"how keys and values are kept (docs/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a file with codecs for "
-        "each layer, as octavo calibrate --search writes it (TABLE.toml); auto: the checkpoint's kv_cache_scheme, or "
-        "the model's dtype; k8v4: keys in int8, values in int4",
+        f"format of keys and values (docs/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with a format "
+        "for each layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or the "
+        "model's dtype; k8v4: keys in int8, values in int4",
+        metavar="NAME|FILE",
     )
     kv_scales: str | None = option(
         None,
-        "scales of an fp8 or nvfp4 cache, as octavo calibrate writes them; default: the file that it wrote beside the "
+        "scales of an fp8 or nvfp4 KV cache, written by `octavo calibrate`; default: the file that it wrote beside the "
         "model, or the checkpoint's own",
+        metavar="FILE",
     )
     calculate_kv_scales: bool = option(
-        False, "choose the scales of an fp8 or nvfp4 cache by the first tokens that are computed, not the checkpoint's"
+        False, "choose the scales of an fp8 or nvfp4 KV cache from the first tokens computed"
     )
-    enable_prefix_caching: bool = option(True, "share computed blocks between requests with a common prefix")
+    enable_prefix_caching: bool = option(True, "reuse the blocks of a prefix that was computed before")
     prefix_cache: Literal["hashed", "radix"] = option(
-        "hashed", "how cached prefixes are found; radix also admits those with the longest cached prefix first"
+        "hashed", "how cached prefixes are found; radix also admits requests with the longest cached prefix first"
     )
     eviction_policy: Literal["lru", "fifo", "lfu", "priority", "cost", "adaptive"] = option(
         DEFAULT_EVICTION_POLICY,
-        "which cached block is evicted first, in host memory and on disk too; adaptive: the one least often seen to "
-        "come back, of those used once and those used again; priority: a request's priority protects its blocks",
+        "which cached block is evicted first, on every tier; adaptive: the one least likely to be used again, "
+        "learned from which evicted blocks were; priority: one of the request with the lowest priority; cost: the "
+        "quickest to recompute",
     )
-    pin_budget: float = option(0.25, "most of the KV cache that pinned prefixes may keep from being evicted, 0 to 1")
+    pin_budget: float = option(0.25, "largest fraction of the KV cache that pinned prefixes may take, 0 to 1")
     pin_tenant_share: float | None = option(
         None,
-        "most of --pin-budget that one tenant (API key) may hold, 0 to 1; default: half where a server has several API "
-        "keys, else all of it",
+        "largest fraction of --pin-budget that one tenant (API key) may take, 0 to 1; default: 0.5 where a server has "
+        "several tenants, else 1",
     )
     queue_tenant_share: float | None = option(
         None,
-        "most of --max-waiting-requests and --max-waiting-tokens that one tenant may fill, above 0 to 1, unless its "
-        "entry of the keys file says otherwise; default: half where a server has several tenants, else all of it",
+        "largest fraction of --max-waiting-requests and --max-waiting-tokens that one tenant may take, up to 1, unless "
+        "its entry in the keys file says otherwise; default: 0.5 where a server has several tenants, else 1",
     )
     scheduling_policy: Literal["fcfs", "priority", "vtc", "dlpm"] = option(
         "fcfs",
-        "who is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and whoever is more "
-        "urgent takes the place of others; vtc: the tenant (API key) that received least service "
-        "for its weight; dlpm: tenants by turns too, and among them the longest cached prefix (docs/fairness.md)",
+        "which waiting request is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and "
+        "an urgent request preempts others; vtc: one of the tenant (API key) that has received the least service for "
+        "its weight; dlpm: tenants in turn, and of each the request with the longest cached prefix (docs/fairness.md)",
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
-        "auto", "how a sequence that must yield its blocks gets them back; auto: the cheaper way, as measured at start"
+        "auto", "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured at start-up"
     )
     preemption_victim: Literal["latest", "lowest_priority", "cheapest"] = option(
-        "lowest_priority", "which sequence yields its blocks; cheapest: the fewest tokens to compute again"
+        "lowest_priority", "which sequence is preempted; cheapest: the one with the fewest tokens to recompute"
     )
     swap_space: int | str | None = option(
         None,
-        "host memory for swapped blocks, taken as it is needed, as '2GiB' (a bare 2 is GiB too); 0: never swap; "
-        "default: 1GiB, or what RAM is left",
+        "host memory for the blocks of preempted sequences, such as 2GiB (a bare 2 means GiB); 0: never swap; "
+        "default: 1GiB, or less where less RAM is free",
     )
     kv_host_memory: int | str = option(
         0,
-        "host memory for prefixes that the KV cache evicts, on top of --swap-space, as '8GiB': they are copied back "
-        "instead of computed again (docs/tiers.md); 0: none",
+        "host memory for prefixes evicted from the KV cache, in addition to --swap-space, such as 8GiB: they are "
+        "copied back instead of recomputed; 0: none",
     )
     kv_demotion: Literal["on_evict", "on_second_use", "all"] = option(
         "on_second_use",
-        "which blocks of prefixes go to host memory and below: those evicted; of these, those used twice; or all, as "
-        "soon as they are computed",
+        "which blocks of prefixes go to host memory and below; on_evict: those evicted; on_second_use: those evicted "
+        "after being used twice; all: every block, as soon as it is computed",
     )
     kv_disk: str | None = option(
-        None, "directory for prefixes that outlive the process (docs/tiers.md); one server at a time may use it"
+        None, "directory for prefixes that outlive the process; one server at a time may use it", metavar="DIR"
     )
-    kv_disk_size: int | str = option(DISK_SIZE, "most bytes that --kv-disk may take there")
+    kv_disk_size: int | str = option(DISK_SIZE, "maximum size of --kv-disk")
     kv_remote: str | None = option(
         None,
-        "Redis or Valkey for prefixes that several servers of one model share, as redis://HOST:PORT/DB, rediss:// for "
-        "TLS or unix://PATH (docs/tiers.md); needs octavo[redis]; an address with a password shows in `ps`: prefer "
-        "$OCTAVO_KV_REMOTE",
+        "Redis or Valkey in which servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "
+        "unix://PATH; needs octavo[redis]; a password in it shows in `ps`: prefer $OCTAVO_KV_REMOTE",
+        metavar="URL",
         secret=True,
     )
     kv_remote_secret: str | None = option(
         None,
-        "signs what is stored there, so that nobody else who can write to that Redis can plant blocks; the same for "
-        "all servers that share, 16 characters at least; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        "key that signs what is stored in --kv-remote, so that nobody else who can write there can plant blocks; the "
+        "same on all servers, at least 16 characters; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        metavar="KEY",
         secret=True,
     )
     kv_remote_ttl: int | None = option(
-        None, "seconds after its last use that a block is kept there; default: until Redis evicts it"
+        None,
+        "seconds that a block is kept in --kv-remote after its last use; default: until Redis evicts it",
+        metavar="SECONDS",
     )
     attention_backend: Literal["auto", "native", "triton", "reference"] = option(
         "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
     )
-    enforce_eager: bool = option(
-        False, "on a GPU: launch the kernels of every decode step instead of CUDA graphs of them"
-    )
+    enforce_eager: bool = option(False, "on a GPU: launch each kernel instead of replaying CUDA graphs")
     async_scheduling: bool | None = option(
         None,
-        "plan the next step while this one is computed, where that is a step of decodes alone; default: on a GPU only",
+        "plan the next step while a step of decodes is computed; default: on a GPU only",
     )
-    deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache")
+    deterministic: bool = option(False, "bit-identical output whatever the batch, the chunking and the cache state")
     executor: Literal["in_process", "process"] = option(
-        "in_process", "where the model is computed: in the engine's own process, or in one beside it, over a pipe"
+        "in_process", "where the model runs: in the engine's own process, or in a separate one, over a pipe"
     )
     record_plans: str | None = option(
         None,
-        "a file for each step's plan, in numbers only, and its seconds; octavo.scheduler.plan_log reads it",
+        "write each step's plan (numbers only) and its seconds to this file, for `octavo simulate --plans`",
+        metavar="FILE",
     )
     num_threads: int | None = option(None, "CPU threads; default: what affinity, cgroups and OMP_NUM_THREADS allow")
     seed: int = option(0, "seed for requests without one of their own")
 
     def __post_init__(self) -> None:
-        # Not super(): a dataclass with slots is a new class, which the one-word form does not find.
+        # Not super(): a dataclass with slots is a new class, for which super() without arguments does not work.
         RequestLimits.__post_init__(self)
         for name, allowed in _literal_choices().items():
             value = getattr(self, name)
@@ -260,12 +277,12 @@ class EngineConfig(RequestLimits):
 
     @property
     def has_stores(self) -> bool:
-        """Whether prefixes go below host memory."""
+        """Whether prefixes are stored below host memory."""
         return self.kv_disk is not None or self.kv_remote is not None
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
-        """Build from keywords; raises ConfigError for an unknown one, naming the known ones."""
+        """Build from keywords; raises `ConfigError` for an unknown one, naming the known ones."""
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(options) - set(known)):
             raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}")
@@ -276,10 +293,10 @@ class EngineConfig(RequestLimits):
 
 
 def checked_kv_cache_dtype(name: str) -> str:
-    """A codec's name without aliases, or the path of a table.
+    """Return the name of a codec, with aliases resolved, or the path of a table.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: `name` is neither.
     """
     if name in KV_CACHE_DTYPES or (isinstance(name, str) and name.endswith(KV_CACHE_TABLE)):
         return KV_CACHE_ALIASES.get(name, name)
@@ -296,12 +313,12 @@ def _literal_choices() -> dict[str, tuple[Any, ...]]:
     return choices
 
 
-# A bare number below is GiB, as in vLLM, and no number of bytes.
+# A bare number below this is in GiB, as in vLLM, and not in bytes.
 _SMALLEST_SWAP = 1024
 
 
 def parse_swap(text: str) -> int:
-    """'4' -> 4 GiB, as in vLLM; with a unit, or as many as 1024 bytes, as `parse_bytes` reads it."""
+    """Parse swap space: '4' -> 4 GiB, as in vLLM; with a unit, or 1024 and above, like `parse_bytes`."""
     try:
         number = float(text)
     except ValueError:
@@ -313,10 +330,10 @@ _COUNT_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G":
 
 
 def parse_count(text: str) -> int:
-    """'4096' -> 4096, '4k' -> 4000, '4K' -> 4096, '25.6k' -> 25600, as in vLLM.
+    """Parse a count as in vLLM: '4096' -> 4096, '4k' -> 4000, '4K' -> 4096, '25.6k' -> 25600.
 
     Raises:
-        ValueError: no such number, or no whole one.
+        ValueError: the text is not such a number, or not a whole one.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)([kKmMgG])\s*", text)
     if match is None:
@@ -334,10 +351,10 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(text: str) -> int:
-    """'2GiB' -> 2147483648, '2GB' -> 2000000000, '2G' -> 2147483648, '123' -> 123.
+    """Parse a size: '2GiB' -> 2147483648, '2GB' -> 2000000000, '2G' -> 2147483648, '123' -> 123.
 
     Raises:
-        ConfigError: not a number with an optional unit of B, K, M, G, T, KB … TB, KiB … TiB.
+        ConfigError: the text is not a number with an optional unit of B, K, M, G, T, KB … TB, KiB … TiB.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match and _UNITS.get(match[2].upper())
@@ -347,7 +364,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """2147483648 -> '2.00 GiB'."""
+    """Format a size: 2147483648 -> '2.00 GiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

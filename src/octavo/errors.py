@@ -14,7 +14,7 @@ OctavoError
 ├── LogitsError            the model gave a running request nothing to sample from; it alone is ended
 │   └── GrammarError           its structured output's grammar cannot be followed any further
 ├── UnreadError            a request was ended because its caller left its outputs unread
-├── RequestFailedError     a request was ended because computing or reporting it failed; the engine goes on
+├── RequestFailedError     a request was ended because computing or reporting it failed; the engine continues
 ├── ExecutorError          a step failed in the process that computes it, or that process has died
 ├── CacheError             the block accounting was violated: a bug, never user input
 └── EngineDeadError        the step loop died; carries the cause
@@ -25,7 +25,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 
-# Most characters of a client's own text that an error repeats.
+# Maximum number of characters of a client's own text that an error repeats.
 SHOWN_CHARACTERS = 64
 
 
@@ -41,7 +41,7 @@ _repr = _Shown().repr
 
 
 def shown(value: object) -> str:
-    """`repr(value)` for an error message, cut to `SHOWN_CHARACTERS` without making the rest of it first."""
+    """Return `repr(value)` for an error message, cut to `SHOWN_CHARACTERS` without building the whole text first."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"a number of {value.bit_length()} bits"
     text = _repr(value)
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """A client's own text for an error message, without quotes: its first `SHOWN_CHARACTERS` characters."""
+    """Return a client's own text for an error message, without quotes, cut to `SHOWN_CHARACTERS`."""
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
@@ -84,11 +84,11 @@ class CapacityError(RequestError):
 
 
 class OverloadedError(OctavoError):
-    """The queue of waiting requests has no room for another; sent again later, the same request may be served."""
+    """The queue of waiting requests is full; the same request may be served if it is sent again later."""
 
 
 class TenantOverloadedError(OverloadedError):
-    """As many requests, or prompt tokens, of this tenant wait as may."""
+    """The tenant's share of the queue is full: no more of its requests, or prompt tokens, may wait."""
 
 
 class ModelError(OctavoError):
@@ -96,42 +96,42 @@ class ModelError(OctavoError):
 
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
-    """No usable model at that path or hub id."""
+    """There is no usable model at that path or hub id."""
 
 
 class UnsupportedModelError(ModelError):
-    """An architecture or tensor type that Octavo cannot run."""
+    """The model has an architecture or tensor type that Octavo cannot run."""
 
 
 class CorruptModelError(ModelError):
-    """A file whose content does not match what it declares."""
+    """The content of a file does not match what it declares."""
 
 
 class LogitsError(OctavoError):
-    """Logits that cannot be sampled: NaN, infinity, or every token masked. `request_ids` names the requests.
+    """Logits cannot be sampled: they are NaN or infinite, or all masked. `request_ids` names the requests.
 
-    Not the client's fault, and not the engine's end: the engine ends these requests with the reason "error", which a
-    server answers with 500 and the code "unusable_logits", and goes on with all others.
+    Neither the client's fault nor fatal for the engine: it ends these requests with the reason "error", which a server
+    answers with 500 and the code "unusable_logits", and continues with all others.
     """
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         names = ", ".join(request_ids)
         super().__init__(
             f"the logits of request {names} are NaN or infinite, or every token is masked: look for overflow in the "
-            "model (float16 overflows where bfloat16 does not), damaged weights, or min_tokens in a tiny vocabulary"
+            "model (float16 overflows where bfloat16 does not) or damaged weights"
         )
         self.request_ids = list(request_ids)
 
     def __reduce__(self) -> tuple[type[LogitsError], tuple[list[str]]]:
-        # Made anew from the ids, not from the message: it may come from another process.
+        # Pickled by its ids and not by its message, because it may come from another process.
         return type(self), (self.request_ids,)
 
 
 class GrammarError(LogitsError):
-    """Grammars that cannot be followed any further: they have become too complex. `reasons` says why, by request.
+    """Grammars have become too complex to be followed any further. `reasons` holds the reason of each request.
 
     The engine ends these requests with the reason "error", which a server answers with 400 and the code
-    "grammar_too_complex", and goes on with all others.
+    "grammar_too_complex", and continues with all others.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -145,11 +145,11 @@ class GrammarError(LogitsError):
 
 
 class ExecutorError(OctavoError):
-    """A step failed in the process that computes it, whose traceback is in the message; or that process has died."""
+    """A step failed in the process that computes it, with its traceback in the message, or that process has died."""
 
 
 class RequestFailedError(OctavoError):
-    """The engine ended one request because something raised while computing or reporting it, and goes on."""
+    """The engine ended one request because computing or reporting it raised an exception, and continues."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"the engine failed on request {request_id} and ended it; its log has the details")
@@ -161,7 +161,7 @@ class CacheError(OctavoError):
 
 
 class UnreadError(OctavoError):
-    """A request was ended because its caller took its outputs far more slowly than they came."""
+    """A request was ended because its caller read the outputs far more slowly than they arrived."""
 
 
 class EngineDeadError(OctavoError):

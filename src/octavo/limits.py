@@ -1,6 +1,6 @@
-"""What one request may ask for at most, declared once: options, flags, checks and docs/limits.md come from here.
+"""The limits of one request, declared once for options, flags, checks and docs/limits.md.
 
-A limit keeps the work that a few bytes of a body can cause small enough that nobody else's request waits for it.
+They bound the work that a few bytes of a body can cause, so that other requests need not wait for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from octavo.errors import ConfigError, OverloadedError, RequestError, shown
 from octavo.option import flag, option
 from octavo.structured_outputs import StructuredOutputsParams
 
-# What the sampler remembers of an output's end is one token less.
+# The sampler remembers one token less than this of an output's end.
 MOST_BAD_WORD_TOKENS = 256
 
 
 class Limited(Protocol):
-    """The fields that are checked together: those of `SamplingParams`, and of a request's body before it is one."""
+    """The fields that are checked together, of `SamplingParams` or of a body from which they are made."""
 
     @property
     def n(self) -> int | None: ...
@@ -41,40 +41,42 @@ class Limited(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The largest permitted values. Validated at construction; raises `ConfigError` with the value in the message."""
+    """The largest permitted values, validated at construction; raises `ConfigError` with the value in the message."""
 
-    max_stop_strings: int = option(16, "most stop strings of a request")
-    max_stop_string_length: int = option(256, "longest stop string, in characters")
-    max_stop_bytes: int = option(2048, "most bytes (UTF-8) of all stop strings of a request together")
-    max_stop_token_ids: int = option(256, "most stop_token_ids of a request")
-    max_logit_bias: int = option(1024, "most entries of a request's logit_bias")
-    max_allowed_token_ids: int = option(4096, "most allowed_token_ids of a request")
-    max_bad_words: int = option(128, "most bad_words of a request")
-    max_bad_word_length: int = option(64, "longest of the bad_words, in characters and in tokens")
+    max_stop_strings: int = option(16, "stop strings in a request")
+    max_stop_string_length: int = option(256, "characters in one stop string")
+    max_stop_bytes: int = option(2048, "bytes (UTF-8) of all stop strings in a request together")
+    max_stop_token_ids: int = option(256, "stop_token_ids in a request")
+    max_logit_bias: int = option(1024, "entries in logit_bias")
+    max_allowed_token_ids: int = option(4096, "allowed_token_ids in a request")
+    max_bad_words: int = option(128, "bad_words in a request")
+    max_bad_word_length: int = option(64, "characters, and tokens, in one of the bad_words")
     max_grammar_bytes: int = option(
-        65_536, "most bytes (UTF-8) of the schema, expression, choices or grammar of a structured output"
+        65_536, "bytes (UTF-8) of a structured output's schema, regular expression, choices or grammar"
     )
-    max_grammar_depth: int = option(64, "deepest nesting of brackets, or of a JSON Schema's objects and arrays, in it")
-    max_grammar_ms: int = option(2000, "longest time that compiling it may take, in milliseconds")
-    max_n: int = option(64, "largest n and best_of")
-    max_beam_width: int = option(32, "most beams of a beam search")
-    max_body_prompts: int = option(1024, "most prompts of one body")
-    max_body_sequences: int = option(1024, "most completions computed for one body: its prompts times n (or best_of)")
-    max_messages: int = option(4096, "most messages, and most content parts in all, of a chat")
-    max_tools: int = option(128, "most tools of a chat")
-    max_tools_bytes: int = option(262_144, "most bytes (UTF-8) of all tools of a chat together, as JSON")
-    max_tools_depth: int = option(32, "deepest nesting of objects and arrays in a chat's tools, or in a call of one")
-    max_priority: int = option(1000, "a request's priority lies between minus this and this")
-    max_cache_salt_length: int = option(256, "longest cache_salt, in characters")
+    max_grammar_depth: int = option(
+        64, "levels of nested brackets, or of a JSON Schema's objects and arrays, in that description"
+    )
+    max_grammar_ms: int = option(2000, "milliseconds that compiling that description may take")
+    max_n: int = option(64, "value of n and best_of")
+    max_beam_width: int = option(32, "beams in a beam search")
+    max_body_prompts: int = option(1024, "prompts in one request body")
+    max_body_sequences: int = option(1024, "completions computed for one request body: prompts times n (or best_of)")
+    max_messages: int = option(4096, "messages in a chat, and content parts in all of them together")
+    max_tools: int = option(128, "tools in a chat")
+    max_tools_bytes: int = option(262_144, "bytes (UTF-8) of all tools in a chat together, as JSON")
+    max_tools_depth: int = option(32, "levels of nested objects and arrays in a chat's tools, or in a tool call")
+    max_priority: int = option(1000, "absolute value of a request's priority")
+    max_cache_salt_length: int = option(256, "characters in cache_salt")
     max_name_length: int = option(
-        256, "longest model, user, role and other names and identifiers of a body, in characters"
+        256, "characters in model, user, role and other names and identifiers in a request body"
     )
     max_waiting_requests: int = option(
-        2048, "requests that may wait for their first step; a server answers more with 503 (LLM has no such limit)"
+        2048, "requests waiting for their first step; a server refuses more with 503 (LLM has no such limit)"
     )
     max_waiting_tokens: int = option(
         4_194_304,
-        "prompt tokens of all waiting requests together; a server answers more with 503, unless nothing else waits "
+        "prompt tokens of all waiting requests together; a server refuses more with 503, unless nothing else waits "
         "(LLM has no such limit)",
     )
 
@@ -92,10 +94,10 @@ class RequestLimits:
             )
 
     def check_sampling(self, params: Limited) -> None:
-        """Refuse sampling parameters that are over a limit. O(1) but for the stop strings, which it counts first.
+        """Refuse sampling parameters that exceed a limit; counts are checked before entries are inspected.
 
         Raises:
-            RequestError: names the field, what it holds, the limit and its option.
+            RequestError: a limit is exceeded; the message has the field, its count, the limit and its option.
         """
         self._check_width(params)
         if params.stop_token_ids:
@@ -128,7 +130,7 @@ class RequestLimits:
             )
 
     def check_context(self, priority: object, cache_salt: object) -> None:
-        """Refuse a priority or a cache salt that is no such thing, or over its limit."""
+        """Refuse a priority or a cache salt that has the wrong type or exceeds its limit."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {shown(priority)}", param="priority")
         if abs(priority) > (limit := self.max_priority):
@@ -146,13 +148,13 @@ class RequestLimits:
             self._at_most("max_name_length", param, len(name), "characters")
 
     def check_messages(self, count: int, what: str = "messages") -> None:
-        """Refuse a chat of too many messages, or of too many content parts."""
+        """Refuse a chat with too many messages, or with too many content parts."""
         self._at_most("max_messages", "messages", count, what)
 
     def check_tools(self, count: int, tools: object) -> None:
-        """Refuse a chat of too many tools, or too large ones."""
+        """Refuse a chat whose tools are too many, too deeply nested or too large."""
         self._at_most("max_tools", "tools", count, "tools")
-        # The list itself is a level.
+        # The list itself counts as a level.
         if nesting(tools, self.max_tools_depth + 2) > self.max_tools_depth + 1:
             raise RequestError(
                 f"tools are nested more than {self.max_tools_depth} levels deep ({flag('max_tools_depth')})",
@@ -162,13 +164,13 @@ class RequestLimits:
         self._at_most("max_tools_bytes", "tools", size, "bytes")
 
     def check_prompts(self, num_prompts: int, width: int, width_param: str) -> None:
-        """Refuse a body of too many prompts, or of too many completions.
+        """Refuse a body with too many prompts, or that asks for too many completions.
 
         Args:
-            width: sequences computed for each prompt.
-            width_param: the parameter that says so.
+            width: number of sequences computed for each prompt.
+            width_param: name of the parameter that determines it.
         """
-        # More prompts than may wait could never be taken in, however often they were sent again.
+        # A body with more prompts than may wait could never be admitted, however often it is sent again.
         least = min(("max_body_prompts", "max_waiting_requests"), key=lambda name: int(getattr(self, name)))
         self._at_most(least, "prompt", num_prompts, "prompts")
         if num_prompts * width > (limit := self.max_body_sequences):
@@ -182,17 +184,17 @@ class RequestLimits:
         """Refuse a prompt of `num_tokens` for which the queue has no room.
 
         Raises:
-            OverloadedError: with the limit. How much waits is other tenants' business.
+            OverloadedError: the queue is full. The message has the limit, but not how much other tenants have waiting.
         """
         if waiting_requests >= self.max_waiting_requests:
             raise OverloadedError(
-                f"as many requests are waiting as may: {self.max_waiting_requests} ({flag('max_waiting_requests')}); "
-                "try again later"
+                f"the queue is full: {self.max_waiting_requests} requests are waiting, the maximum "
+                f"({flag('max_waiting_requests')}); try again later"
             )
         if waiting_requests and waiting_tokens + num_tokens > self.max_waiting_tokens:
             raise OverloadedError(
-                f"with this request's {num_tokens} prompt tokens, more would be waiting than may: "
-                f"{self.max_waiting_tokens} ({flag('max_waiting_tokens')}); try again later"
+                f"the queue is full: this request's {num_tokens} prompt tokens would exceed the maximum of "
+                f"{self.max_waiting_tokens} waiting tokens ({flag('max_waiting_tokens')}); try again later"
             )
 
     def _check_width(self, params: Limited) -> None:
@@ -227,7 +229,7 @@ class RequestLimits:
 
 
 def nesting(value: object, most: int) -> int:
-    """How many levels of objects and arrays a JSON value has, counted up to `most`."""
+    """Return the number of nested levels of objects and arrays in a JSON value, counted up to `most`."""
     depth = 0
     level = [value]
     while depth < most and (level := [each for each in level if isinstance(each, dict | list)]):
@@ -236,7 +238,7 @@ def nesting(value: object, most: int) -> int:
     return depth
 
 
-# Without these no request at all would pass.
+# Limits that must be at least 1, because no request at all would pass otherwise.
 _AT_LEAST_ONE = frozenset(
     {
         *("max_n", "max_beam_width", "max_body_prompts", "max_body_sequences", "max_messages", "max_name_length"),
@@ -247,6 +249,6 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 def limits_table() -> str:
-    """The table of docs/limits.md: one row per limit."""
+    """Return the table of docs/limits.md, with one row per limit."""
     rows = [f"| `{flag(limit.name)}` | {limit.default} | {limit.metadata['help']} |" for limit in fields(RequestLimits)]
     return "\n".join(["| option | default | what it limits |", "|---|---:|---|", *rows])

@@ -1,4 +1,4 @@
-"""Offline inference, with vLLM's names: `LLM(...).generate(prompts, sampling_params)`."""
+"""Offline inference with vLLM's names: `LLM(...).generate(prompts, sampling_params)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 class LLM:
     """A model with its engine, in this process.
 
-    Takes every option of `EngineConfig` by name:
+    Every option of `EngineConfig` is a keyword:
 
         llm = LLM("smollm2", max_num_seqs=64, kv_cache_memory="2GiB")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
@@ -43,7 +43,7 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.core = build_engine(EngineConfig.from_options({"model": model, **options}))
-        # A step computes for every open call, streams too: each output goes to the call it belongs to.
+        # A step computes all open calls, including streams; each output is delivered to the call it belongs to.
         self._receivers: dict[RequestId, Callable[[RequestOutput], None]] = {}
 
     @property
@@ -52,28 +52,28 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt + output, in tokens."""
+        """Maximum length of prompt and output together, in tokens."""
         return self.core.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises RequestError where the model came without one."""
+        """The model's tokenizer; raises `RequestError` if there is none."""
         if self.core.tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         return self.core.tokenizer
 
     @property
     def summary(self) -> str:
-        """One line for people: the model, how long its context is, and what takes how much memory."""
+        """One line for people: the model, the length of its context, and the use of memory."""
         return self.core.summary
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no `sampling_params` are given: the model's own recommendation, if it has one."""
+        """Return the parameters used if no `sampling_params` are given: the model's recommendation, if it has one."""
         return SamplingParams(**self.core.default_sampling)
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """The same as keywords, only those that are recommended."""
+        """The recommended sampling parameters as keywords."""
         return dict(self.core.default_sampling)
 
     def generate(
@@ -83,20 +83,20 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs come in the prompts' order.
+        """Complete each prompt, and return the outputs in the prompts' order.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list; a dictionary may carry
-                `priority` and `cache_salt` too.
-            sampling_params: one for all, or one each.
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list; a dictionary may also
+                have `priority` and `cache_salt`.
+            sampling_params: one for all prompts, or a list with one for each.
             use_tqdm: show a progress bar on standard error.
 
-        A request that fails comes back with `error` set and the finish reason "error"; the others are complete.
+        A request that fails is returned with `error` set and the finish reason "error"; the others are complete.
 
         Raises:
-            RequestError: before anything is computed; where there are several prompts, the message begins
-                with the index of the one.
-            EngineDeadError: nothing can be computed any more.
+            RequestError: a prompt or its parameters are invalid; raised before anything is computed. With several
+                prompts, the message begins with the index of the invalid one.
+            EngineDeadError: the engine has died and cannot compute any more.
         """
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
@@ -109,7 +109,7 @@ class LLM:
         use_tqdm: bool = True,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list of them, through the model's chat template."""
+        """Answer one conversation, or each of a list of conversations, with the model's chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -120,9 +120,9 @@ class LLM:
     def stream_chat(
         self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template_variables: Any
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation as a stream of deltas; closing the iterator aborts it.
+        """Answer one conversation as a stream of deltas; closing the iterator aborts the request.
 
-        Several streams may be open at once, and other calls be made meanwhile: each step serves them all.
+        Several streams may be open at once, and other calls may be made meanwhile: each step computes all of them.
         """
         prompts = [self._render(messages, template_variables)]
         (entry,) = self._make_requests(prompts, sampling_params, add_special_tokens=False)
@@ -131,16 +131,16 @@ class LLM:
     def embed(
         self, prompts: PromptLike | Seq[PromptLike], *, pooling: str | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt, of length 1; they come in the prompts' order.
+        """Return a normalised embedding of each prompt, in the prompts' order.
 
         Args:
-            prompts: as `generate` takes them.
-            pooling: "last": the last token's hidden state; "mean": the mean of all tokens', all computed anew, because
-                the prefix cache keeps keys and values only. None: as the option of that name says.
+            prompts: prompts as for `generate`.
+            pooling: "last" for the last token's hidden state, or "mean" for the mean over all tokens, which must all be
+                computed because the prefix cache only keeps keys and values; None for the engine's `pooling` option.
 
         Raises:
-            RequestError: before anything is computed.
-            RequestFailedError: computing one of them failed.
+            RequestError: a prompt or `pooling` is invalid; raised before anything is computed.
+            RequestFailedError: computing one of the embeddings failed.
         """
         try:
             how = self.core.pooling if pooling is None else Pooling(pooling)
@@ -159,21 +159,22 @@ class LLM:
         return found
 
     def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is not pinned; returns how many."""
+        """Evict every cached block that is not pinned, and return their number."""
         return self.core.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptLike, ttl_seconds: float) -> PinReceipt:
         """Compute a prefix, and keep it cached for `ttl_seconds`, whatever else is served meanwhile.
 
-        Only its full blocks can be pinned, and `pin_budget` limits all pins together: the receipt says how many tokens
-        are. Doing so again renews the pin. Pins yield where a request could not run otherwise.
+        Only full blocks can be pinned, and `pin_budget` limits all pins together; the receipt has the number of tokens
+        that were pinned. Pinning a prefix again renews the pin. Pins yield to a request that could not run otherwise.
 
         Raises:
             RequestError: the prefix is invalid, leaves no room for a token after it, or the time is not positive.
+            RequestFailedError: computing the prefix failed.
         """
         if isinstance(ttl_seconds, bool) or not ttl_seconds > 0:
             raise RequestError(f"ttl_seconds must be positive, got {ttl_seconds!r}", param="ttl_seconds")
-        # The engine computes a prompt only to sample after it; what it samples is of no interest.
+        # The engine always samples after a prompt; the sampled token is ignored.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         ((request, text),) = self._make_requests([prompt], params)
         request.pins = (PinRequest(len(request.prompt_token_ids), float(ttl_seconds)),)
@@ -183,15 +184,15 @@ class LLM:
         return output.pins[0]
 
     def pins(self) -> list[PinInfo]:
-        """Every pin, the soonest to expire first."""
+        """Return all pins, the soonest to expire first."""
         return self.core.pins()
 
     def unpin(self, pin_id: str) -> bool:
-        """Remove a pin before it expires; False if there is none with that id."""
+        """Remove a pin before it expires; returns False if there is none with that id."""
         return self.core.unpin(pin_id)
 
     def kv_report(self) -> dict[str, Any]:
-        """Who holds which bytes of the cache, and how much it helped: what `/debug/kv` answers."""
+        """Report who holds which bytes of the cache, and how much it helped, as `/debug/kv` does."""
         return self.core.kv_report()
 
     def close(self) -> None:
@@ -259,7 +260,7 @@ class LLM:
     def _queued(
         self, requests: list[tuple[Request, str | None]], kind: OutputKind, receive: Callable[[RequestOutput], None]
     ) -> Iterator[None]:
-        """Queue requests, and abort the unfinished ones when the block is left."""
+        """Queue requests, and abort the unfinished ones when the context is left."""
         try:
             for request, prompt in requests:
                 self._receivers[request.request_id] = receive
@@ -275,7 +276,7 @@ class LLM:
             for output in self.core.step():
                 self._deliver(output)
         except BaseException:
-            # Ctrl-C, or a failure: what the step has computed is unknown, for every open call.
+            # After Ctrl-C or a failure, what the step has computed is unknown, so abort the requests of all open calls.
             for request_id in self.core.scheduler.request_ids:
                 if (output_so_far := self.core.abort(request_id)) is not None:
                     self._deliver(output_so_far)
@@ -288,7 +289,7 @@ class LLM:
 
 @contextmanager
 def _naming(index: int, count: int) -> Iterator[None]:
-    """Prefix a RequestError with the index of the prompt it is about."""
+    """Prefix a `RequestError` with the index of the prompt, if there are several."""
     try:
         yield
     except RequestError as error:
@@ -298,7 +299,7 @@ def _naming(index: int, count: int) -> Iterator[None]:
 
 
 def _read_prompt(prompt: PromptLike) -> tuple[Prompt, dict[str, Any]]:
-    """Text or token ids, and the options beside them."""
+    """Split a prompt into its text or token ids, and its options."""
     if isinstance(prompt, str):
         return prompt, {}
     if not isinstance(prompt, Mapping):

@@ -1,4 +1,4 @@
-"""An embedding of a prompt: one or all of its tokens' last hidden states, summed as they are computed."""
+"""Pools the last hidden states of a prompt's tokens into an embedding, summing them as they are computed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Pooling(StrEnum):
-    """Of which prompt tokens the last hidden states make the embedding."""
+    """The tokens whose last hidden states make the embedding."""
 
-    LAST = "last"  # the last token's; the others may come from the prefix cache
-    MEAN = "mean"  # the mean of all tokens', so that all are computed: the cache keeps no hidden states
+    LAST = "last"  # the last token; the others may come from the prefix cache
+    MEAN = "mean"  # the mean over all tokens, which must all be computed: the cache keeps no hidden states
 
 
 class PooledStates:
@@ -23,7 +23,7 @@ class PooledStates:
         position   0 ……………… next_position ……… num_tokens
                    pooled or not wanted    still to be computed
 
-    It survives preemption: what has been pooled is not wanted again.
+    The state survives preemption: positions that have been pooled are not pooled again.
     """
 
     def __init__(self, pooling: Pooling, num_tokens: int) -> None:
@@ -33,8 +33,8 @@ class PooledStates:
         self._total: npt.NDArray[np.float64] | None = None
 
     def add(self, count: int, total: bytes) -> None:
-        """Take in the sum of the next `count` positions' hidden states: float64 in the machine's byte order."""
-        import numpy as np  # `octavo --help` does without
+        """Add the sum of the next `count` positions' hidden states: float64 in the machine's byte order."""
+        import numpy as np  # imported here, because `octavo --help` does not need it
 
         states = np.frombuffer(total, dtype=np.float64)
         self._total = states if self._total is None else self._total + states
@@ -42,7 +42,7 @@ class PooledStates:
         self.next_position += count
 
     def embedding(self) -> list[float] | None:
-        """Their mean, of length 1, in float32's precision; None where the prompt was not computed to its end."""
+        """Return the normalised mean, in float32 precision; None if the prompt was not computed to its end."""
         if self._total is None or self.next_position < self._num_tokens:
             return None
         import numpy as np

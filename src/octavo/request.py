@@ -19,8 +19,8 @@ RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 
 TokenIds = Seq[int]
-"""A prompt: an `array("i")` where `engine/input_processor.py` made it, which for a million tokens is 4 MB without an
-object for each token: nothing that a garbage collection looks at, and freed at once."""
+"""A prompt. `engine/input_processor.py` makes it an `array("i")`, which takes 4 MB for a million tokens, without an
+object per token: garbage collection has nothing to inspect, and it is freed at once."""
 
 _sequence_ids = itertools.count(1)
 
@@ -28,7 +28,7 @@ _sequence_ids = itertools.count(1)
 class FinishReason(StrEnum):
     """The reason a sequence ended; "stop" and "length" are OpenAI's.
 
-    ABORT: its client gave it up. ERROR: the model gave no usable logits for it, or computing or reporting it failed.
+    ABORT: its caller aborted it. ERROR: the model gave no usable logits for it, or computing or reporting it failed.
     """
 
     STOP = "stop"
@@ -38,17 +38,17 @@ class FinishReason(StrEnum):
 
 
 class SequenceStatus(Enum):
-    WAITING = "waiting"  # in the queue, holds no block
-    RUNNING = "running"  # holds blocks; its num_computed chases its num_tokens
-    FORK_PENDING = "fork_pending"  # a parallel sample or beam whose prompt its first sibling still computes
-    PARKED = "parked"  # a beam without blocks and with nothing to compute: it waits for its siblings, or is vacant
+    WAITING = "waiting"  # in the queue, without blocks
+    RUNNING = "running"  # holds blocks, and is computed until its num_computed reaches its num_tokens
+    FORK_PENDING = "fork_pending"  # a parallel sample or beam whose prompt is still being computed by its first sibling
+    PARKED = "parked"  # a beam without blocks or work: it waits for its siblings, or is vacant
     FINISHED = "finished"
 
 
 class TopLogprobs(Seq[tuple[int, float]]):
-    """(token id, logprob) of the most likely tokens, best first, in two arrays.
+    """(token id, logprob) of the most likely tokens, best first, stored in two arrays.
 
-    Of twenty pairs, sixty objects, a thousand times over: freeing those of one long prompt took a thread 8 ms.
+    Twenty pairs would be sixty objects at each of a thousand positions, and freeing those of a long prompt took 8 ms.
     """
 
     __slots__ = ("_logprobs", "_token_ids")
@@ -87,8 +87,8 @@ class TokenLogprobs:
     """Log-probabilities at one position.
 
     Attributes:
-        logprob: of the chosen (or given) token, before temperature and filters.
-        rank: that token's place by probability, from 1.
+        logprob: log-probability of the chosen (or given) token, before temperature and filters.
+        rank: rank of that token by probability, from 1.
         top: (token id, logprob) of the most likely tokens, best first.
     """
 
@@ -99,7 +99,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PinRequest:
-    """Once the first `num_tokens` of the prompt are computed, keep them cached for `ttl_seconds`."""
+    """A request to keep the first `num_tokens` of the prompt cached for `ttl_seconds`, once they are computed."""
 
     num_tokens: int
     ttl_seconds: float
@@ -110,17 +110,17 @@ class RequestContext:
     """The context of a request besides its prompt and sampling parameters.
 
     Attributes:
-        request_id: None: the engine gives one.
+        request_id: the request's id; None to let the engine assign one.
         priority: lower is served first, as in vLLM.
-        cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
-        tenant: whom the request is accounted to; empty where no API key is asked for.
-        cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
-        weight: of its tenant: how much service it is due, beside others.
-        max_waiting_requests, max_waiting_tokens: of its tenant, while they wait for their first step; None: its share
-            of the whole queue.
-        traceparent: the trace that it is part of (W3C Trace Context), for its spans.
+        cache_salt: restricts the sharing of cached blocks, within its tenant or group, to requests with the same salt.
+        tenant: the tenant that the request is accounted to; empty if no API key is required.
+        cache_group: group of tenants that share cached blocks; None if its tenant shares them with no other.
+        weight: share of service of its tenant relative to others.
+        max_waiting_requests, max_waiting_tokens: limits of its tenant's requests that wait for their first step, and of
+            their prompt tokens; None for its share of the whole queue.
+        traceparent: the trace that the request is part of (W3C Trace Context), for its spans.
         pins: prefixes of the prompt to pin once they are computed.
-        pooling: an embedding of the prompt is wanted; nothing is generated then.
+        pooling: how to pool the prompt into an embedding, without generating; None to generate.
     """
 
     request_id: str | None = None
@@ -144,9 +144,10 @@ class PinReceipt:
     """The result of a `PinRequest`. Only full blocks can be pinned, and only within the budget.
 
     Attributes:
-        pin_id: of the pin that was made or renewed; None where nothing could be pinned.
-        num_requested_tokens: the length of the prefix that was to be pinned.
-        num_pinned_tokens: the length of the prefix that is pinned now.
+        pin_id: id of the pin that was made or renewed; None if nothing could be pinned.
+        num_requested_tokens: length of the prefix that was to be pinned.
+        num_pinned_tokens: length of the prefix that is pinned now.
+        ttl_seconds: the requested time to live.
     """
 
     pin_id: str | None
@@ -158,21 +159,21 @@ class PinReceipt:
 class CacheOutcome(StrEnum):
     """Why tokens of a prompt did not come from the prefix cache."""
 
-    COMPLETE = "complete"  # all that can ever come from a cache did: the full blocks before the last token
+    COMPLETE = "complete"  # all that can come from a cache did: the full blocks before the last token
     TOO_SHORT = "too_short"  # the prompt has no full block before its last token
-    COLD = "cold"  # nobody has computed these tokens before, as far as is remembered
-    DIVERGED = "diverged"  # another sequence begins alike, and goes on otherwise
-    EVICTED = "evicted"  # they were cached, and gave way to others
-    SALT = "salt"  # they are cached, for another tenant or under another salt
+    COLD = "cold"  # these tokens were never computed before, as far as is remembered
+    DIVERGED = "diverged"  # another sequence begins in the same way, but continues differently
+    EVICTED = "evicted"  # they were cached, but have been evicted
+    SALT = "salt"  # they are cached, but for another tenant or with another salt
     BYPASSED = "bypassed"  # caching is off, or the request needs every prompt token's logits
 
 
 def cache_scope(tenant: str, cache_group: str | None, cache_salt: str) -> str:
-    """Name of the part of the prefix cache that a request may see: requests share blocks only within one scope.
+    """Return the name of the part of the prefix cache that a request may see; blocks are only shared within a scope.
 
-    Each tenant has a scope of its own, and the tenants of one `cache_group` share theirs. A salt only narrows: the
-    parts are length-prefixed and hashed, so no salt that a client chooses names a scope of another tenant or group.
-    Without tenant, group and salt (offline, or a server without keys) the scope is empty.
+    Each tenant has its own scope, and the tenants of one `cache_group` share one. A salt can only narrow a scope: the
+    parts are length-prefixed and hashed, so that no salt chosen by a client yields the scope of another tenant or
+    group. Without tenant, group and salt (offline, or on a server without keys) the scope is empty.
     """
     kind, name = ("tenant", tenant) if cache_group is None else ("group", cache_group)
     if not name and not cache_salt:
@@ -186,14 +187,14 @@ def cache_scope(tenant: str, cache_group: str | None, cache_salt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the prefix cache did for a prompt at its first admission, for whoever runs the server.
+    """What the prefix cache did for a prompt at its first admission, for the server's operator.
 
     Attributes:
-        outcome: why the tokens after the cached ones were not.
-        diverged_at: index of the first prompt token that differs.
-        diverged_from: the request that computed what goes on otherwise.
-        evicted_seconds_ago: between the eviction and the admission.
-        owner: tenant of the sequence, block or eviction that the outcome speaks of; None where it speaks of none.
+        outcome: why the tokens after the cached ones were not cached.
+        diverged_at: index of the first prompt token that differs, if the outcome is DIVERGED.
+        diverged_from: the request that computed the different continuation.
+        evicted_seconds_ago: time between the eviction and the admission, if the outcome is EVICTED.
+        owner: tenant of the sequence, block or eviction that the outcome refers to; None if it refers to none.
     """
 
     num_prompt_tokens: int
@@ -209,7 +210,7 @@ class CacheReport:
         return self.num_prompt_tokens - self.num_cached_tokens
 
     def as_told_to(self, tenant: str) -> CacheReport:
-        """The same without what another tenant's or salt's cache would show through: that is simply cold."""
+        """Return the report for the client: what would reveal another tenant's or salt's cache is reported as cold."""
         if self.outcome is CacheOutcome.SALT or self.owner not in (None, tenant):
             return CacheReport(self.num_prompt_tokens, self.num_cached_tokens, CacheOutcome.COLD)
         return self
@@ -219,16 +220,16 @@ class CacheReport:
 class Sequence:
     """One sequence of tokens: the unit that is scheduled, holds block tables and is preempted.
 
-    The one scheduling rule: `num_computed` (tokens whose keys and values lie in blocks) chases `num_tokens`.
+    There is one scheduling rule: `num_computed` (tokens whose keys and values are in blocks) chases `num_tokens`.
 
-    Its tokens are the request's prompt, which all sequences of the request share, and an output of its own:
+    Its tokens are the request's prompt, which all sequences of the request share, and its own output:
 
         prompt (request.prompt_token_ids)   output_token_ids
         0 ……………………………… num_prompt_tokens   …… num_tokens
 
     Attributes:
-        output_token_ids: grows by `append_token`.
-        cumulative_logprob: sum over the output's tokens, as far as their logprobs are known; a beam's running score.
+        output_token_ids: the output so far, extended by `append_token`.
+        cumulative_logprob: sum of the output tokens' logprobs, as far as they are known; a beam's running score.
     """
 
     request: Request
@@ -252,13 +253,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
+    def max_num_tokens(self, max_model_len: int) -> int:
+        """Return the maximum number of tokens: the least of what its request and the model allow."""
+        return min(self.num_prompt_tokens + (self.request.params.max_tokens or 1), max_model_len)
+
     @property
     def token_ids(self) -> Seq[int]:
-        """A copy of all tokens, O(n): the step loop asks for `tokens(start, end)` instead."""
+        """A copy of all tokens, in O(n); the step loop uses `tokens(start, end)` instead."""
         return [*self.request.prompt_token_ids, *self.output_token_ids]
 
     def tokens(self, start: int, end: int) -> Seq[int]:
-        """Tokens `start .. end`; costs no more than there are of them."""
+        """Return tokens `start` to `end` (exclusive), in O(end - start)."""
         split = self.num_prompt_tokens
         if start >= split:
             return self.output_token_ids[start - split : end - split]
@@ -274,19 +279,19 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def become_child_of(self, parent: Sequence) -> None:
-        """Take over the parent's output, and a new id: what anyone remembers of the old one is void."""
+        """Take over the parent's output, and a new id, so that anything remembered under the old one is void."""
         self.seq_id = SequenceId(next(_sequence_ids))
         self.output_token_ids = parent.output_token_ids.copy()
         self.cumulative_logprob = parent.cumulative_logprob
         self.num_computed = parent.num_computed
-        # Whoever waits once its parent was preempted is no newcomer.
+        # If the parent was preempted, this sequence must not count as new either.
         self.num_preemptions = max(self.num_preemptions, parent.num_preemptions)
 
     @property
     def order(self) -> tuple[int, float, int]:
         """Sort key of service: higher priority (lower number) first, then earlier arrival, then the smaller id.
 
-        Where priorities age, it is the request's `due_time` that decides.
+        If priorities age, the request's `due_time` decides instead.
         """
         request = self.request
         if request.due_time is None:
@@ -296,28 +301,29 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt and its parameters; `params.max_tokens` is definite by the time it gets here.
+    """One prompt and its parameters, in which `params.max_tokens` has been set.
 
     Attributes:
-        prompt_token_ids: shared by all sequences, and never changed.
-        traceparent: the trace that it is part of (W3C Trace Context).
-        full_blocks: the prompt packed and hashed, as `KVCacheManager.hash_prompt` leaves it for itself; None before.
+        prompt_token_ids: the prompt, shared by all sequences and never changed.
+        traceparent: the trace that the request is part of (W3C Trace Context).
+        full_blocks: the prompt packed and hashed, which `Holdings.hash_prompt` stores for its own use.
         priority: lower is served first, as in vLLM; ties by arrival.
-        cache_salt: narrows which requests of the same tenant or group it shares cached blocks with.
-        cache_group: its tenant shares cached blocks with all tenants of this group; None: with no other tenant.
-        weight: of its tenant: how much service it is due, beside others.
-        due_time: its place in the order of service where priorities age, as the scheduler sets it; None where not.
-        cache_scope: made from these; requests share cached blocks only within one scope.
+        cache_salt: restricts the sharing of cached blocks, within its tenant or group, to requests with the same salt.
+        cache_group: group of tenants that share cached blocks; None if its tenant shares them with no other.
+        weight: share of service of its tenant relative to others.
+        due_time: position in the order of service if priorities age, set by the scheduler; otherwise None.
+        cache_scope: derived from tenant, group and salt; cached blocks are only shared within one scope.
         ending_ids: tokens that may end an output: end-of-sequence unless it is ignored, and `stop_token_ids`.
-        grammar: its structured output compiled, so that it stays as long as the request does; None before.
-        seed: of the first sequence; sequence i uses seed + i.
-        bad_word_ids: the token sequences that `params.bad_words` are spelled with.
-        pins: prefixes of the prompt to pin once they are computed; `pin_receipts` says what became of each.
+        grammar: the compiled structured output, kept as long as the request; None before it is compiled.
+        seed: seed of the first sequence; sequence i uses seed + i.
+        bad_word_ids: the token sequences that spell `params.bad_words`.
+        pins: prefixes of the prompt to pin once they are computed.
+        pin_receipts: results of the pins.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
-        cached_by_tier: the same by where they were: "device", "host", "disk", "remote".
-        cache_report: why it was not more; None before first admission.
-        prompt_logprobs: collected while the prompt is computed; entry i belongs to prompt token i + 1.
-        pooled: collected likewise where an embedding is wanted.
+        cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
+        cache_report: why there were not more; None before first admission.
+        prompt_logprobs: log-probabilities collected while the prompt is computed; entry i is of prompt token i + 1.
+        pooled: hidden states collected while the prompt is computed; None if no embedding is wanted.
     """
 
     request_id: RequestId
@@ -346,11 +352,11 @@ class Request:
     cache_scope: str = field(init=False)
     ending_ids: frozenset[int] = field(init=False)
     sequences: list[Sequence] = field(init=False)
-    _num_ended: int = field(init=False, default=0)  # so many of the first sequences, at least
+    _num_ended: int = field(init=False, default=0)  # at least this many of the first sequences have ended
 
     def __post_init__(self) -> None:
         self.cache_scope = cache_scope(self.tenant, self.cache_group, self.cache_salt)
-        # A structured output that is complete ends, whatever else was asked for: nothing could follow.
+        # A complete structured output ends even with `ignore_eos`, because nothing could follow it.
         goes_on = self.params.ignore_eos and self.params.structured_outputs is None
         eos_token_ids: frozenset[int] = frozenset() if goes_on else self.eos_token_ids
         self.ending_ids = eos_token_ids.union(self.params.stop_token_ids)
@@ -367,16 +373,16 @@ class Request:
 
     @property
     def most_output_tokens(self) -> int:
-        """Output tokens that count: the one that is drawn behind an embedding's prompt does not."""
+        """The maximum number of output tokens; the token drawn after an embedding's prompt does not count."""
         return 0 if self.pooled is not None else self.params.max_tokens or 1
 
     @property
     def finished(self) -> bool:
         sequences = self.sequences
-        # Asked for every token of every stream: most requests have one sequence.
+        # The fast path, because this is checked for every token, and most requests have one sequence.
         if len(sequences) == 1:
             return sequences[0].status is SequenceStatus.FINISHED
-        # Who has ended stays so: of many sequences that end one after the other, each is looked at once.
+        # Ended sequences stay ended, so each of many sequences that end one after the other is counted only once.
         while self._num_ended < len(sequences) and sequences[self._num_ended].status is SequenceStatus.FINISHED:
             self._num_ended += 1
         return self._num_ended >= len(sequences)

@@ -1,4 +1,4 @@
-"""Sampling parameters of one request, with the names and meanings of vLLM's `SamplingParams`."""
+"""The sampling parameters of one request, with the names and meanings of vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ GREEDY_EPSILON = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated once, at construction; raises `RequestError` naming the field and the value.
+    """The parameters, validated at construction; raises `RequestError` naming the field and the value.
 
-    How much of each an engine lets one request have is its own to say: `octavo.limits`.
+    The limits of an engine are checked separately; see `octavo.limits`.
 
     Attributes:
         n: number of completions of one prompt; they share the prompt's blocks.
-        best_of: how many are computed, of which the best `n` are returned: by log-probability per token (OpenAI's), or
-            by the beam search's score. None means `n`.
-        use_beam_search: look for the likeliest completions with `best_of` beams instead of drawing tokens.
-        length_penalty: a finished beam scores sum(logprobs) / length ** length_penalty: above 0 long ones gain.
-        early_stopping: when a beam search with `best_of` finished beams ends: True, at once; False, when the best beam
-            that goes on is worse than all of them at its present length; "never", at any length it may reach.
+        best_of: number of completions that are computed, of which the best `n` are returned: by log-probability per
+            token, as by OpenAI, or by the score of the beam search. None means `n`.
+        use_beam_search: search for the most likely completions with `best_of` beams instead of sampling.
+        length_penalty: a finished beam scores sum(logprobs) / length ** length_penalty; above 0 favours long ones.
+        early_stopping: when a beam search with `best_of` finished beams ends. True: at once; False: when the best
+            unfinished beam is worse than all of them at its current length; "never": at any length it may reach.
         temperature: 0 is greedy.
         top_p, top_k, min_p: the usual filters; 1.0, 0 (or -1) and 0.0 switch them off.
         repetition_penalty: > 1 discourages tokens of the prompt and the output (Keskar et al. 2019).
-        presence_penalty, frequency_penalty: OpenAI's, over output tokens only, in [-2, 2].
+        presence_penalty, frequency_penalty: OpenAI's penalties, over output tokens only, in [-2, 2].
         seed: makes sampling reproducible; None draws a seed at arrival.
         stop: strings that end the output; they are not part of it.
-        stop_token_ids: token ids that end the output, beside the model's own end-of-sequence; kept as a frozenset.
-        ignore_eos: go on past the model's end-of-sequence token.
-        max_tokens: output limit; None means up to `max_model_len`.
-        min_tokens: end-of-sequence and stops are ignored before that many output tokens.
-        logprobs: number of most likely tokens reported beside each output token; None is off.
+        stop_token_ids: token ids that end the output, besides the model's end-of-sequence; stored as a frozenset.
+        ignore_eos: continue past the model's end-of-sequence token.
+        max_tokens: maximum number of output tokens; None means up to `max_model_len`.
+        min_tokens: number of output tokens before which end-of-sequence and stops are ignored.
+        logprobs: number of most likely tokens reported for each output token; None is off.
         prompt_logprobs: the same for the prompt's tokens.
-        logit_bias: added to the logits of the given token ids.
-        allowed_token_ids: the only tokens that may be drawn; None: all.
-        bad_words: texts that the output must not hold, as words of their own or within one: of each, the last token is
-            not drawn where it would complete the word's tokens.
+        logit_bias: numbers added to the logits of the given token ids.
+        allowed_token_ids: the only tokens that may be sampled; None for all.
+        bad_words: texts that the output must not contain, as separate words or within a word: the last token of a text
+            is not sampled if it would complete the text's tokens. Where no other token is left (with few
+            `allowed_token_ids`), a text of several tokens may come; a text of one token never does.
         include_stop_str_in_output: keep the stop string that ended the output, or the text of the token that did.
-        structured_outputs: what the output must look like (`docs/structured_outputs.md`); a dictionary will do.
-        detokenize: False returns token ids only (text stays empty, `stop` is not allowed).
+        structured_outputs: constraint on the output (`docs/structured_outputs.md`); may be given as a dictionary.
+        detokenize: if False, return token ids only (text stays empty, and `stop` is not allowed).
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -160,7 +161,7 @@ class SamplingParams:
                 f"structured_outputs must be StructuredOutputsParams, got {shown(self.structured_outputs)}",
                 param="structured_outputs",
             )
-        # Nothing might be left that both allow.
+        # Otherwise no token might be left that both allow.
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):
                 raise RequestError(f"{name} cannot be combined with a structured output", param=name)
@@ -174,7 +175,7 @@ class SamplingParams:
             if self.early_stopping is not False:
                 raise RequestError("early_stopping needs use_beam_search", param="early_stopping")
             return
-        # What shapes a draw has no meaning where nothing is drawn; 1 and 0 say so either way.
+        # Sampling filters have no meaning in a beam search; temperatures 1 and 0 are both accepted.
         allowed = {"temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,)}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
@@ -190,7 +191,7 @@ class SamplingParams:
 
     @property
     def width_param(self) -> str:
-        """The parameter that says `num_sequences`."""
+        """The name of the parameter that determines `num_sequences`."""
         return "n" if self.best_of is None else "best_of"
 
     @property
@@ -205,12 +206,12 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether each token's logprob is needed: it is reported, or is what the best completions are chosen by."""
+        """Whether each token's logprob is needed, to be reported or to choose the best completions."""
         return self.logprobs is not None or self.chooses
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty, or what must not be said, depends on which tokens a sequence has."""
+        """Whether sampling depends on which tokens a sequence has, because of penalties or bad words."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -220,18 +221,18 @@ class SamplingParams:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether a token can be drawn, or reported, only once those before it are known on the host."""
+        """Whether a token can only be drawn or reported once the previous ones are known on the host."""
         return self.counts_tokens or self.needs_logprobs or self.use_beam_search or self.structured_outputs is not None
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
-        """The same parameters under a definite output limit."""
+        """Return the parameters with the given output limit."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
 def _token_id_set(name: str, value: object) -> frozenset[int]:
     token_ids = _tuple(name, value)
     for token_id in token_ids:
-        # Before they become a set, in which 1, 1.0 and True are the same.
+        # Checked before they become a set, in which 1, 1.0 and True are equal.
         _require_int(name, token_id, 0, None)
     return frozenset(token_ids)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What an output must look like, with the names and meanings of vLLM's `StructuredOutputsParams`. Plain values."""
+"""Constraints on outputs as plain values, with the names and meanings of vLLM's `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReasoningPart:
     """Free text before a structured output: a model's reasoning, up to its closing mark.
 
     Attributes:
-        is_open: it has begun in the prompt; else the output may begin with `opening`, or without reasoning.
+        is_open: whether it has begun in the prompt; if not, the output may begin with `opening`, or without reasoning.
     """
 
     opening: str
@@ -29,7 +29,7 @@ class ReasoningPart:
 
     @property
     def prefix(self) -> str:
-        """What stands before the rest of a Lark grammar's rule; `rules` says what it means."""
+        """The beginning of a Lark grammar's start rule, which refers to the rule in `rules`."""
         thought = f"octavo_thought ({_SPACE_AFTER_REASONING})?"
         return thought if self.is_open else f"({json.dumps(self.opening, ensure_ascii=False)} {thought})?"
 
@@ -44,19 +44,22 @@ _SPACE_AFTER_REASONING = r"/[ \n]{1,4}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the first five is given. Validated at construction; raises `RequestError` naming the field.
+    """A constraint, of which exactly one of the first five fields is given.
+
+    Validated at construction; raises `RequestError` naming the field.
 
     Attributes:
-        json: a JSON Schema, as an object or as its text; kept as text.
+        json: a JSON Schema, as an object or as its text; stored as text.
         regex: a regular expression that the whole output matches (Rust's syntax: no look-around, no back references).
-        choice: the output is one of these strings; kept as a tuple.
+        choice: strings of which the output is one; stored as a tuple.
         grammar: a context-free grammar in Lark's or GBNF's notation.
-        json_object: any JSON object.
-        strict: False: keywords of a JSON Schema that cannot be enforced are passed over instead of refused.
-        disable_any_whitespace: JSON without any white space.
+        json_object: whether the output is any JSON object.
+        strict: if False, keywords of a JSON Schema that cannot be enforced are ignored instead of refused.
+        disable_any_whitespace: whether JSON has no white space at all.
         whitespace_pattern: a regular expression for the white space between JSON's tokens.
-        disable_additional_properties: no object of a JSON Schema has properties that the schema does not list.
-        reasoning: what may precede the output. Not a field of vLLM's, whose engine knows its server's reasoning parser.
+        disable_additional_properties: whether objects must not have properties that the JSON Schema does not list.
+        reasoning: reasoning that may precede the output; vLLM has no such field, because its engine knows the server's
+            reasoning parser.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -72,7 +75,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputsParams:
-        """From a JSON object, in which null says nothing. Raises `RequestError`, for an unknown field too."""
+        """Build from a JSON object, in which null means not given; raises `RequestError`, also for unknown fields."""
         if not isinstance(given, Mapping):
             raise RequestError(f"structured_outputs must be an object, got {shown(given)}", param="structured_outputs")
         known = [field.name for field in fields(cls) if field.name != "reasoning"]
@@ -118,13 +121,13 @@ class StructuredOutputsParams:
 
     @property
     def num_bytes(self) -> int:
-        """The length of all text in it, in UTF-8."""
+        """The total length of its texts in bytes of UTF-8."""
         texts = [self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ())]
         return sum(len(text.encode(errors="surrogatepass")) for text in texts if isinstance(text, str))
 
     @property
     def depth(self) -> int:
-        """The deepest nesting of brackets in its text; in a schema, of objects and arrays."""
+        """The deepest nesting of brackets in its texts; in a schema, of objects and arrays."""
         texts = [self.regex, self.grammar, self.whitespace_pattern]
         depths = [_bracket_depth(text) for text in texts if text is not None]
         if isinstance(self.json, str):
@@ -133,11 +136,11 @@ class StructuredOutputsParams:
 
 
 WHITESPACE = r"[ ]?|\r?\n[ \t]{0,32}"
-"""The white space allowed between JSON's tokens: a model that would write nothing else must go on."""
+"""The white space allowed between JSON's tokens, limited so that a model cannot write white space forever."""
 
 
 def whitespace_options(wanted: StructuredOutputsParams | None = None) -> dict[str, Any]:
-    """What llguidance is told of the white space in JSON; None: the default."""
+    """Return llguidance's options for white space in JSON; the default ones if `wanted` is None."""
     if wanted is not None and wanted.disable_any_whitespace:
         return {"whitespace_flexible": False}
     pattern = None if wanted is None else wanted.whitespace_pattern
@@ -145,13 +148,13 @@ def whitespace_options(wanted: StructuredOutputsParams | None = None) -> dict[st
 
 
 def json_rule(schema: Any, options: Mapping[str, Any] | None = None, *, lenient: bool = False) -> str:
-    """A JSON Schema as an expression of a Lark grammar.
+    """Return a JSON Schema as an expression of a Lark grammar.
 
-    So that a JSON value can be part of a larger `grammar`: `start: "<call>" ` + json_rule(schema) + ` "</call>"`.
+    A JSON value can then be part of a larger `grammar`: `start: "<call>" ` + json_rule(schema) + ` "</call>"`.
 
     Args:
-        options: of llguidance's JSON compiler; by default `whitespace_options()`.
-        lenient: pass over keywords that cannot be enforced, and take `oneOf` for `anyOf`.
+        options: options of llguidance's JSON compiler; `whitespace_options()` if None.
+        lenient: ignore keywords that cannot be enforced, and treat `oneOf` as `anyOf`.
     """
     if schema is True:
         schema = {}
@@ -168,13 +171,15 @@ def json_rule(schema: Any, options: Mapping[str, Any] | None = None, *, lenient:
 
 
 def _schema_text(schema: object) -> str:
-    """A schema as JSON in one spelling, so that equal ones are found again."""
+    """Return a schema as compact JSON, so that equal schemas are found in caches."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(parsed, (Mapping, bool)):
             return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, TypeError) as error:
-        raise RequestError(f"json is no valid JSON Schema: {shown(str(error))}", param="structured_outputs") from error
+        raise RequestError(
+            f"json is not a valid JSON Schema: {shown(str(error))}", param="structured_outputs"
+        ) from error
     except RecursionError as error:
         raise RequestError("json is nested too deeply to be read", param="structured_outputs") from error
     raise RequestError(

@@ -1,4 +1,4 @@
-"""Files that operators write in TOML: options, keys."""
+"""Reads the TOML files that operators write: options and keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TomlFile:
-    """What a file holds.
+    """The contents of a TOML file.
 
     Attributes:
-        exposed: whether users other than its owner can read it.
+        parsed: the parsed contents.
+        exposed: whether other users than the owner can read the file.
     """
 
     parsed: dict[str, Any]
@@ -24,10 +25,11 @@ class TomlFile:
 
 
 def read_toml(path: str, what: str, max_bytes: int) -> TomlFile:
-    """Read a file; `what` says in messages which one it is: "the keys file".
+    """Read a TOML file; `what` names it in error messages, such as "the keys file".
 
     Raises:
-        ConfigError: it cannot be read, is larger than `max_bytes`, or is not TOML. No message repeats its text.
+        ConfigError: the file cannot be read, is larger than `max_bytes`, or is not TOML. Messages do not repeat its
+            text.
     """
     try:
         mode = Path(path).stat().st_mode

@@ -65,6 +65,7 @@ class PagedSequences:
             num_tokens=len(positions),
             max_query_len=max(new_tokens.values()),
             max_context_len=max(context_lens),
+            total_decode_len=sum(self.lengths[seq] for seq, count in new_tokens.items() if count == 1),
         )
 
     def _group_batch(self, group: int, starts: dict[int, int]) -> GroupBatch:

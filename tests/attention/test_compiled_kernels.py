@@ -26,10 +26,11 @@ def test_the_attention_kernels_compile_for_hopper_fit_its_shared_memory_and_spil
     report = json.loads(ran.stdout.splitlines()[-1])
     assert report["wrong"] == []
     kernels = {row["kernel"]: row for row in report["kernels"]}
-    assert set(kernels) == {"_attend_split", "_join_splits", "_attend_chunk"}
+    assert set(kernels) == {"_attend_split", "_join_splits", "_attend_chunk", "_copy"}
     assert [row for row in report["kernels"] if row["spilled"] or row["shared"] > 232_448] == []
-    assert kernels["_attend_split"]["tensor_cores"]
-    assert kernels["_attend_chunk"]["tensor_cores"]
+    for kernel in (kernels["_attend_split"], kernels["_attend_chunk"]):
+        assert kernel["tensor_cores"]
+        assert kernel["fetches_ahead"], "each tile waits for its own fetch"
 
 
 def test_where_triton_interprets_nothing_is_compiled() -> None:

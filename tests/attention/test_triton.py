@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
 
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBatch, GroupBatch
@@ -21,13 +20,9 @@ from tests.attention.triton_device import DEVICE, ON_GPU, needs_triton
 pytestmark = needs_triton
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Each example takes the interpreter a second: few of them, always the same, and no search for a smaller one.
-EXAMPLES = (
-    settings(max_examples=12, deadline=None, derandomize=True)  # nearly each compiles kernels of its own, for seconds
-    if ON_GPU
-    else settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-)
-BOTH = st.sampled_from([BlockLayout.TOKENS, BlockLayout.PAIRS])
+BOTH = [BlockLayout.TOKENS, BlockLayout.PAIRS]
+# Drawn here and not by Hypothesis, which a GPU machine need not have. Nearly each compiles kernels of its own there.
+DRAWN = range(6 if ON_GPU else 4)
 
 
 def paged(layer: LayerKVSpec, block_size: int, num_seqs: int, max_tokens: int, **options: Any) -> PagedSequences:
@@ -74,31 +69,29 @@ def sinks_of(heads: int) -> torch.Tensor:
     return torch.randn(heads, generator=torch.Generator().manual_seed(heads)).to(DEVICE)
 
 
-SHAPES: dict[str, st.SearchStrategy[Any]] = {
-    "dtype": st.sampled_from(list(TOLERANCE)),
-    "layout": BOTH,
-    "dims": st.sampled_from([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
-    "kv_heads": st.integers(1, 8 if ON_GPU else 2),
-    "share": st.sampled_from([1, 3, 4, 8, 17]),
-    "block_size": st.sampled_from([16, 32, 48, 128]),
-    "softcap": st.sampled_from([None, 5.0]),
-    "with_sinks": st.booleans(),
-    "seed": st.integers(0, 99),
-}
+Shape = tuple[str, BlockLayout, tuple[int, int], int, int, int, "float | None", bool]
 
 
-@EXAMPLES
-@given(
-    **SHAPES,
-    contexts=st.lists(st.integers(1, 5000 if ON_GPU else 300), min_size=1, max_size=64 if ON_GPU else 2),
-    window=st.sampled_from([None, 1, 100, 270]),
-)
-@example("float32", BlockLayout.TOKENS, (64, 64), 2, 3, 16, [300, 5], None, None, True, 0)
-@example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 48, [300], 270, 5.0, True, 0)
-def test_a_decode_agrees_with_float64(
-    dtype: str, layout: BlockLayout, dims: tuple[int, int], kv_heads: int, share: int, block_size: int,
-    contexts: list[int], window: int | None, softcap: float | None, with_sinks: bool, seed: int,
-) -> None:  # fmt: skip
+def shape_of(draw: random.Random) -> Shape:
+    """Type, layout, dimensions, KV heads, query heads of each, tokens of a block, soft cap, and whether with sinks."""
+    return (
+        draw.choice(list(TOLERANCE)),
+        draw.choice(BOTH),
+        draw.choice([(64, 64), (128, 128), (80, 96), (256, 256), (16, 48)]),
+        draw.randint(1, 8 if ON_GPU else 2),
+        draw.choice([1, 3, 4, 8, 17]),
+        draw.choice([16, 32, 48, 128]),
+        draw.choice([None, 5.0]),
+        draw.random() < 0.5,
+    )
+
+
+def lengths_of(draw: random.Random, most: int, most_seqs: int) -> list[int]:
+    return [draw.randint(1, most) for _ in range(draw.randint(1, most_seqs))]
+
+
+def check_decode(shape: Shape, contexts: list[int], window: int | None, seed: int) -> None:
+    dtype, layout, dims, kv_heads, share, block_size, softcap, with_sinks = shape
     layer = LayerKVSpec(kv_heads, *dims, window)
     sequences = paged(layer, block_size, len(contexts), max(contexts), dtype=dtype, layout=layout, seed=seed)
     heads = kv_heads * share
@@ -110,19 +103,8 @@ def test_a_decode_agrees_with_float64(
     assert_right(sequences, batch, query, TOLERANCE[dtype], softcap=softcap, sinks=sinks)
 
 
-@EXAMPLES
-@given(
-    **SHAPES,
-    first=st.lists(st.integers(1, 2000 if ON_GPU else 40), min_size=1, max_size=16 if ON_GPU else 2),
-    more=st.lists(st.integers(1, 2000 if ON_GPU else 30), min_size=1, max_size=16 if ON_GPU else 2),
-    window=st.sampled_from([None, 1, 7, 100, 270]),
-)
-@example("float16", BlockLayout.TOKENS, (16, 48), 2, 3, 16, [20, 40], [30, 1], 7, None, False, 0)
-@example("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 32, [20, 1], [10, 1], 1, 5.0, True, 0)
-def test_ragged_chunks_agree_with_float64(
-    dtype: str, layout: BlockLayout, dims: tuple[int, int], kv_heads: int, share: int, block_size: int,
-    first: list[int], more: list[int], window: int | None, softcap: float | None, with_sinks: bool, seed: int,
-) -> None:  # fmt: skip
+def check_chunks(shape: Shape, first: list[int], more: list[int], window: int | None, seed: int) -> None:
+    dtype, layout, dims, kv_heads, share, block_size, softcap, with_sinks = shape
     layer = LayerKVSpec(kv_heads, *dims, window)
     longest = max(first) + max(more)
     sequences = paged(layer, block_size, len(first), longest, dtype=dtype, layout=layout, seed=seed)
@@ -133,6 +115,67 @@ def test_ragged_chunks_agree_with_float64(
     batch = sequences.step(dict(zip(range(len(first)), more, strict=False)))
     query = fill(sequences, batch, heads, seed + 1)
     assert_right(sequences, batch, query, TOLERANCE[dtype], softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_a_decode_agrees_with_float64(seed: int) -> None:
+    draw = random.Random(seed)
+    contexts = lengths_of(draw, 5000 if ON_GPU else 300, 64 if ON_GPU else 2)
+    check_decode(shape_of(draw), contexts, draw.choice([None, 1, 100, 270]), seed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "contexts", "window"),
+    [
+        (("float32", BlockLayout.TOKENS, (64, 64), 2, 3, 16, None, True), [300, 5], None),
+        (("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 48, 5.0, True), [300], 270),
+    ],
+    ids=["sinks", "window"],
+)
+def test_a_decode_over_several_splits_agrees_with_float64(
+    shape: Shape, contexts: list[int], window: int | None
+) -> None:
+    check_decode(shape, contexts, window, 0)
+
+
+@pytest.mark.parametrize("window", [None, 400])
+def test_programs_find_their_split_in_any_batch(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are counted two at a time, one of them is a prompt, and the longest have two splits of 512 tokens."""
+    from octavo.attention.triton import decode
+
+    if not ON_GPU:  # where a vector of two would be a shape that no step has
+        monkeypatch.setattr(decode, "_COUNTED", 2)
+    monkeypatch.setattr(decode, "most_splits", lambda kv_heads: 2)
+    # A recorded step launches more programs than there are splits.
+    monkeypatch.setattr(decode, "max_splits", lambda *_: 17)
+    sequences = paged(LayerKVSpec(1, 16, 16, window), 16, 5, 700, dtype="float16", layout=BlockLayout.TOKENS)
+    fill(sequences, sequences.step({0: 699, 2: 300, 4: 512}), 2, 0)
+    batch = sequences.step({0: 1, 1: 3, 2: 1, 3: 1, 4: 1})
+    assert batch.total_decode_len == 700 + 301 + 1 + 513
+    query = fill(sequences, batch, 2, 1)
+    assert_right(sequences, batch, query, TOLERANCE["float16"], sinks=sinks_of(2))
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_ragged_chunks_agree_with_float64(seed: int) -> None:
+    draw = random.Random(100 + seed)
+    first = lengths_of(draw, 2000 if ON_GPU else 40, 16 if ON_GPU else 2)
+    more = lengths_of(draw, 2000 if ON_GPU else 30, 16 if ON_GPU else 2)
+    check_chunks(shape_of(draw), first, more, draw.choice([None, 1, 7, 100, 270]), seed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "more", "window"),
+    [
+        (("float16", BlockLayout.TOKENS, (16, 48), 2, 3, 16, None, False), [20, 40], [30, 1], 7),
+        (("bfloat16", BlockLayout.PAIRS, (80, 96), 1, 17, 32, 5.0, True), [20, 1], [10, 1], 1),
+    ],
+    ids=["window", "sinks"],
+)
+def test_a_chunk_beside_a_decode_agrees_with_float64(
+    shape: Shape, first: list[int], more: list[int], window: int
+) -> None:
+    check_chunks(shape, first, more, window, 0)
 
 
 @pytest.mark.parametrize("window", [None, 60])
@@ -223,6 +266,7 @@ def test_blocks_more_than_2_to_the_31_elements_into_the_cache_are_written_and_re
         num_tokens=3,
         max_query_len=3,
         max_context_len=3,
+        total_decode_len=3,
     )
     backend.write(kv, key, value, batch)
     expected = make_backend("reference", DEVICE).attend(kv, key, batch, scale=0.1)

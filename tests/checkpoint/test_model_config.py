@@ -210,7 +210,7 @@ def test_a_configuration_that_is_no_json_is_corrupt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"is_encoder_decoder": True}, {"architectures": ["BertForMaskedLM"]}])
-def test_what_is_no_decoder_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_decoder_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="decoder"):
         read(tmp_path, LLAMA | change)
 

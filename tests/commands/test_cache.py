@@ -41,7 +41,7 @@ def test_what_is_no_directory_is_refused_and_what_is_not_the_caches_is_left_alon
 ) -> None:
     code, _, err = octavo_command("cache", "info", str(tmp_path / "none"))
     assert code != 0
-    assert "is no directory" in err
+    assert "is not a directory" in err
     (tmp_path / "photos").mkdir()
     assert octavo_command("cache", "purge", str(tmp_path))[0] == 0
     assert (tmp_path / "photos").is_dir()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.commands.options import (
+    ENGINE_GROUPS,
     add_engine_options,
     add_options,
     add_sampling_options,
@@ -16,6 +19,7 @@ from octavo.commands.options import (
     engine_options,
     given_options,
 )
+from octavo.commands.serve import SERVER_GROUPS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.option import flag
@@ -66,13 +70,16 @@ def test_any_engine_config_survives_the_way_over_the_command_line(config: Engine
     assert EngineConfig.from_options(engine_options(engine_parser().parse_args(argv))) == config
 
 
-@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
-def test_every_field_has_a_flag_and_an_untouched_command_line_gives_the_defaults(
-    config: type[EngineConfig] | type[ServerConfig],
+CONFIGS = [(EngineConfig, ENGINE_GROUPS), (ServerConfig, SERVER_GROUPS)]
+
+
+@pytest.mark.parametrize(("config", "groups"), CONFIGS)
+def test_every_option_is_in_one_group_and_an_untouched_command_line_gives_the_defaults(
+    config: type[Any], groups: dict[str, Sequence[str]]
 ) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser, "options", config)
-    assert all(flag(option.name) in parser.format_help() for option in fields(config))
+    add_options(parser, groups, config)
+    assert sorted(itertools.chain(*groups.values())) == sorted(option.name for option in fields(config))
     assert config(**given_options(parser.parse_args([]), config)) == config()
 
 
@@ -142,10 +149,10 @@ def test_two_models_are_refused_rather_than_one_of_them_ignored() -> None:
         engine_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]))
 
 
-@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
-def test_help_shows_each_default_that_has_a_value(config: type[EngineConfig] | type[ServerConfig]) -> None:
+@pytest.mark.parametrize(("config", "groups"), CONFIGS)
+def test_help_shows_each_default_that_has_a_value(config: type[Any], groups: dict[str, Sequence[str]]) -> None:
     parser = argparse.ArgumentParser(formatter_class=lambda prog: argparse.HelpFormatter(prog, width=400))
-    add_options(parser, "options", config)
+    add_options(parser, groups, config)
     help = parser.format_help()
     for option in fields(config):
         if type(option.default) in (int, float) and option.default is not MISSING:

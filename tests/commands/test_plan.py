@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from octavo.checkpoint.model_source import resolve_model
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
@@ -162,6 +163,24 @@ def test_a_plan_for_this_machine_is_what_an_engine_allocates_on_it(
     engine.close()
 
 
+def test_without_options_the_plan_is_for_this_machine(
+    plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "1GiB")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answer = plan("smollm2")
+    assert (answer["device"], answer["memory"]["memory_per_device"]) == ("cpu", 2**30)
+    size = resolve_model("smollm2").path.stat().st_size
+    assert 0.98 * size < answer["weight_bytes"] < size, "a CPU computes with Q4_1 as it is"
+    assert plan("smollm2", "--device", "cuda")["memory"] is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 81559\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.delenv(MEMORY_LIMIT_VARIABLE)
+    answer = plan("smollm2")
+    assert (answer["device"], answer["memory"]["memory_per_device"]) == ("cuda", 81559 << 20)
+    assert answer["weight_bytes"] > resolve_model("smollm2").path.stat().st_size, "a GPU dequantises them"
+
+
 def test_the_table_names_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-70b", "--context", "4096", "--concurrency", "256", "--memory", "80GiB"]) == 0
     out = capsys.readouterr().out
@@ -221,9 +240,9 @@ def test_on_a_cpu_a_swap_space_asked_for_is_part_of_the_memory_needed(
 
 
 def test_beside_a_gpu_the_swap_space_is_the_hosts(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    none, some = (plan("llama-3.1-8b", "--swap-space", size) for size in ("0", "4GiB"))
+    none, some = (plan("llama-3.1-8b", "--device", "cuda", "--swap-space", size) for size in ("0", "4GiB"))
     assert none["memory_needed_per_device"] == some["memory_needed_per_device"]
-    main(["plan", "llama-3.1-8b"])
+    main(["plan", "llama-3.1-8b", "--device", "cuda"])
     assert "(1.00 GiB), in the host's memory" in capsys.readouterr().out
 
 
@@ -236,7 +255,7 @@ def test_prefixes_in_host_memory_are_part_of_the_plan(
         assert (none["host_prefix_slots"], some["host_prefix_bytes"]) == (0, 8 * 2**30)
         assert 0.99 < some["host_prefix_slots"] * some["block_bytes_per_device"] / 2**33 < 1
         assert some["memory_needed_per_device"] - none["memory_needed_per_device"] == needed
-    main(["plan", "llama-3.1-8b", "--kv-host-memory", "8GiB"])
+    main(["plan", "llama-3.1-8b", "--device", "cuda", "--kv-host-memory", "8GiB"])
     slots = some["host_prefix_slots"]
     assert f"(8.00 GiB), {slots:,} blocks, {16 * slots:,} tokens, in the host's memory" in (capsys.readouterr().out)
     assert "a block and its bookkeeping take" in refusal("llama-3.1-8b", "--kv-host-memory", "10")

@@ -74,7 +74,11 @@ def test_the_largest_rate_and_the_number_of_replicas_are_found(octavo_command: O
     assert last_line(out)["points"][0]["replicas"] > 1
     code, out, _ = octavo_command("simulate", *ON_H100, "--num-requests", "1", "--ttft-slo-ms", "0.01", "--find-rate")
     assert code == 0
-    assert "not kept at any rate" in out
+    assert "not met at any rate" in out
+    code, out, _ = octavo_command("simulate", *ON_H100, "--num-requests", "1", "--ttft-slo-ms", "9999", "--find-rate")
+    assert code == 0
+    assert "no largest rate: the targets are met with all requests at once" in out
+    assert "not met at any rate" not in out
 
 
 def test_a_plot_is_drawn_of_all_rates(octavo_command: OctavoCommand, tmp_path: Path) -> None:
@@ -114,7 +118,7 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--rates", "0"], "must be above 0"),
         ([*ON_H100, "--rates", "1", "--find-rate"], "leave out --find-rate"),
         ([*ON_H100, "--request-rate", "0"], "must be above 0"),
-        ([*ON_H100, "--scale-lengths", "0", "--trace", "TRACE"], "scaled by 0"),
+        ([*ON_H100, "--scale-lengths", "0", "--trace", "TRACE"], "scale_lengths must be above 0, got 0"),
         ([*ON_H100, "--kv-bits", "0"], "kv_bits must be above 0"),
         (["llama-3.1-8b", "--machine", "l4", "--num-devices", "2"], "no figure is known for links"),
         ([*ON_H100, "--speed", "/nowhere/speed.json"], "in one way"),

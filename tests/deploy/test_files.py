@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,15 @@ def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
         for y in range(panel["gridPos"]["h"])
     ]
     assert len(set(cells)) == len(cells)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze: apt-get install systemd")
+def test_systemd_accepts_the_unit_file(tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / "octavo.service").read_text()
+    unit = tmp_path / "octavo.service"
+    unit.write_text(text.replace("/opt/octavo/bin/octavo", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_unit_file_starts_a_command_that_exists() -> None:

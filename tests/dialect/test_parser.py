@@ -38,7 +38,8 @@ def dialect(name: str, reasoning: str = "none", *, in_reasoning: bool = False) -
 class Told:
     """What a parser's events add up to."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: str) -> None:
+        self.written = written
         self.content = self.reasoning = ""
         self.names: list[str] = []
         self.arguments: list[str] = []
@@ -46,10 +47,12 @@ class Told:
     def add(self, events: list[Any]) -> None:
         for event in events:
             match event:
-                case Content(text):
+                case Content(text, end):
                     self.content += text
-                case Reasoning(text):
+                    assert self.written[end - len(text) : end] == text
+                case Reasoning(text, end):
                     self.reasoning += text
+                    assert self.written[end - len(text) : end] == text
                 case CallBegins(index, name):
                     assert index == len(self.names)
                     self.names.append(name)
@@ -71,7 +74,7 @@ class Told:
 
 
 def parsed(spoken: Dialect, *pieces: str) -> Told:
-    parser, told = OutputParser(spoken), Told()
+    parser, told = OutputParser(spoken), Told("".join(pieces))
     for piece in pieces:
         told.add(parser.feed(piece))
     told.add(parser.finish())
@@ -147,7 +150,7 @@ def test_text_around_marked_calls_is_content_without_the_spaces_beside_them(name
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_come_as_they_are_read(name: str) -> None:
     text = written(name, [("write", {"text": "a long text " * 20})])
-    parser, told = OutputParser(spoken(name)), Told()
+    parser, told = OutputParser(spoken(name)), Told(text)
     for piece in (text[: len(text) // 2], text[len(text) // 2 :]):
         told.add(parser.feed(piece))
         assert told.names == ["write"]
@@ -199,7 +202,7 @@ def test_an_answer_that_is_cut_off_anywhere_is_read_without_a_loss(name: str) ->
         ("pythonic", "[" * 200),
     ],
 )
-def test_what_is_no_call_is_content_and_nothing_of_it_is_lost(name: str, text: str) -> None:
+def test_text_that_is_not_a_call_is_content_and_none_of_it_is_lost(name: str, text: str) -> None:
     for told in (parsed(dialect(name), text), parsed(dialect(name), *text)):
         assert (told.names, told.content) == ([], text)
 
@@ -302,7 +305,9 @@ MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<thin
 
 @pytest.mark.parametrize("each", CALL_FORMATS, ids=lambda each: each.name)
 @given(parts=st.lists(st.sampled_from(MARKS), max_size=14), cut=st.integers(0, 200))
-def test_whatever_is_said_in_pieces_is_what_is_said_whole(each: CallFormat, parts: list[str], cut: int) -> None:
+def test_an_answer_parsed_in_pieces_equals_the_answer_parsed_whole(
+    each: CallFormat, parts: list[str], cut: int
+) -> None:
     text = "".join(parts)
     speaks = dialect(each.name, "qwen3")
     whole = parsed(speaks, text)

@@ -223,7 +223,7 @@ def test_blocks_that_steps_ahead_have_filled_are_found_again() -> None:
             assert after.tokens(number) == anew.tokens(number)
 
 
-def test_whoever_leaves_while_a_step_is_in_flight_leaves_nothing(core: EngineCore) -> None:
+def test_a_request_aborted_while_a_step_is_in_flight_leaves_nothing_behind(core: EngineCore) -> None:
     requests = [core.make_request([5 + i, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)]
     for request in requests:
         core.add(request)
@@ -287,7 +287,7 @@ def test_logits_that_cannot_be_sampled_end_their_request_and_no_other(core: Engi
     assert played.tokens(1) == expected.tokens(1)
 
 
-def test_a_step_in_flight_fails_for_nobody_where_all_have_left(core: EngineCore) -> None:
+def test_a_failed_step_in_flight_ends_no_request_if_all_have_left(core: EngineCore) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
     leaving, staying = core.make_request([5, 6], params), core.make_request([7, 8], params)
     core.add(leaving)

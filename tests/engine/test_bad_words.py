@@ -10,7 +10,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from tests.engine.tiny_engine import assert_drained, tiny_core
+from tests.engine.tiny_engine import VOCAB_SIZE, assert_drained, tiny_core
 
 
 def complete(core: EngineCore, **params: Any) -> list[CompletionOutput]:
@@ -51,6 +51,23 @@ def test_a_bad_word_never_comes_out_and_its_tokens_alone_may() -> None:
         assert any(word[-1] in after for word in words)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"n": 2}, {"use_beam_search": True, "n": 2, "temperature": 0.0}, {"logprobs": 1}, {"min_tokens": 4}],
+    ids=["samples", "beams", "logprobs", "min_tokens"],
+)
+def test_a_bad_word_of_two_tokens_may_come_where_no_other_token_is_left(params: dict[str, Any]) -> None:
+    with tiny_core() as core:
+        only, end, *_ = letters(core)
+        allowed = [only, end] if "min_tokens" in params else [only]
+        stops = [end] if "min_tokens" in params else []
+        completions = complete(
+            core, allowed_token_ids=allowed, stop_token_ids=stops, bad_words=["aa"], max_tokens=4, **params
+        )
+        assert completions[0].token_ids == [only] * 4
+        assert completions[0].finish_reason == "length"
+
+
 def test_bad_words_hold_after_a_preemption() -> None:
     """Few blocks: sequences are preempted and come back, with their tails."""
     with tiny_core() as roomy:
@@ -86,6 +103,16 @@ def test_what_cannot_be_is_refused_with_the_numbers(params: dict[str, Any], para
             core.make_request([1], SamplingParams(**params))
         assert refusal.value.param == param
         assert_drained(core)
+
+
+def test_a_bad_word_and_min_tokens_that_rule_out_the_whole_vocabulary_are_refused() -> None:
+    with tiny_core(max_stop_token_ids=VOCAB_SIZE) as core:
+        stops = set(range(VOCAB_SIZE)).difference(letters(core)[:1])
+        for words in ["b"], ["aa"]:
+            core.make_request([1], SamplingParams(stop_token_ids=stops, bad_words=words, min_tokens=1))
+        with pytest.raises(RequestError, match="none of the 320 tokens of the vocabulary") as refusal:
+            core.make_request([1], SamplingParams(stop_token_ids=stops, bad_words=["a"], min_tokens=1))
+        assert refusal.value.param == "stop_token_ids"
 
 
 def test_a_stop_string_may_stay_in_the_text() -> None:

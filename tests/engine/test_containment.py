@@ -77,7 +77,7 @@ def undisturbed() -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(("engine", "place"), cases([*PLACES, *ONCE_PLACES]))
-def test_a_transient_exception_costs_nobody_anything(
+def test_a_transient_exception_changes_no_output(
     engine: str, place: str, undisturbed: dict[str, list[list[int]]]
 ) -> None:
     with tiny_core(**ENGINES[engine]) as core:
@@ -128,7 +128,7 @@ def test_an_exception_where_tokens_are_half_taken_in_ends_their_request_alone(
         assert_drained(core)
 
 
-def test_an_exception_after_an_update_ends_whoever_was_touched_and_no_other(
+def test_an_exception_after_an_update_ends_only_the_requests_it_touched(
     undisturbed: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tiny_core(max_num_seqs=4) as core:

@@ -74,7 +74,7 @@ def test_unusable_logits_end_their_request_alone_and_the_others_keep_their_token
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
 @pytest.mark.parametrize("options", WAYS)
-def test_blocks_that_held_nan_taint_nobody_who_takes_them_next(
+def test_blocks_that_held_nan_do_not_taint_their_next_owner(
     make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, options: dict[str, Any]
 ) -> None:
     core = make_llm(request.getfixturevalue(model), **{"num_blocks": 30, **options}).core

@@ -87,6 +87,7 @@ def test_bfloat16_tokens_survive_preemption(alone: list[list[int]], preemption_m
         ({"attention_backend": "reference"}, "does not run on the native decoder"),
         ({"block_size": 8}, "blocks of 8 tokens"),
         ({"dtype": "float16"}, "does not run on the native decoder"),
+        ({"kv_cache_dtype": "nvfp4"}, "blocks of 16 tokens in nvfp4"),
     ],
 )
 def test_deterministic_is_refused_where_it_cannot_be_kept(tmp_path: Path, options: dict[str, Any], reason: str) -> None:

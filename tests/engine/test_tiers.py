@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
-from octavo.request import RequestContext
+from octavo.request import Request, RequestContext
 from octavo.sampling_params import SamplingParams
 from octavo.tiers.base import Reason
 from tests.conftest import MakeLLM, runner_of
@@ -195,7 +195,7 @@ def test_a_block_that_is_damaged_on_disk_is_computed_again(make_llm: MakeLLM, ti
     second.core.close()
 
 
-def test_a_load_that_is_late_is_computed_and_holds_nobody_up(
+def test_a_late_load_is_computed_instead_and_delays_no_other_request(
     make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path
 ) -> None:
     first = make_llm(tiny_llama, **disk_options(tmp_path))
@@ -240,6 +240,44 @@ def test_other_weights_find_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path,
     second = make_llm(tuned, **disk_options(tmp_path / "kv"))
     assert ask(second, PROMPT).num_cached_tokens == 0
     second.core.close()
+
+
+def ask_as(llm: Any, tenant: str, salt: str) -> Request:
+    core = llm.core
+    context = RequestContext(tenant=tenant, cache_salt=salt)
+    request: Request = core.make_request(PROMPT, SamplingParams(max_tokens=1), context)
+    core.add(request)
+    while core.has_work:
+        core.step()
+    return request
+
+
+@pytest.mark.parametrize(("cache", "salt"), [("hashed", ""), ("radix", "pepper")])
+def test_after_a_restart_a_tenant_finds_its_prefixes_on_disk_and_no_other_does_whatever_salt_it_forges(
+    make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path, cache: str, salt: str
+) -> None:
+    first = make_llm(tiny_llama, **disk_options(tmp_path, prefix_cache=cache))
+    scope = ask_as(first, "alice", salt).cache_scope
+    first.core.close()
+    second = make_llm(tiny_llama, **disk_options(tmp_path, prefix_cache=cache))
+    # Her own salt, her name, and the name of her part of the cache; from another tenant, and from a client of none.
+    forged = dict.fromkeys((salt, "alice", "alice" + salt, scope))
+    others = [(tenant, forgery) for tenant in ("mallory", "") for forgery in forged]
+    found = {other: ask_as(second, *other).num_cached_tokens for other in others}
+    assert found == dict.fromkeys(others, 0)
+    assert ask_as(second, "alice", salt).num_cached_tokens == 96
+    assert host_of(second).counters.filled == 6, "from disk, for her alone"
+    second.core.close()
+
+
+def test_another_dtype_or_codec_finds_nothing_on_disk(make_llm: MakeLLM, tiny_llama: Path, tmp_path: Path) -> None:
+    """A coded cache looks alike whatever the model computes in, but holds other keys and values."""
+    found = []
+    for dtype, codec in [("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "int8"), ("bfloat16", "int4")]:
+        llm = make_llm(tiny_llama, dtype=dtype, kv_cache_dtype=codec, **disk_options(tmp_path / "kv"))
+        found.append(ask(llm, PROMPT).num_cached_tokens)
+        llm.core.close()
+    assert found == [0, 0, 96, 0]
 
 
 def test_stores_need_the_prefix_cache(tmp_path: Path) -> None:

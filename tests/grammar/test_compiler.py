@@ -54,6 +54,14 @@ def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: p
         compiler.compile(WANTED)
 
 
+def test_a_grammar_whose_first_token_may_be_read_in_too_many_ways_is_refused() -> None:
+    tokenizer = Tokenizer.from_source(resolve_model(str(tiny_model())))
+    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, frozenset({2}), 10_000)
+    with pytest.raises(RequestError, match="Current row has 601 items; max is 500"):
+        compiler.compile(StructuredOutputsParams(choice=["yes"] * 600))
+    assert compiler.compile(StructuredOutputsParams(choice=["yes"] * 400))
+
+
 def test_a_large_schema_leaves_the_interpreter_to_others_while_it_is_compiled() -> None:
     import threading
 
@@ -62,7 +70,9 @@ def test_a_large_schema_leaves_the_interpreter_to_others_while_it_is_compiled() 
     )
     compiler.prepare()
     names = {f"field_{i:04}": {"type": "string", "maxLength": 40} for i in range(900)}
-    future = compiler.begin(StructuredOutputsParams(json={"type": "object", "properties": names}))
+    # So many that may be left out could not be followed.
+    schema = {"type": "object", "properties": names, "required": list(names)}
+    future = compiler.begin(StructuredOutputsParams(json=schema))
     turns = 0
     pause = threading.Event()
     while not future.done():

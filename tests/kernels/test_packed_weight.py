@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +47,11 @@ def stored_blocks(name: Any, outputs: int, inputs: int, seed: int) -> tuple[torc
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """See csrc/level/quant.h: a block's step is its row's (1 / 127 of the largest value), halved as often as can be."""
+    """See csrc/level/quant.h: 32 activations are integers times 1 / 127 of the largest of them."""
     groups = x.float().unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True)
-    whole = largest.amax(-2, keepdim=True) if x.numel() else largest
-    finer = 2.0 ** (torch.frexp(whole / largest.clamp_min(1e-37)).exponent - 1).clamp(max=24).float()
-    steps = (groups * torch.where(whole > 0, torch.tensor(127.0) / whole * finer, 0.0)).round()
-    return (steps.double() * (whole.double() / 127.0 / finer.double())).nan_to_num(0.0).flatten(-2)
+    steps = (groups * torch.where(largest >= 2.0**-90, torch.tensor(127.0) / largest, 0.0)).round()
+    return (steps.double() * (largest.double() / 127.0)).flatten(-2)
 
 
 def gated(name: Any, gate: torch.Tensor, up: torch.Tensor, inputs: int) -> PackedWeight:
@@ -328,3 +328,23 @@ def test_flushing_subnormals_in_the_calling_thread_changes_no_bits(level: str) -
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got, expected)
+
+
+def test_a_product_never_takes_the_activations_of_another_kind_of_weight() -> None:
+    # In a process of its own, where both kinds of product have been called equally often.
+    program = """
+import torch
+from octavo.kernels import PackedWeight
+
+blocks = torch.zeros(64, 2, 34, dtype=torch.uint8)
+blocks[:, :, :2] = torch.tensor([0, 60], dtype=torch.uint8)  # a scale of 1 in float16
+for i in range(64):
+    blocks[i, i // 32, 2 + i % 32] = 1
+whole = PackedWeight.pack(torch.eye(64))
+quantised = PackedWeight.pack_quantised("Q8_0", blocks.flatten(1), 64)
+ones, twos = torch.full((4, 64), 1.0), torch.full((4, 64), 2.0)
+for _ in range(3):
+    assert torch.equal(whole.linear(ones), ones)
+    assert torch.allclose(quantised.linear(twos), twos)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -10,7 +10,8 @@ import pytest
 from octavo.errors import CacheError
 from octavo.kvcache.audit import SLICE, Audit, in_slices
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_memory import Slot
+from octavo.kvcache.host_memory import HostBlockId, Slot
+from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinRequest
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
@@ -26,7 +27,7 @@ def busy_manager() -> KVCacheManager:
     admit_and_compute(manager, away)
     assert manager.demote(away)
     admit_and_compute(manager, running)
-    manager.hierarchy.host.take_transfers()
+    manager.hierarchy.transfers.take()
     manager.audit()
     return manager
 
@@ -46,7 +47,7 @@ def _forget_a_sequence(kv: KVCacheManager) -> None:
 
 
 def _remember_what_is_gone(kv: KVCacheManager) -> None:
-    kv.ledger._firsts.put(b"gone" * 4, kv.pool._free[0])
+    kv.ledger._continued.put(b"gone" * 4, kv.pool._free[0])
 
 
 def _lose_a_key(kv: KVCacheManager) -> None:
@@ -55,18 +56,35 @@ def _lose_a_key(kv: KVCacheManager) -> None:
     index._keys[16 * entry] ^= 255
 
 
+def _forget_a_store(kv: KVCacheManager) -> None:
+    kv.hierarchy.transfers._stores_in_flight.clear()
+
+
+def _lose_a_host_key(kv: KVCacheManager) -> None:
+    host = kv.hierarchy.host
+    (slot,) = host.being_written
+    label = Label(b"k" * 16, b"p" * 16, bytes(16))
+    host._labels[slot] = label
+
+
 CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a lost block": (lambda kv: kv.pool.allocate(1), "counts 1 references, tables hold 0"),
     "a block freed twice": (lambda kv: kv.pool._free.append(kv.pool._free[0]), "stands twice in the free stack"),
     "a reference too many": (lambda kv: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1), "but free stack: True"),
-    "a pin nobody has": (lambda kv: kv.pool.pin([list(kv._holdings.values())[-1].tables[0][0]]), "there are|pins of"),
+    "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings)[-1].tables[0][0]]), "there are|pins of"),
     "a block of nobody in the index": (lambda kv: kv.prefix_cache.drop(next(iter(kv.prefix_cache))), "disagree"),
     "a lost note": (_drop_a_note, "published or noted, not both"),
-    "a note too many": (_remember_what_is_gone, "a first block is remembered that is not published"),
+    "a note too many": (_remember_what_is_gone, "continues another is remembered, but not published"),
     "a lost key": (_lose_a_key, "is not found by its key"),
     "a key of nobody": (lambda kv: kv.prefix_cache._published.__setitem__(1, 0), "has a key, but is not published"),  # type: ignore[attr-defined]
     "a broken ring": (lambda kv: kv.pool._eviction._next.__setitem__(0, 0), "eviction policy: False|stands twice"),  # type: ignore[attr-defined]
     "a lost host block": (lambda kv: kv.hierarchy.host._states.__setitem__(0, Slot.FREE), "free list: False"),
+    "a hold of nobody": (
+        lambda kv: kv.hierarchy.host.hold(HostBlockId(0)),
+        "2 holds: 1 claims, 0 known to others",
+    ),
+    "a store that nobody makes": (_forget_a_store, "is storing, and nobody writes it"),
+    "a host block that comes and is not found": (_lose_a_host_key, "with a key that the index does not have"),
     "a host block of nobody": (_forget_a_sequence, "0 host blocks, 1 are claimed"),
     "a lost hope": (_forget_a_place, "and is not noted there"),
     "a miscounted transfer": (

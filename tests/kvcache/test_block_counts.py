@@ -30,7 +30,7 @@ def test_counts_are_those_of_a_counter_whatever_comes_and_goes(held: list[list[i
     assert len(counts) == len(+expected)
 
 
-def test_what_is_not_held_cannot_be_removed_and_then_nothing_changes() -> None:
+def test_removing_what_is_not_held_raises_and_changes_nothing() -> None:
     counts = BlockCounts()
     counts.add(ids([3, 1]))
     for blocks in ([1, 2], [1, 1]):

@@ -58,7 +58,7 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
     return make_eviction_policy(request.param)
 
 
-def test_what_is_added_is_held_until_it_is_removed_or_evicted(policy: EvictionPolicy) -> None:
+def test_an_added_block_is_held_until_it_is_removed_or_evicted(policy: EvictionPolicy) -> None:
     hold(policy, 3, 4, 5)
     assert len(policy) == 3
     assert sorted(policy) == [3, 4, 5]
@@ -201,7 +201,7 @@ def test_a_hit_by_an_important_request_protects_a_block_from_then_on() -> None:
     assert evict_all(policy) == [2, 1]
 
 
-def test_cost_keeps_what_is_dear_to_recompute_and_what_is_used() -> None:
+def test_cost_keeps_blocks_that_are_expensive_to_recompute_or_often_used() -> None:
     policy = CostEviction(RecomputeCost(block_size=16, hidden_size=16))
     for block, position in ((1, 0), (2, 50)):
         policy.publish(BlockId(block), position, 0)
@@ -340,10 +340,22 @@ def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
     assert together._kinds == alone._kinds
 
 
+@pytest.mark.parametrize("blocks", [80, 10_000])
+def test_adaptive_chooses_as_before_when_its_clock_is_set_back(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    rng = random.Random(0)
+    references = [rng.randrange(80) if rng.random() < 0.5 else rng.randrange(blocks) for _ in range(5000)]
+    plain = replay(AdaptiveEviction(), references, 100)
+    monkeypatch.setattr("octavo.kvcache.eviction.adaptive._LATEST", 4000)
+    policy = AdaptiveEviction()
+    assert replay(policy, references, 100) == plain
+    assert policy._clock <= 4000
+
+
 def test_a_ghost_takes_at_most_32_bytes_and_is_found_once() -> None:
     ghosts = GhostList(4)
     assert GhostList.BYTES_EACH <= 32
-    assert sum(len(a) * getattr(a, "itemsize", 1) for a in (ghosts._used, ghosts._index._slots)) == 4 * 16
+    assert sum(len(a) * getattr(a, "itemsize", 1) for a in (ghosts._used, ghosts._index._slots)) == 4 * 12
+    assert len(ghosts._index._keys) == (4 + 1) * 8
     for i in range(4):
         assert ghosts.add(bytes([i]) * 16, Ghost(10 + i, i % 2)) is None
     assert ghosts.add(b"x" * 16, Ghost(20, 1)) == Ghost(10, 0)

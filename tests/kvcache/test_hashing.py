@@ -1,7 +1,9 @@
 import subprocess
 import sys
 from array import array
+from hashlib import blake2b
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,22 @@ def test_keys_are_the_same_in_another_process() -> None:
     here = child_hash(root_hash("model", "bf16", "salt"), token_bytes([1, 2, 3]))
     assert here.hex() == other
     assert len(here) == DIGEST_BYTES
+
+
+def test_keys_are_hashed_from_little_endian_tokens_on_every_machine() -> None:
+    root, tokens = root_hash("m"), [1, 70_000, 3, 4]
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    expected = blake2b(root + packed, digest_size=DIGEST_BYTES).digest()
+    for given_as in (tokens, array("i", tokens)):
+        assert token_bytes(given_as) == packed
+        assert FullBlocks.of(root, 4, given_as).keys == expected
+
+
+def test_a_machine_of_the_other_byte_order_swaps_what_it_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = array("i", [1, 70_000])
+    swapped.byteswap()
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert token_bytes(array("i", [1, 70_000])) == swapped.tobytes()
 
 
 def test_parts_of_a_root_do_not_run_together() -> None:

@@ -74,7 +74,7 @@ def test_a_salt_divides_one_tenants_cache(manager: KVCacheManager) -> None:
     assert (cached(manager, "ada", "pepper"), cached(manager, "ada", "cinnamon"), cached(manager, "ada")) == (16, 0, 0)
 
 
-def test_the_tenants_of_a_group_share_and_nobody_else_does(manager: KVCacheManager) -> None:
+def test_only_tenants_of_a_group_share_a_cache(manager: KVCacheManager) -> None:
     serve(manager, SECRET, "ada", group="lab")
     assert cached(manager, "bob", group="lab") == 16
     assert cached(manager, "bob", "pepper", group="lab") == 0
@@ -134,7 +134,7 @@ def test_what_a_tenant_is_told_is_the_same_whatever_others_have_cached(probe: st
     assert told(with_a_victim=True) == told(with_a_victim=False)
 
 
-def test_whoever_runs_the_server_is_told_that_another_tenant_has_it(manager: KVCacheManager) -> None:
+def test_the_operator_is_told_that_another_tenant_has_it(manager: KVCacheManager) -> None:
     serve(manager, SECRET, "ada")
     _, seq = serve(manager, SECRET, "bob")
     assert seq.request.cache_report is not None

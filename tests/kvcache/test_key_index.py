@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,8 +49,9 @@ def test_any_history_leaves_what_a_dictionary_would_hold(
     assert (len(index), sorted(index)) == (len(model), sorted(model.values()))
     expected = [model.get(key) for key in KEYS]
     assert [index.get(key) for key in KEYS] == expected
-    many = index.find(np.frombuffer(b"".join(KEYS), np.uint64).reshape(-1, 2))
-    assert many.tolist() == [-1 if known is None else known for known in expected]
+    for keys in (KEYS, KEYS[7:], [*model, *KEYS]):
+        leading = [*itertools.takewhile(lambda known: known is not None, map(model.get, keys))]
+        assert index.find_leading(np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)).tolist() == leading
 
 
 def test_a_damaged_table_is_reported() -> None:

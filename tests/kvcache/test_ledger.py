@@ -100,6 +100,14 @@ def test_the_same_prompt_under_another_salt_is_told_to_the_admin_alone(manager: 
     assert found.as_told_to("") == CacheReport(16, 0, CacheOutcome.COLD)
 
 
+def test_a_prompt_under_another_salt_is_told_only_as_long_as_it_is_cached(manager: KVCacheManager) -> None:
+    report(manager, TOKENS, salt="pepper")
+    manager.reset_prefix_cache()
+    # Its block has others' tokens now.
+    report(manager, list(range(50, 66)), salt="pepper")
+    assert report(manager, TOKENS, salt="cinnamon").outcome is CacheOutcome.COLD
+
+
 def test_a_window_that_lost_a_block_is_called_evicted(clock: Clock) -> None:
     manager = make_manager(12, layers=(FULL, sliding(6)), clock=clock)
     report(manager, TOKENS)
@@ -136,7 +144,7 @@ def test_cached_and_uncached_tokens_add_up_to_those_queried(manager: KVCacheMana
     assert sum(t.requests.total() for t in totals.values()) == 12
 
 
-def test_every_block_is_somebodys_once(manager: KVCacheManager) -> None:
+def test_every_block_is_counted_for_exactly_one_tenant(manager: KVCacheManager) -> None:
     first = start(manager, [*TOKENS, 1, 2], tenant="a")
     second = start(manager, [*TOKENS, 3, 4, 5], tenant="b")
     pinned: Request = first.request

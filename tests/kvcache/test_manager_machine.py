@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def move(self, copies: Iterable[BlockCopy] = ()) -> None:
         """What the runner does first in a step: blocks to the host, copies, blocks from the host."""
-        out, into = self.manager.hierarchy.host.take_transfers()
+        out, into = self.manager.hierarchy.transfers.take()
         assert len({swap.host for swap in out}) == len(out)
         for swap in out:
             for offset in range(self.block_size):
@@ -122,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.step_ends()
 
     def step_ends(self) -> None:
-        self.manager.hierarchy.host.complete()
+        self.manager.hierarchy.transfers.complete()
 
     def write(self, seq: Sequence, count: int) -> None:
         """What the runner does then: store each new token, with all before it, at its slot."""
@@ -299,14 +299,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(moved=st.booleans())
     def a_step_fails(self, moved: bool) -> None:
         """Nobody knows whether it moved anything; everybody starts over."""
-        host = self.manager.hierarchy.host
+        transfers = self.manager.hierarchy.transfers
         if moved:
-            self.step_ends, ends = host.fail, self.step_ends
+            self.step_ends, ends = transfers.fail, self.step_ends
             self.move()
             self.step_ends = ends
         else:
-            host.take_transfers()
-            host.fail()
+            transfers.take()
+            transfers.fail()
         for seq in [*self.live, *self.swapped]:
             self.manager.release(seq)
             seq.num_computed = 0

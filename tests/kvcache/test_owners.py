@@ -10,7 +10,7 @@ from octavo.kvcache.owners import BlockOwners
 from tests.kvcache.test_pool import make_pool
 
 
-def test_a_block_counts_for_the_tenant_that_took_it_until_nobody_holds_it() -> None:
+def test_a_block_counts_for_the_tenant_that_took_it_until_it_is_unused() -> None:
     pool, _ = make_pool(200)
     pool.count_owners(())
     assert pool.owners is not None

@@ -168,7 +168,7 @@ def test_a_pin_let_go_while_its_blocks_are_in_use_leaves_them_cached(manager: KV
     assert counts(manager) == (4, 0, 0)
 
 
-def test_resetting_the_cache_spares_what_is_pinned(manager: KVCacheManager) -> None:
+def test_resetting_the_cache_keeps_pinned_blocks(manager: KVCacheManager) -> None:
     pin(manager, TOKENS)
     computed(manager, list(range(100, 116)))
     assert manager.reset_prefix_cache() == 4

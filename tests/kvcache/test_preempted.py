@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.kvcache.block import NULL_BLOCK, BlockState
+from octavo.kvcache.holdings import RestoreCost
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.preempted import RestoreCost
 from octavo.request import Sequence
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence, resume, sliding
 
@@ -24,8 +24,8 @@ def host_of(manager: KVCacheManager) -> HostMemory:
 
 def step(manager: KVCacheManager) -> tuple[list[int], list[int]]:
     """The device blocks that the next step stores and loads; that step is over on return."""
-    stores, loads = host_of(manager).take_transfers()
-    host_of(manager).complete()
+    stores, loads = manager.hierarchy.transfers.take()
+    manager.hierarchy.transfers.complete()
     manager.audit()
     return [block for block, _ in stores], [block for block, _ in loads]
 
@@ -100,7 +100,7 @@ def test_where_the_host_has_no_room_nothing_changes() -> None:
     assert manager.audit() == before
 
 
-def test_all_is_given_up_when_an_evicted_block_finds_no_room_and_what_is_cached_is_found() -> None:
+def test_a_sequence_restarts_from_its_cached_blocks_when_an_evicted_one_finds_no_room() -> None:
     manager = make_manager(num_blocks=5, num_host_blocks=1)
     seq = running(manager, 10)
     manager.demote(seq)
@@ -180,7 +180,7 @@ def test_a_preempted_sequence_that_ends_frees_its_host_blocks_and_cancels_their_
     manager.demote(seq)
     manager.forget(seq)
     assert host_of(manager).num_free == 3
-    assert not host_of(manager).has_transfers
+    assert not manager.hierarchy.transfers.are_planned
     manager.audit()
 
 
@@ -199,11 +199,11 @@ def test_shared_blocks_at_the_beginning_cost_nothing_to_restore() -> None:
     manager = make_manager(num_blocks=12, prefix_caching=False)
     parent, child = make_sequence(list(range(8)), n=2).request.sequences
     admit_and_compute(manager, parent)
-    assert manager.restore_cost(parent) == RestoreCost(tokens=8, blocks=2)
+    assert manager.holdings.restore_cost(parent) == RestoreCost(tokens=8, blocks=2)
     manager.fork(parent, child)
     child.num_computed = 8
     child.output_token_ids += [1, 2, 3]
     manager.extend(child, 3)
     child.num_computed = 11
-    assert manager.restore_cost(parent) == RestoreCost(tokens=0, blocks=0)
-    assert manager.restore_cost(child) == RestoreCost(tokens=3, blocks=1)
+    assert manager.holdings.restore_cost(parent) == RestoreCost(tokens=0, blocks=0)
+    assert manager.holdings.restore_cost(child) == RestoreCost(tokens=3, blocks=1)

@@ -44,7 +44,7 @@ def test_the_checkpoints_scales_reach_the_cache_and_tell_its_blocks_apart(
     assert "NOBODY CHOSE" not in caplog.text
 
 
-def test_a_scale_of_one_that_nobody_chose_is_announced(
+def test_a_default_scale_of_one_is_announced(
     make_llm: MakeLLM, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -30,12 +30,22 @@ def value(families: dict[str, Metric], family: str, sample: str = "", **labels: 
     return found
 
 
+@pytest.mark.parametrize("version", ["x.y", "1" * 5000])
+def test_a_format_of_no_version_is_answered_in_the_oldest(version: str) -> None:
+    _, content_type = MetricsPage(EngineStats(max_model_len=8), "m").render(
+        f"application/openmetrics-text; version={version}"
+    )
+    assert content_type.startswith("text/plain; version=0.0.4")
+
+
 def test_gauges_and_counters_follow_the_steps() -> None:
     stats = EngineStats(max_model_len=1024)
     stats.on_admitted(queue_time=0.1, queried_tokens=100, hit_tokens=64)
-    stats.on_step(num_running=9, num_waiting=9, kv_usage=0.9, prompt_tokens=100)
-    stats.on_step(num_running=3, num_waiting=2, kv_usage=0.5, generation_tokens=3, preemptions=1)
-    stats.on_step(num_running=3, num_waiting=2, kv_usage=0.5, generation_tokens=3)
+    stats.on_step(prompt_tokens=100)
+    stats.on_step(generation_tokens=3)
+    stats.on_step(generation_tokens=3)
+    stats.on_queues(num_running=9, num_waiting=9, kv_usage=0.9, preemptions=1)
+    stats.on_queues(num_running=3, num_waiting=2, kv_usage=0.5)
     families = exposed(stats)
     for name, expected in {
         "vllm:num_requests_running": 3,
@@ -114,7 +124,7 @@ def test_token_buckets_go_one_two_five_up_to_the_context() -> None:
 
 def test_two_engines_in_one_process_do_not_mix_their_metrics() -> None:
     first, second = EngineStats(max_model_len=8), EngineStats(max_model_len=8)
-    first.on_step(num_running=1, num_waiting=0, kv_usage=0.0)
+    first.on_queues(num_running=1, num_waiting=0, kv_usage=0.0)
     assert value(exposed(first), "vllm:num_requests_running") == 1
     assert value(exposed(second), "vllm:num_requests_running") == 0
 
@@ -125,7 +135,7 @@ def test_the_process_itself_is_measured() -> None:
 
 def test_evictions_and_steps_are_counted() -> None:
     stats = EngineStats(max_model_len=1024)
-    stats.on_step(num_running=1, num_waiting=0, kv_usage=0.5)
+    stats.on_step()
     stats.on_blocks({}, 7)
     families = exposed(stats)
     assert value(families, "octavo:steps", "octavo:steps_total") == 1

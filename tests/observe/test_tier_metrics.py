@@ -40,9 +40,13 @@ def test_each_tier_tells_its_hits_bytes_times_and_misses_by_reason(tmp_path: Pat
     ):
         assert value(families, seconds, f"{seconds}_count", tier="disk", operation=operation) == count
         assert value(families, seconds, f"{seconds}_sum", tier="disk", operation=operation) == total
-    assert value(families, "octavo:tier_open", tier="disk") == 1
+    assert value(families, "octavo:tier_load_latency_seconds", tier="disk") == store.speed.per_load
+    assert value(families, "octavo:tier_load_seconds_per_byte", tier="disk") == store.speed.per_byte
+    for operation in ("read", "write"):
+        assert value(families, "octavo:tier_open", tier="disk", operation=operation) == 1
     store.close()
-    assert value(exposed(stats), "octavo:tier_open", tier="disk") == 0
+    for operation in ("read", "write"):
+        assert value(exposed(stats), "octavo:tier_open", tier="disk", operation=operation) == 0
 
 
 def test_without_tiers_there_are_no_series_of_any() -> None:

@@ -186,7 +186,7 @@ def test_a_configuration_without_a_size_is_named(tmp_path: Path) -> None:
 def test_an_unknown_model_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ModelNotFoundError, match=r"did you mean llama-3.1-70b"):
         find_shape("llma-3.1-70b")
-    with pytest.raises(ModelNotFoundError, match="well-known model: Give a folder"):
+    with pytest.raises(ModelNotFoundError, match="well-known model; give a folder"):
         find_shape("no such/thing at all")
 
 

@@ -53,6 +53,7 @@ def assert_says_what_is_planned(batch: StepBatch, plan: StepPlan, engine: Engine
     assert (attention.num_seqs, attention.num_tokens) == (plan.num_rows, sum(plan.lengths))
     assert attention.max_query_len == max(plan.lengths)
     assert attention.max_context_len == max(contexts)
+    assert attention.total_decode_len == sum(end for end, n in zip(contexts, plan.lengths, strict=True) if n == 1)
     assert_rows_are_wanted(batch, plan, engine, starts)
 
 

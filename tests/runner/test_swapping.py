@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
+from octavo.kvcache.host_memory import HostBlockId
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.runner.host_link import HostLink

@@ -14,9 +14,10 @@ from octavo import kernels
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.native_choice import NativeChoice
-from octavo.sampling.penalties import penalise_repetition
+from octavo.sampling.penalties import add_amounts, adjust, penalise_repetition
 from octavo.sampling.rng import uniforms
-from tests.sampling.test_sampler import batch_of, filters, make_sequence, oracle_probs
+from tests.sampling.draws import batch_of, make_sequence
+from tests.sampling.test_sampler import filters, oracle_probs
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 
@@ -99,6 +100,40 @@ def test_a_mask_leaves_the_tokens_that_it_leaves_in_torch(
     require_same_draw(some_logits(vocab, row), params, seed, words)
 
 
+@settings(max_examples=60, deadline=None)
+@given(vocab=vocabularies, row=st.integers(0, 2**32), params=options, seed=st.integers(0, 2**64 - 1))
+def test_allowed_tokens_are_those_of_logits_that_forbid_all_others(
+    vocab: int, row: int, params: dict[str, Any], seed: int
+) -> None:
+    rng, logits = np.random.default_rng(row), some_logits(vocab, row).repeat(3, 1)
+    allowed = sorted({int(token_id) for token_id in rng.integers(0, vocab + 40, rng.integers(1, 60))})
+    bias = {allowed[0]: 1.5}
+    limited = make_sequence(seed=seed, allowed_token_ids=allowed, logit_bias=bias, **params)
+    batch = batch_of([make_sequence(seed=1), limited, make_sequence(seed=2)])
+    found = []
+    for choice in (TorchChoice(), NativeChoice()):
+        adjusted = logits.clone()
+        adjust(adjusted, batch, limits=not choice.leaves_out)
+        token_ids, sound = choice.choose(adjusted, batch)
+        found.append([int(t) if ok else None for t, ok in zip(token_ids, sound, strict=True)])
+    assert found[1][1] is None or found[1][1] in allowed
+    if found[0] != found[1]:
+        adjust(logits, batch)
+        close = [is_close_call(logits[i : i + 1], batch.select(np.array([i])), again=False) for i in range(3)]
+        assert all(each or a == b for each, a, b in zip(close, *found, strict=True))
+
+
+@pytest.mark.parametrize(("vocab", "num_top"), [(1, 1), (257, 8), (5003, 20), (5003, 5003)])
+def test_the_likeliest_tokens_are_those_of_torch(vocab: int, num_top: int) -> None:
+    logits = torch.cat([some_logits(vocab, seed) for seed in range(6)])
+    (values, ids), (expected, expected_ids) = (
+        each.likeliest(logits, num_top) for each in (NativeChoice(), TorchChoice())
+    )
+    torch.testing.assert_close(values, expected, atol=2e-6, rtol=0.0, equal_nan=True)
+    # Which of equals comes first, or at the end is left out, depends on rounding.
+    torch.testing.assert_close(logits.gather(1, ids), logits.gather(1, expected_ids), atol=2e-6, rtol=0.0)
+
+
 @pytest.mark.parametrize("isa", kernels.supported_isas() if kernels.available() else [])
 def test_every_instruction_set_draws_what_torch_draws(isa: str) -> None:
     before = kernels.isa()
@@ -167,6 +202,46 @@ def test_the_kernel_penalises_repetition_as_torch_does(vocab: int, seed: int, nu
     penalise_repetition(expected, *given)
     kernels.penalise_repetition(logits, *given)
     assert torch.equal(logits, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(vocab=vocabularies, seed=st.integers(0, 2**32), num_rows=st.integers(0, 5))
+def test_the_kernel_adds_amounts_as_torch_does(vocab: int, seed: int, num_rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = [rng.permutation(vocab + 3)[: rng.integers(0, 30)] for _ in range(num_rows)]
+    given = (
+        torch.from_numpy(np.sort(rng.permutation(num_rows + 2)[:num_rows])),
+        torch.tensor([0, *np.cumsum([len(each) for each in ids]).tolist()], dtype=torch.int64),
+        torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *ids])),
+        torch.randn(sum(map(len, ids)), generator=torch.Generator().manual_seed(seed % 2**31)),
+    )
+    logits = torch.randn(num_rows + 2, vocab, generator=torch.Generator().manual_seed(seed % 2**31))
+    expected = logits.clone()
+    add_amounts(expected, *given)
+    kernels.add_amounts(logits, *given)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": torch.tensor([1, 0])}, "rows must rise"),
+        ({"rows": torch.tensor([0, 2])}, r"rows\[1\] is 2"),
+        ({"bounds": torch.tensor([2, 1, 3])}, "bounds must rise"),
+        ({"bounds": torch.tensor([0, 1, 4])}, r"bounds\[2\] is 4, must be in \[0, 4\)"),
+        ({"amounts": torch.zeros(2)}, r"amounts must have shape \[3\]"),
+    ],
+)
+def test_a_bad_argument_of_an_addition_is_refused(changed: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "logits": torch.zeros(2, 5),
+        "rows": torch.tensor([0, 1]),
+        "bounds": torch.tensor([0, 1, 3]),
+        "token_ids": torch.tensor([4, 0, 3]),
+        "amounts": torch.ones(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        kernels.add_amounts(**{**given, **changed})
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -16,51 +14,20 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, Top
 
 from octavo import kernels
 from octavo.errors import LogitsError
-from octavo.request import Request, RequestId, Sequence
+from octavo.request import RequestId, Sequence
 from octavo.sampling.batch import BadWords, SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice, TorchChoice
-from octavo.sampling.logprobs import logprobs_of_row, token_logprobs
+from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.native_choice import NativeChoice
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rng import uniforms
 from octavo.sampling.sampler import Sampler
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SampleResult, SamplingSnapshot, StepResult
-
-_ids = itertools.count()
+from tests.sampling.draws import batch_of, make_sequence
 
 CHOICES: list[Choice] = [TorchChoice(), *([NativeChoice()] if kernels.available() else [])]
 each_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: type(choice).__name__)
-
-
-def make_sequence(
-    prompt: Seq[int] = (0,),
-    output: Seq[int] = (),
-    *,
-    seed: int = 0,
-    eos: Seq[int] = (),
-    request_id: str | None = None,
-    **params: Any,
-) -> Sequence:
-    request = Request(
-        RequestId(request_id or f"r{next(_ids)}"), list(prompt), SamplingParams(**params), frozenset(eos), seed=seed
-    )
-    [seq] = request.sequences
-    seq.output_token_ids += output
-    return seq
-
-
-def batch_of(sequences: Iterable[Sequence]) -> SamplingBatch:
-    """The draws of these sequences' next tokens."""
-    sequences = list(sequences)
-    states = []
-    for seq in sequences:
-        request = seq.request
-        snapshot = SamplingSnapshot(
-            request.request_id, request.params, seq.seed, seq.num_prompt_tokens, request.eos_token_ids
-        )
-        states.append(SamplingState.of(snapshot, np.array(seq.token_ids)))
-    return SamplingBatch.of(states, [seq.num_output_tokens for seq in sequences])
 
 
 def sample(
@@ -497,16 +464,45 @@ def test_a_bad_words_last_token_is_masked_where_the_output_has_the_others(output
     assert Sampler().sample(torch.tensor([[2.0, 1.0, 3.0, 4.0]]), batch).token_ids == (expected,)
 
 
-@pytest.mark.parametrize("num_top", [0, 5])
-def test_many_tokens_of_one_row_are_scored_as_each_alone(num_top: int) -> None:
-    logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)).round(decimals=1)  # with equals
-    token_ids = torch.cat((logits.topk(20).indices, logits.argmin().unsqueeze(0)))
-    alone = token_logprobs(logits.expand(len(token_ids), -1), token_ids, [num_top] * len(token_ids))
-    together = logprobs_of_row(logits, token_ids, num_top)
-    assert [(known.rank, [token_id for token_id, _ in known.top]) for known in together] == [
-        (known.rank, [token_id for token_id, _ in known.top]) for known in alone
-    ]
-    assert [known.logprob for known in together] == pytest.approx([known.logprob for known in alone])
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, 3), (2, 2)])
+def test_a_bad_word_of_several_tokens_is_allowed_where_no_other_token_is_left(min_tokens: int, expected: int) -> None:
+    """Bad words are [1, 2], [1, 0] and [1]; token 3 ends the output, which `min_tokens` forbids."""
+    snapshot = SamplingSnapshot(
+        RequestId("r"),
+        SamplingParams(temperature=0.0, bad_words=["…"], stop_token_ids=[3], min_tokens=min_tokens),
+        seed=0,
+        num_prompt_tokens=0,
+        bad_word_ids=((1, 2), (1, 0), (1,)),
+    )
+    state = SamplingState.of(snapshot, np.array([1]))
+    assert Sampler().sample(torch.tensor([[2.0, 4.0, 3.0, 1.0]]), SamplingBatch.of([state], [1])).token_ids == (
+        expected,
+    )
+
+
+@each_choice
+def test_beams_are_ranked_after_penalties_and_report_what_the_model_said(choice: Choice) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3)) * 3
+    output = logits.topk(7).indices[:, :7]  # most of what the model finds likeliest was said before
+    params = SamplingParams(use_beam_search=True, n=4, temperature=0.0, logprobs=3, repetition_penalty=1.5)
+    states = []
+    for row in output.tolist():
+        snapshot = SamplingSnapshot(RequestId("r"), params, seed=0, num_prompt_tokens=0, num_candidates=8)
+        states.append(SamplingState.of(snapshot, np.array(row)))
+    batch = SamplingBatch.of(states, [7, 7])
+    result = Sampler(choice).sample(logits, batch)
+    ranked = logits.log_softmax(-1)
+    adjust(ranked, batch)
+    for i, best in enumerate(ranked.sort(descending=True).indices[:, :4]):
+        candidates = result.candidates[i]
+        assert [candidate.token_id for candidate in candidates] == best.tolist()
+        assert [candidate.logprob for candidate in candidates] == pytest.approx(ranked[i, best].tolist(), abs=1e-4)
+        expected = token_logprobs(logits[i].expand(4, -1), best, [3] * 4)
+        for candidate, known in zip(candidates, expected, strict=True):
+            assert candidate.logprobs is not None
+            assert candidate.logprobs.rank == known.rank
+            assert [token_id for token_id, _ in candidate.logprobs.top] == [token_id for token_id, _ in known.top]
+            assert candidate.logprobs.logprob == pytest.approx(known.logprob, abs=1e-4)
 
 
 def test_bad_words_are_found_by_the_token_before_their_last() -> None:

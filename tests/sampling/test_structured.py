@@ -84,10 +84,10 @@ def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
     for choice in [*choices, 0]:
         anew = made_anew(state)
         assert anew.grammar is not None
-        assert grammar.is_broad == anew.grammar.is_broad
+        assert grammar.in_free_text == anew.grammar.in_free_text
         allowed = allowed_by_mask(anew)
         assert allowed_by_mask(state) == allowed
-        if grammar.is_broad:
+        if grammar.in_free_text:
             assert {token_id for token_id in range(VOCAB) if grammar.takes(token_id, follow=False)} == allowed
         token_id = sorted(allowed)[choice % len(allowed)]
         if token_id in grammar.eos_token_ids:
@@ -99,7 +99,7 @@ def test_what_a_grammar_says_of_the_next_token_depends_on_the_output_alone(
             assert grammar.token_ids[position:] == [token_id, *forced.get(0, ())]
             if forced and forced[0][-1] in grammar.eos_token_ids:
                 return
-            assert (grammar.mask is None) == grammar.is_broad
+            assert (grammar.mask is None) == grammar.in_free_text
 
 
 def test_free_text_is_drawn_without_a_mask_and_names_under_one() -> None:
@@ -107,12 +107,12 @@ def test_free_text_is_drawn_without_a_mask_and_names_under_one() -> None:
     state = state_of(wanted)
     grammar = state.grammar
     assert isinstance(grammar, GrammarState)
-    assert not grammar.is_broad
+    assert not grammar.in_free_text
     state = SamplingState.of(
         state.snapshot, np.array(tokenizer().encode("name=", add_special_tokens=False)), compiler()
     )
     assert state.grammar is not None
-    assert state.grammar.is_broad
+    assert state.grammar.in_free_text
 
 
 def drawn(state: SamplingState, logits: torch.Tensor) -> int:
@@ -166,3 +166,31 @@ def test_a_second_number_is_another_and_as_reproducible() -> None:
     assert (again[::2] == first[::2]).all()
     assert (again[1::2] != first[1::2]).all()
     assert abs(np.corrcoef(uniforms(seeds, positions, np.ones(64, dtype=np.bool_)), first)[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("wanted", "output", "goes_on"),
+    [
+        ({"type": "number"}, "1" * 39, True),
+        ({"type": "number"}, "-" + "1" * 40, False),
+        ({"type": "number", "minimum": 0, "maximum": 9}, "5." + "3" * 40, False),
+        ({"type": "number"}, "1" * 30 + "." + "1" * 30, True),
+        ({"type": "string"}, '"' + "1" * 40, True),
+        ({"type": "string", "pattern": "^[0-9]{64}$"}, '"' + "1" * 40, True),
+        ({"type": "string", "pattern": "^[0-9]*$"}, '"' + "1" * 40, True),
+    ],
+)
+def test_a_number_ends_after_many_digits_where_it_may(wanted: dict[str, object], output: str, goes_on: bool) -> None:
+    snapshot = state_of(StructuredOutputsParams(json=wanted)).snapshot
+    written = np.array(tokenizer().encode(output, add_special_tokens=False))
+    allowed = allowed_by_mask(SamplingState.of(snapshot, written, compiler()))
+    digits = {tokenizer().encode(digit, add_special_tokens=False)[0] for digit in "0123456789"}
+    assert bool(allowed & digits) == goes_on
+    assert allowed
+
+
+def test_digits_of_other_grammars_have_no_end() -> None:
+    snapshot = state_of(StructuredOutputsParams(regex="[0-9]+")).snapshot
+    written = np.array(tokenizer().encode("1" * 60, add_special_tokens=False))
+    allowed = allowed_by_mask(SamplingState.of(snapshot, written, compiler()))
+    assert tokenizer().encode("1", add_special_tokens=False)[0] in allowed

@@ -12,7 +12,7 @@ from octavo.errors import LogitsError
 from octavo.sampling.choice import Choice, TorchChoice
 from octavo.sampling.sampler import Sampler
 from tests.attention.triton_device import DEVICE, needs_triton
-from tests.sampling.test_sampler import batch_of, make_sequence
+from tests.sampling.draws import batch_of, make_sequence
 
 pytestmark = needs_triton
 
@@ -101,3 +101,10 @@ def test_tokens_are_scored_as_torch_does_with_equals_by_rising_id() -> None:
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
         assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in theirs.top]
         assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [32, 33])
+def test_the_kernel_for_masks_is_compiled_by_a_draw_of_the_only_token_allowed(vocab_size: int) -> None:
+    from octavo.sampling.triton_choice import draw_masked_row
+
+    assert draw_masked_row(vocab_size, torch.device(DEVICE)) == vocab_size - 1

@@ -38,7 +38,7 @@ def test_a_step_ahead_computes_what_the_one_in_flight_draws() -> None:
     assert all(request.finished for request in requests), "nobody computed a sixth time"
 
 
-def test_whoever_reaches_its_longest_length_is_left_out() -> None:
+def test_a_sequence_that_reaches_its_maximum_length_is_left_out() -> None:
     engine = Engine()
     short, long = engine.add(3, max_tokens=4), engine.add(3, max_tokens=7)
     engine.step()
@@ -46,7 +46,7 @@ def test_whoever_reaches_its_longest_length_is_left_out() -> None:
     assert (short.sequences[0].num_output_tokens, long.sequences[0].num_output_tokens) == (4, 7)
 
 
-def test_what_is_computed_for_whoever_has_ended_is_dropped_and_charged_to_nobody() -> None:
+def test_tokens_computed_for_an_ended_request_are_dropped_and_not_charged() -> None:
     engine = Engine()
     turns = engine.scheduler.turns = make_turns("vtc", engine.kv)
     assert turns is not None
@@ -75,7 +75,7 @@ def test_draws_that_follow_tokens_are_awaited_until_their_request_has_ended(para
     assert len(run_ahead(engine, most=4)) == 4
 
 
-def test_whoever_could_be_admitted_is_not_passed_by_a_step_ahead() -> None:
+def test_no_step_is_planned_ahead_while_a_request_could_be_admitted() -> None:
     engine = Engine()
     engine.add(3, max_tokens=40)
     engine.step()
@@ -87,7 +87,7 @@ def test_whoever_could_be_admitted_is_not_passed_by_a_step_ahead() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"num_blocks": 6}, {"max_num_seqs": 1}], ids=str)
-def test_whoever_finds_no_room_stops_no_step_ahead_and_has_the_first_that_is_free(limits: dict[str, int]) -> None:
+def test_a_request_without_room_stops_no_step_ahead_and_gets_the_first_free_place(limits: dict[str, int]) -> None:
     engine = Engine(**limits)
     engine.add(4, max_tokens=9)
     engine.step()
@@ -101,7 +101,7 @@ def test_whoever_finds_no_room_stops_no_step_ahead_and_has_the_first_that_is_fre
     engine.run()
 
 
-def test_blocks_that_run_out_are_taken_from_somebody_only_once_the_step_is_awaited() -> None:
+def test_preemption_for_blocks_waits_until_the_step_in_flight_is_done() -> None:
     engine = Engine(num_blocks=6)
     requests = [engine.add(4, max_tokens=12) for _ in range(2)]
     engine.step()

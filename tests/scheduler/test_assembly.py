@@ -139,7 +139,13 @@ def test_limits_beyond_the_options_can_be_given() -> None:
     assert (limits.max_model_len, limits.watermark, limits.headroom_tokens) == (64, 0.5, 3)
 
 
-def test_nobody_else_joins_a_cache_and_a_scheduler() -> None:
+def test_more_headroom_is_held_where_tenants_take_turns() -> None:
+    configs = [EngineConfig(scheduling_policy=policy) for policy in ("fcfs", "vtc", "dlpm")]
+    found = [assemble_scheduler(config, cache(), 64) for config in configs]
+    assert [scheduler.config.headroom_tokens for scheduler in found] == [32, 96, 96]
+
+
+def test_only_assembly_joins_a_cache_and_a_scheduler() -> None:
     """Neither in the package nor in benchmarks: whoever did would drop options silently."""
     package = Path(octavo.__file__).parent
     files = [*package.rglob("*.py"), *(package.parents[1] / "benchmarks").glob("*.py")]

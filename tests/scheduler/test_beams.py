@@ -43,7 +43,7 @@ class Engine:
             watermark=0.0,
             headroom_tokens=headroom_tokens,
         )
-        self.scheduler = Scheduler(limits, self.kv, victims=make_victim_policy(victim, self.kv.restore_cost))
+        self.scheduler = Scheduler(limits, self.kv, victims=make_victim_policy(victim, self.kv.holdings.restore_cost))
 
     def add(self, prompt: list[int], width: int = 4, **params: Any) -> Request:
         params = {"max_tokens": 10, "n": width, **params}

@@ -45,7 +45,7 @@ def test_a_more_urgent_request_takes_blocks_only_where_that_suffices() -> None:
 
 
 @pytest.mark.parametrize("priorities", [(0, 0), (0, 1)])
-def test_nobody_takes_the_place_of_those_who_are_as_urgent_or_more(priorities: tuple[int, int]) -> None:
+def test_no_request_takes_the_place_of_one_as_urgent_or_more(priorities: tuple[int, int]) -> None:
     server = Server("priority", seqs=1)
     first = urgent(server, priorities[0], 8, 30)
     server.step()
@@ -54,7 +54,7 @@ def test_nobody_takes_the_place_of_those_who_are_as_urgent_or_more(priorities: t
     assert (running(first), running(second)) == (True, False)
 
 
-def test_whoever_waits_long_enough_goes_ahead_of_the_more_urgent() -> None:
+def test_a_request_that_waited_long_enough_goes_ahead_of_more_urgent_ones() -> None:
     server = Server("priority", seqs=1)
     patient = urgent(server, 1, 8, 4)
     for _ in range(58):

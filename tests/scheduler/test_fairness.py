@@ -143,7 +143,7 @@ def test_large_requests_get_their_share_of_a_pool_that_one_of_them_nearly_fills(
     work=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=25),
     seqs=st.integers(1, 6),
 )
-def test_nothing_idles_while_somebody_waits_and_everybody_ends(
+def test_nothing_idles_while_a_request_waits_and_every_request_ends(
     policy: str, work: list[tuple[str, int, int]], seqs: int
 ) -> None:
     server = Server(policy, seqs=seqs)
@@ -206,6 +206,32 @@ def test_prompts_of_a_tenant_that_sends_little_are_computed_first_however_many_p
     while not quiet.sequences[0].num_output_tokens:
         server.step()
     assert not busy.sequences[0].num_output_tokens
+
+
+def test_a_prompt_that_comes_later_takes_little_of_a_step_from_one_of_a_tenant_that_received_less() -> None:
+    server = Server(seqs=8, budget=32)
+    for _ in range(4):
+        server.add("busy", 30, 2)
+        while server.scheduler.has_work:
+            server.step()
+    quiet = server.add("quiet", 60, 2)
+    server.step()
+    server.add("busy", 30, 2)
+    server.step()
+    assert quiet.sequences[0].num_output_tokens == 1
+
+
+def test_a_preempted_sequence_comes_back_before_tenants_a_little_behind() -> None:
+    counter = VirtualTokenCounter()
+    preempted, other = make_request([1] * 10, tenant="a").sequences[0], make_request([1] * 10, tenant="b").sequences[0]
+    preempted.num_preemptions = 1
+    heads = {"a": preempted, "b": other}
+    for tenant in heads:
+        counter.arrive(tenant, 1.0, [])
+    counter.charge("a", 9)
+    assert counter.ranked(heads) == ["a", "b"]
+    counter.charge("a", 2)
+    assert counter.ranked(heads) == ["b", "a"]
 
 
 def test_what_was_received_of_late_halves_with_time() -> None:

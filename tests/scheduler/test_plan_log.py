@@ -89,9 +89,9 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) 
     assert 0 < len(list(read_plans(path))) < whole == 200
 
 
-def test_what_is_no_recording_and_what_cannot_be_written_are_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("something else\n")
-    with pytest.raises(ConfigError, match="no recording of plans of version 1"):
+    with pytest.raises(ConfigError, match="not a recording of plans of version 1"):
         list(read_plans(tmp_path / "other"))
     with pytest.raises(ConfigError, match="record_plans: cannot write"):
         PlanLog(tmp_path / "missing" / "plans", {})

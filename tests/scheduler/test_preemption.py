@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
-from octavo.kvcache.preempted import RestoreCost
+from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.preemption import (
     VICTIM_POLICIES,
@@ -76,7 +76,7 @@ def test_swapping_is_chosen_where_two_copies_of_the_blocks_cost_less_than_the_to
 
 def swapping_engine(num_host_blocks: int = 20, speed: RestoreSpeed | None = None, **cache: Any) -> Engine:
     engine = Engine(num_blocks=1 + 6, num_host_blocks=num_host_blocks, **cache)
-    mode = Swap() if speed is None else CheaperWay(engine.kv.restore_cost, speed)
+    mode = Swap() if speed is None else CheaperWay(engine.kv.holdings.restore_cost, speed)
     engine.scheduler = Scheduler(engine.scheduler.config, engine.kv, preemption=mode)
     return engine
 

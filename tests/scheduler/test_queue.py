@@ -147,7 +147,7 @@ def test_one_that_was_overtaken_often_enough_is_next() -> None:
     max_overtakes=st.integers(0, 6),
     window=st.integers(1, 8),
 )
-def test_nobody_starves_whatever_stream_of_better_prefixes_arrives_behind(
+def test_no_request_starves_behind_a_stream_of_better_prefixes(
     line: list[tuple[int, str]], stream: list[tuple[int, str]], max_overtakes: int, window: int
 ) -> None:
     queue = by_prefix(max_overtakes, window)

@@ -168,7 +168,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
     assert second.num_cached_tokens == 0, "what a request saves by preemption is no cache hit of its prompt"
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     engine = Engine(num_blocks=1 + 6, prefix_caching=False)
     first, _second = engine.add(11), engine.add(11)
     for _ in range(2):
@@ -282,6 +282,27 @@ def test_a_shared_prompt_is_computed_once() -> None:
     third = engine.add(prompt)
     assert shares(engine.step())[third.request_id] == 2
     assert (first.num_cached_tokens, second.num_cached_tokens, third.num_cached_tokens) == (0, 0, 16)
+
+
+def test_a_long_cached_prefix_is_looked_up_over_steps_in_which_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.scheduler.admission.LOOKED_UP_PER_STEP", 8)
+    engine = Engine()
+    engine.add(prompt := list(range(81)), max_tokens=1)
+    engine.run()
+    stream, again = engine.add(3), engine.add(prompt)
+    steps = [shares(engine.step()) for _ in range(5)]
+    assert all(stream.request_id in step for step in steps)
+    # 20 blocks: 8, 8 and 4, half of what a step looks up at most, so they are taken in the next.
+    assert [step.get(again.request_id, 0) for step in steps] == [0, 0, 0, 1, 1]
+    assert again.num_cached_tokens == 80
+    # With nothing to compute meanwhile, the plans are empty, and the scheduler says why.
+    engine.scheduler.end_request(stream.request_id)
+    engine.scheduler.end_request(again.request_id)
+    third = engine.add(prompt)
+    while not engine.step():
+        assert engine.scheduler.is_looking_up
+    assert third.num_cached_tokens == 80
+    engine.run()
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:

@@ -57,6 +57,7 @@ LIMITS: dict[str, Any] = {
     "victim": st.sampled_from(VICTIM_POLICIES),
     "headroom": st.sampled_from([0, 0, 3]),
     "itl_slo_ms": st.sampled_from([None, None, 20.0]),
+    "looked_up_per_step": st.sampled_from([1, 1 << 14]),
     # Floor and cap of the second tenant, and the floor of the first, as parts of the pool.
     "kv_shares": st.sampled_from([None, None, (0.5, None, 0.0), (0.0, 0.5, 0.0), (0.3, 0.6, 0.3), (0.5, 0.5, 0.5)]),
 }
@@ -129,8 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv_shares: tuple[float, float | None, float] | None,
         num_prefix_blocks: int = 0,
         demotion: str = "on_evict",
+        looked_up_per_step: int = 1 << 14,
     ) -> None:
         self.clock = Clock()
+        self.looking_up = patch("octavo.scheduler.admission.LOOKED_UP_PER_STEP", looked_up_per_step)
+        self.looking_up.start()
         caching = (prefix_cache is not None, prefix_cache or "", eviction)
         kv = make_manager(
             num_blocks,
@@ -145,11 +149,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             demotion=demotion,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
-        auto = CheaperWay(kv.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
+        auto = CheaperWay(kv.holdings.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
         modes = {"recompute": Recompute(), "swap": Swap(), "auto": auto}
         by_prefix = prefix_cache == "radix"
         turns = make_turns(policy, kv)
-        victims = make_victim_policy(victim, kv.restore_cost)
+        victims = make_victim_policy(victim, kv.holdings.restore_cost)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs,
@@ -301,7 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = self.scheduler.config
         assert plan.num_tokens == sum(plan.lengths) <= config.max_num_batched_tokens
         assert plan.num_rows <= self.scheduler.num_running <= config.max_num_seqs
-        assert bool(plan) == self.scheduler.has_work, "whoever has work makes progress"
+        makes_progress = bool(plan) or self.scheduler.is_looking_up
+        assert makes_progress == self.scheduler.has_work, "whoever has work makes progress"
 
     @rule(
         count=st.integers(2, 5),
@@ -531,6 +536,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Everything finishes within a bounded number of steps, and nothing leaks."""
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.finish_all()
+        finally:
+            self.looking_up.stop()
+
+    def finish_all(self) -> None:
         # A step may compute no more than one token, of a prompt again and again while beams fork.
         left = sum(not seq.finished for request in self.requests for seq in request.sequences)
         for _ in range(500 * left):
@@ -567,7 +578,7 @@ SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_co
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-def test_a_claim_that_its_victims_blocks_do_not_satisfy_takes_nobodys_place() -> None:
+def test_a_claim_that_its_victims_blocks_do_not_satisfy_preempts_nobody() -> None:
     """Two beams kept their blocks, a third was preempted in every other step for a request that never fitted."""
     machine = make_machine(num_blocks=12, block_size=4, layers=(FULL,), budget=4, headroom=0)
     machine.find(prompt=12, max_tokens=1, width=1)

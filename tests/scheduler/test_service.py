@@ -301,7 +301,7 @@ def test_a_crowd_is_admitted_in_parts_where_streams_wait_for_the_step(n: int) ->
     server.run()
 
 
-def test_a_crowd_that_nobody_waits_before_is_admitted_whole() -> None:
+def test_a_crowd_is_admitted_at_once_if_no_stream_waits() -> None:
     server = Server(20_001, seqs=256)
     crowd = [server.add(1, max_tokens=10) for _ in range(200)]
     server.step()
@@ -328,7 +328,7 @@ def test_few_tokens_of_prompts_are_scored_where_streams_wait_for_the_step() -> N
     server.run()
 
 
-def test_a_prompt_that_nobody_waits_beside_is_scored_whole() -> None:
+def test_a_prompt_is_scored_at_once_if_no_stream_waits() -> None:
     server = Server(20_001)
     server.add(1500, max_tokens=1, prompt_logprobs=5)
     assert scored_tokens(server.step()) == 1499

@@ -122,10 +122,14 @@ def test_a_request_that_its_cap_cannot_hold_is_refused_with_the_numbers(policy: 
     server.drain()
 
 
-def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numbers() -> None:
+def test_a_request_that_others_floors_leave_no_room_for_is_refused_with_the_numbers_of_its_own_tenant_alone() -> None:
     server = server_with({"a": KVLimits(floor=20), "b": KVLimits(floor=10)})
-    with pytest.raises(CapacityError, match=r"but of the 40 of the cache 30 are kept for other tenants \(kv_floor\)"):
+    with pytest.raises(CapacityError) as error:
         server.add("c", 44, 5)
+    assert str(error.value) == (
+        "44 prompt tokens and 5 output tokens need 12 KV blocks of 4 tokens, but at most 10 are available to this API "
+        "key's tenant"
+    )
     server.add("a", 59, 5)
     server.drain()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +39,11 @@ def test_interpreted_it_runs_tests_and_benchmark_and_writes_what_it_found(
     monkeypatch.setattr("sys.argv", argv)
     assert script.main() == 0
     report: dict[str, Any] = json.loads(file.read_text())
-    assert report["tests"] == {"passed": 1, "failed": 0, "skipped": 0, "failures": []}
+    tests = report["tests"]
+    assert (tests["passed"], tests["failed"], tests["skipped"], tests["failures"]) == (2, 0, 0, [])
+    assert report["is_complete"]
     assert report["left_out"] == []
-    assert [row["name"] for row in report["attention"]] == ["decode 2 x 300", "prefill 20"]
+    assert [row["name"] for row in report["attention"]] == ["decode 2 x 300", "decode 1 x 600, 1 x 20", "prefill 20"]
     assert all(row["seconds"] > 0 for kind in ("kernels", "decode", "transformers") for row in report[kind])
     assert {"rms_norm", "copy blocks", "decode int4", "draw all"} <= {row["name"] for row in report["kernels"]}
     assert [row["num_seqs"] for row in report["decode"]] == [1, 2]
@@ -56,39 +60,73 @@ def test_without_a_gpu_it_says_so(
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_what_fails_or_has_no_time_is_named_and_the_rest_goes_on(script: ModuleType) -> None:
-    report: dict[str, Any] = {"left_out": [], "rows": [1]}
-
-    def fails() -> dict[str, Any]:
-        raise ValueError("too large")
-
-    script.guarded(report, "one", script.Clock(float("inf")), 1, fails)
-    script.guarded(report, "two", script.Clock(0.0), 1, fails)
-    script.guarded(report, "three", script.Clock(float("inf")), 1, lambda: {"rows": [2], "limit": 3})
-    assert report["left_out"] == ["one (ValueError: too large)", "two (no time)"]
-    assert (report["rows"], report["limit"]) == ([1, 2], 3)
+@pytest.fixture
+def report(script: ModuleType, tmp_path: Path) -> Any:
+    return script.Report(tmp_path / "gpu.json", 0.0, {"left_out": []})
 
 
-def test_a_part_that_ends_its_process_says_how(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(code: str, seconds: float = 30) -> dict[str, Any]:
-        return script.in_a_process([sys.executable, "-S", "-c", code], seconds)
-
-    assert run("print('a table'); print('{\"rows\": []}')") == {"rows": []}
-    assert capsys.readouterr().out == "a table\n"
-    with pytest.raises(RuntimeError, match="ended with 1: illegal address"):
-        run("raise SystemExit('illegal address')")
-    with pytest.raises(RuntimeError, match="not done after 0 s"):
-        run("import time; time.sleep(9)", 0.1)
-
-
-def test_a_file_of_tests_that_is_not_done_in_time_is_a_failure_of_its_own(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_what_fails_or_has_no_time_is_named_and_the_rows_before_it_are_kept(
+    script: ModuleType, report: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(script, "TESTS_S", 0.0)  # a second each
-    report = script.run_tests(["tests/engine/test_core.py"])
-    assert report == {
-        "passed": 0, "failed": 1, "skipped": 0, "failures": ["tests/engine/test_core.py: not done after 1 s"],
-    }  # fmt: skip
+    def rows(fails: bool) -> Iterator[dict[str, Any]]:
+        yield {"rows": [1]}
+        if fails:
+            raise ValueError("too large")
+        yield {"rows": [2], "limit": 3}
+
+    script.guarded(report, "one", script.Clock(float("inf")), 1, lambda: rows(True))
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == [1]
+    script.guarded(report, "two", script.Clock(0.0), 1, lambda: rows(True))
+    script.guarded(report, "three", script.Clock(float("inf")), 1, lambda: rows(False))
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["left_out"] == ["one (ValueError: too large)", "two (no time)"]
+    assert (found["rows"], found["limit"]) == ([1, 1, 2], 3)
+
+
+def test_a_process_that_fails_or_hangs_is_ended_and_what_it_said_before_is_there(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(code: str, seconds: float = 30, silent_s: float = 30) -> tuple[list[str], str]:
+        lines: list[str] = []
+        try:
+            lines.extend(script.lines_of([sys.executable, "-S", "-c", code], seconds, silent_s))
+        except RuntimeError as error:
+            return lines, str(error)
+        return lines, ""
+
+    assert run("print('a table'); print('a row')") == (["a table", "a row"], "")
+    row = "print('@row {\"rows\": []}')"
+    assert list(script.rows_of([sys.executable, "-S", "-c", f"print('a table'); {row}"], 30)) == [{"rows": []}]
+    assert capsys.readouterr().out == "a table\n"
+    assert run("raise SystemExit('illegal address')")[1] == "ended with 1: illegal address"
+    assert run("import os; os.abort()")[1] == "ended with -6: "
+    begun = "import time; print('begun', end='', flush=True); time.sleep(9)"
+    assert run(begun, silent_s=1.4) == (["begun"], "silent for 1 s")
+    assert run(begun, 0.0) == ([], "not done after 0 s")
+
+
+FAILING = """
+import os, pytest
+def test_good(): pass
+def test_bad(): assert 1 + 1 == 3
+@pytest.mark.parametrize("how", ["in a row", "b"])
+def test_dies(how):
+    if how == "b": os.abort()
+def test_last(): pass
+"""
+
+
+def test_after_a_test_that_fails_or_ends_its_process_the_others_run(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "test_failing.py"
+    file.write_text(FAILING)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    found = script.run_file(file.name, script.Clock(time.perf_counter() + 60))
+    assert (found["passed"], found["failed"], found["skipped"]) == (3, 2, 0)
+    bad, dies = found["failures"]
+    assert bad == "test_failing.py::test_bad: assert (1 + 1) == 3"
+    assert dies.startswith("test_failing.py::test_dies[b]: ended with -6")
 
 
 def test_the_tests_it_runs_are_there(script: ModuleType) -> None:

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,8 +92,8 @@ class InlineWorker:
     def __init__(self, reader: bytes) -> None:
         self._reader = pickle.loads(reader)
 
-    def read(self, method: str, raw: bytes, seconds: float) -> Any:
-        succeeded, value = pickle.loads(body_worker._answer(self._reader, method, raw))
+    def read(self, method: str, parts: Sequence[bytes], seconds: float) -> Any:
+        succeeded, value = pickle.loads(body_worker._answer(self._reader, method, b"".join(parts)))
         if succeeded:
             return value
         raise value

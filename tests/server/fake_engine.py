@@ -171,7 +171,7 @@ class FakeEngine:
         self.cached.add(tuple(prompt))
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *(_logprobs(i, params.prompt_logprobs) for i in prompt[1:])]
+            prompt_logprobs = [None, *(logprobs_of(i, params.prompt_logprobs) for i in prompt[1:])]
         longest = max(len(line) for line in lines)
         whole: dict[int, CompletionOutput] = {}
         for step in range(longest):
@@ -210,7 +210,7 @@ class FakeEngine:
             pending += b"" if token_id == EOS else bytes([token_id])
             delta = CompletionOutput(index, token_ids=[token_id])
             if params.logprobs is not None:
-                delta.logprobs = [_logprobs(token_id, params.logprobs)]
+                delta.logprobs = [logprobs_of(token_id, params.logprobs)]
             with suppress(UnicodeDecodeError):  # half a character is not sent
                 delta.text, pending = pending.decode(), b""
             deltas.append(delta)
@@ -242,6 +242,6 @@ def _append(whole: CompletionOutput, new: CompletionOutput) -> None:
     whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
 
 
-def _logprobs(token_id: int, top: int) -> TokenLogprobs:
+def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
     """The chosen token is always the likeliest; its neighbours follow."""
     return TokenLogprobs(-0.25, 1, tuple(((token_id + k) % 128, -0.25 - k) for k in range(top)))

@@ -9,7 +9,7 @@ from octavo.errors import RequestError
 from octavo.request import FinishReason
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import render_chat
-from tests.server.fake_engine import EOS, ByteTokenizer, FakeEngine
+from tests.server.fake_engine import EOS, ByteTokenizer, FakeEngine, logprobs_of
 
 # A template that shows how it calls: Hermes' and Qwen's way.
 TEMPLATE = """{% if tools %}#tools: {{ tools | tojson }}
@@ -63,4 +63,7 @@ class ScriptedEngine(FakeEngine):
             deltas[-1].finish_reason = FinishReason.LENGTH
         else:
             deltas.append(CompletionOutput(index, "", [EOS], finish_reason=FinishReason.STOP))
+        if params.logprobs is not None:
+            for delta in deltas:
+                delta.logprobs = [logprobs_of(token_id, params.logprobs) for token_id in delta.token_ids]
         return deltas

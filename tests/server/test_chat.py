@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from octavo.server.ignored_fields import IGNORED_HEADER
 from tests.server.conftest import Running, rendered
 from tests.server.fake_engine import FakeEngine
+from tests.server.scripted_engine import ScriptedEngine
 from tests.server.test_completions import events
 
 PATH = "/v1/chat/completions"
@@ -144,6 +146,57 @@ def test_features_that_are_switched_off_are_accepted(server: Running) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     chat(server, tools=[tool], tool_choice="none", response_format={"type": "text"}, modalities=["text"])
     chat(server, tools=[], tool_choice="auto", audio=None, functions=None, parallel_tool_calls=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "top_logprobs": 0},
+        {"function_call": "none", "prompt_cache_options": {"mode": "implicit"}, "stop": None, "store": True},
+        {"service_tier": "auto", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"},
+    ],
+)
+def test_fields_that_change_no_answer_pass_without_a_warning(server: Running, fields: dict[str, Any]) -> None:
+    answer = server.post(PATH, {"messages": [USER], "max_tokens": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    assert IGNORED_HEADER not in answer.headers
+
+
+def test_refusals_and_parts_of_the_newer_api_are_text(server: Running) -> None:
+    refused = {"role": "assistant", "content": None, "refusal": "no"}
+    parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}
+    newer = {"role": "user", "content": [{"type": "input_text", "text": "why"}]}
+    chat(server, USER, refused, USER, parts, newer)
+    assert "assistant: no" in rendered(server)
+    assert "assistant: never" in rendered(server)
+    assert "user: why" in rendered(server)
+
+
+def test_a_template_that_knows_no_developer_gets_a_system_message(start_server: Any) -> None:
+    messages = [{"role": "developer", "content": "be brief"}, USER]
+    server = start_server(ScriptedEngine("x"))
+    chat(server, *messages)
+    assert rendered(server).startswith("#system: be brief#user: ")
+    knowing = start_server(
+        ScriptedEngine("x", template="{% for m in messages %}{{ m.role }}{% endfor %}{# developer #}")
+    )
+    chat(knowing, *messages)
+    assert rendered(knowing) == "developeruser"
+
+
+def test_no_effort_of_reasoning_is_no_thinking(start_server: Any) -> None:
+    server = start_server(
+        ScriptedEngine("x", template="{{ messages[0].content }} {{ enable_thinking }} {{ verbosity }}")
+    )
+    chat(server, reasoning_effort="none", verbosity="low")
+    assert rendered(server).endswith(" False low")
+
+
+def test_tokens_may_be_named_by_their_ids(server: Running) -> None:
+    fields = {"max_tokens": 1, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    (entry,) = chat(server, **fields)["choices"][0]["logprobs"]["content"]
+    assert entry["token"].startswith("token_id:")
+    assert entry["top_logprobs"][0]["token"].startswith("token_id:")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from octavo.server.transport import _LINES_AT_ONCE, MAX_HEADER_BYTES
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
 
@@ -129,12 +132,74 @@ def test_a_large_body_has_the_time_that_its_size_takes(start: Callable[..., Runn
         assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What is handed to h11, in parts."""
+    parts: list[bytes] = []
+    receive = H11Protocol.data_received
+
+    def noted(protocol: H11Protocol, data: bytes) -> None:
+        parts.append(data)
+        receive(protocol, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", noted)
+    return parts
+
+
+def test_a_body_in_chunks_of_a_byte_is_parsed_a_few_lines_at_a_time(
+    start: Callable[..., Running], parsed: list[bytes]
+) -> None:
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 20_000) + b"0\r\n\r\n"
+    with connect(start()) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+        # One that was sent ahead, behind a body of many parts.
+        connection.sendall((HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks) * 2)
+        received = b""
+        while received.count(b"HTTP/1.1 200 ") < 2:
+            received += connection.recv(65536)
+    assert max(part.count(b"\n") for part in parsed) <= _LINES_AT_ONCE
+    assert sum(map(len, parsed)) > 3 * len(chunks)
+
+
+def test_of_a_body_in_chunks_of_a_byte_whose_client_leaves_the_rest_is_not_parsed(
+    start: Callable[..., Running], parsed: list[bytes]
+) -> None:
+    server = start()
+    sent = 0
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.setblocking(False)
+        with suppress(BlockingIOError):
+            while sent < 10_000_000:
+                sent += connection.send(b"1\r\n \r\n" * 10_000)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    wait_until(lambda: not server.server.server_state.connections, 15)
+    assert sum(map(len, parsed)) < sent
+
+
+def test_a_header_of_many_lines_is_refused_by_its_size(start: Callable[..., Running]) -> None:
+    with connect(start()) as connection:
+        connection.sendall(HEAD + b"A:\r\n" * (MAX_HEADER_BYTES // 4) + b"\r\n")
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_code(answer) == "invalid_http"
+
+
+def test_what_is_no_http_is_told_so_in_an_error_object(start: Callable[..., Running]) -> None:
+    with connect(start()) as connection:
+        connection.sendall(b"GET /\r\n\r\n")
+        answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_code(answer) == "invalid_http"
+
+
 def test_an_answer_that_takes_long_is_not_the_clients_fault(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(step_seconds=0.02), header_timeout=SHORT, body_timeout=SHORT, write_timeout=SHORT)
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 50}).status_code == 200
 
 
-def test_a_stream_that_nobody_reads_is_cut_and_its_request_ended(start: Callable[..., Running]) -> None:
+def test_an_unread_stream_is_cut_and_its_request_ended(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(max_model_len=30_000), write_timeout=SHORT)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from octavo.server.errors import ApiError, BodyTooLargeError
-from octavo.server.intake import FREE_BYTES, BodyIntake, TooManyBodiesError
+from octavo.server.intake import FREE_BYTES, BodyIntake, TooManyBodiesError, TooManyTenantBodiesError
 from octavo.server.keys import Client
 from tests.server.conftest import Running, wait_until
 from tests.server.test_connections import HEAD, connect
@@ -92,7 +92,11 @@ async def test_the_tenant_that_holds_the_most_makes_room_though_others_began_bef
     greedy = [Upload(bodies, "greedy") for _ in range(3)]
     for upload in greedy:
         await upload.send(FREE_BYTES + 40 * KIB)
-    assert isinstance(await greedy[0].error(), TooManyBodiesError)
+    error = await greedy[0].error()
+    assert isinstance(error, TooManyTenantBodiesError)
+    assert (error.status, error.code) == (429, "too_many_tenant_bodies")
+    assert dict(error.headers or {}) == {"Retry-After": "1"}
+    assert f"from this API key's tenant are larger than {50 * KIB} bytes together" in str(error)
     assert not quiet.task.done()
     for upload in (quiet, *greedy[1:]):
         upload.read.set()
@@ -116,6 +120,22 @@ async def test_a_body_that_has_come_whole_is_not_cut_and_counts_until_it_is_read
     assert await small.task == FREE_BYTES
     whole.read.set()
     assert await whole.task == FREE_BYTES + 90 * KIB
+    assert bodies.held == 0
+
+
+async def test_whether_the_server_or_its_tenant_holds_too_much_is_told_apart_by_half_of_the_limit() -> None:
+    bodies = intake()
+    whole = Upload(bodies, "greedy")
+    await whole.send(FREE_BYTES + 90 * KIB)
+    await whole.finish()
+    quiet = Upload(bodies, "quiet")
+    await quiet.send(FREE_BYTES + 20 * KIB)
+    assert isinstance(await quiet.error(), TooManyBodiesError)
+    own = Upload(bodies, "greedy")
+    await own.send(FREE_BYTES + 20 * KIB)
+    assert isinstance(await own.error(), TooManyTenantBodiesError)
+    whole.read.set()
+    await whole.task
     assert bodies.held == 0
 
 

@@ -63,7 +63,7 @@ def test_what_a_killed_server_left_is_replaced(path: str) -> None:
 
 def test_a_file_that_is_no_socket_is_left_alone(path: str) -> None:
     Path(path).write_text("mine")
-    with pytest.raises(ConfigError, match="a file that is no socket is there"):
+    with pytest.raises(ConfigError, match="that file exists, and is not a socket"):
         bind_unix(path)
     assert Path(path).read_text() == "mine"
 

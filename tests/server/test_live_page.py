@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +20,8 @@ from rich.console import Console
 from octavo.cli import main
 from octavo.commands.top_run import State, percentile
 from octavo.engine.live import ACTIVE, LiveView, block_codes
-from octavo.server.live_page import MOST_PAGES
+from octavo.server import live_page
+from octavo.server.live_page import MOST_PAGES, pause
 from tests.engine.tiny_engine import slow_down
 from tests.server.chromium import EXECUTABLE, HOW_TO_GET_IT, Page, chromium
 from tests.server.conftest import wait_until
@@ -140,7 +144,44 @@ def test_a_request_and_a_block_say_who_they_are(real: RealServer) -> None:
     assert real.client.get("/live/blocks/0").status_code == 404
 
 
-def test_the_page_is_in_the_package_and_asks_nobody_else_for_anything(real: RealServer) -> None:
+def test_a_page_is_sent_what_each_tier_holds(tmp_path: Path) -> None:
+    with real_server(num_blocks=33, kv_disk=str(tmp_path), kv_host_memory=1 << 20) as server:
+        server.complete(STORY, max_tokens=2)
+        first = events(server, 2)[1]
+        host = server.core.scheduler.kv.hierarchy.host
+        assert first["spec"]["host_blocks"] == host.num_slots > 0
+        assert first["tiers"] == [["disk", True, server.core.stats.stores[0].counters.stored, 0]]
+
+
+def test_the_colours_differ_for_the_colour_blind() -> None:
+    """In CIELAB, after the dichromats' matrices of Machado, Oliveira and Fernandes (2009)."""
+    script = (Path(live_page.__file__).with_name("static") / "page.js").read_text()
+    for name, shown in (("STATES", (0, 1, 2, 3, 5, 10)), ("TENANTS", range(8))):
+        found = re.search(rf"const {name} = (\[.*?\]);", script)
+        assert found is not None
+        colours = [json.loads(found[1])[i] for i in shown]
+        for sight, matrix in SIGHT.items():
+            for one, other in itertools.combinations(colours, 2):
+                assert np.linalg.norm(_lab(one, matrix) - _lab(other, matrix)) > 12, (sight, one, other)
+
+
+SIGHT = {
+    "normal": np.eye(3),
+    "protanopia": np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]),
+    "deuteranopia": np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]),
+    "tritanopia": np.array([[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]]),
+}
+
+
+def _lab(colour: str, sight: np.ndarray) -> np.ndarray:
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(to_xyz @ np.clip(sight @ linear, 0, 1) / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_the_page_is_in_the_package_and_loads_nothing_from_elsewhere(real: RealServer) -> None:
     for path, kind in (("/", "text/html"), ("/live/page.js", "text/javascript"), ("/live/page.css", "text/css")):
         answer = real.client.get(path)
         assert answer.status_code == 200
@@ -169,6 +210,29 @@ def test_only_an_admin_sees_the_data_of_a_server_with_keys() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "no_admin_key")
 
 
+@pytest.mark.parametrize("took", [1e-5, 1e-3, 0.05])
+def test_all_pages_together_take_less_than_a_hundredth_of_the_engines_time(took: float) -> None:
+    for num_pages in range(1, MOST_PAGES + 1):
+        assert num_pages * took / pause(took, num_pages) < 0.01
+        assert pause(took, num_pages) >= live_page.INTERVAL_S
+
+
+def test_a_page_counts_the_others_that_are_open(real: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def counting(took: float, num_pages: int) -> float:
+        counted.append(num_pages)
+        return 0.01
+
+    monkeypatch.setattr(live_page, "pause", counting)
+    with ExitStack() as pages:
+        kept = []
+        for _ in range(2):
+            kept.append(pages.enter_context(httpx.stream("GET", real.url + "/live/events")).iter_lines())
+            assert next(kept[-1])
+        wait_until(lambda: 2 in counted)
+
+
 def test_pages_are_few_and_hold_up_no_shutdown() -> None:
     with ExitStack() as pages, real_server({"shutdown_timeout": 60}, num_blocks=33) as server:
         kept = []
@@ -195,10 +259,11 @@ def test_top_shows_the_same_in_a_terminal(real: RealServer, capsys: pytest.Captu
 
 def test_top_follows_a_request_from_its_events_alone() -> None:
     state = State()
-    nothing = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 0, 0, 0]}
+    nothing: dict[str, Any] = {"totals": [0] * 5, "ttft": [0, 0], "itl": [0, 0], "counters": [1, 0, 0, 2, 0, 0]}
+    nothing["tiers"] = [["disk", False, 7, 5]]
     state.take({"model": "m", "ttft_bounds": [1.0], "itl_bounds": [1.0]})
     request = {"id": "r", "tenant": "alice", "prompt": 9, "max": 5, "cache": None, "progress": [0, 0, 0, 0]}
-    spec = {"num_blocks": 4, "block_bytes": 64}
+    spec = {"num_blocks": 4, "block_bytes": 64, "host_blocks": 8}
     state.take({"at": 1.0, "spec": spec, "all": ["0013", "0000"], "came": [request], **nothing})
     state.take({"at": 2.0, "blocks": [1, 5, 0], "moved": [["r", 1, 9, 3, 2, {"cached_tokens": 8}]], **nothing})
     console = Console(width=160, record=True, file=io.StringIO())
@@ -207,6 +272,8 @@ def test_top_follows_a_request_from_its_events_alone() -> None:
     assert "running, preempted 2 ×" in text
     assert "3 of 5" in text
     assert "shared 1 (64 B)" in text
+    assert "2 of 8 blocks (128 B)" in text
+    assert "7 blocks written, 5 read (closed after errors)" in text
     state.take({"at": 3.0, "gone": ["r"], **nothing})
     assert not state.requests
 
@@ -240,11 +307,14 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page
         thread.join()
     page.wait_for("document.querySelectorAll('#requests tr').length === 0")
     colours = page.value(
-        "[...new Uint32Array(document.getElementById('blocks').getContext('2d')"
-        ".getImageData(0, 0, 200, 20).data.buffer)].filter((v, i, all) => all.indexOf(v) === i).length"
+        "((blocks) => { const {width, height} = blocks, context = blocks.getContext('2d');"
+        "return new Set(new Uint32Array(context.getImageData(0, 0, width, height).data.buffer)).size; })($('blocks'))"
     )
     assert colours >= 3, "free, cached and what is between the cells"
-    page.value("document.getElementById('blocks').focus()")
+    left, top = page.value("(({left, top}) => [left, top])(document.getElementById('blocks').getBoundingClientRect())")
+    page.click(left + page.value("3 * cell") - 2, top + 2)
+    page.wait_for("document.getElementById('details').textContent.includes('Block 3')")
+    page.value("chosen = 1; document.getElementById('blocks').focus()")
     page.press("ArrowRight")
     page.press("Enter")
     page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
@@ -255,7 +325,7 @@ def test_a_page_survives_a_restart_of_the_server(page: Page) -> None:
     with real_server(num_blocks=65) as first:
         page.open(first.url)
         page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
-    page.wait_for("document.getElementById('status').textContent.includes('asking again')")
+    page.wait_for("document.getElementById('status').textContent.includes('trying again')")
     with real_server({"port": first.port}, num_blocks=33) as second:
         page.wait_for("codes.length === 33 && document.getElementById('status').textContent === 'live'")
         second.complete(STORY, max_tokens=4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
+import pydantic
 import pytest
 
 from tests.server.conftest import Running, rendered, running_server
@@ -159,6 +162,8 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"max_tokens": None}, "valid integer"),
         ({"stop_sequences": ["x"] * 17}, "17 stop strings, but at most 16"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"container": {"skills": []}}, "container is not supported"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 'output_config.format must be {"type": "json_schema"'),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"messages": [USER] * 4097}, "4097 messages, but at most 4096"),
     ],
@@ -173,6 +178,60 @@ def test_what_cannot_be_served_is_an_error_of_anthropics(server: Running, fields
         server.assert_nothing_runs()
 
 
+class City(pydantic.BaseModel):
+    name: str
+
+
+def test_the_form_of_an_answer_is_kept(start_server: Callable[..., Running]) -> None:
+    server = start_server(ScriptedEngine('{"name": "Paris"}'))
+    with client_of(server) as client:
+        asked: Any = {"model": "fake", "max_tokens": 100, "messages": [USER]}
+        assert client.messages.parse(**asked, output_format=City).parsed_output == City(name="Paris")
+        wanted = server.engine.received[-1]["params"].structured_outputs
+        assert wanted is not None
+        schema = json.loads(wanted.json)
+        assert schema["required"] == ["name"]
+        server.post(PATH, {**asked, "output_format": {"type": "json_schema", "schema": schema}})
+        assert server.engine.received[-1]["params"].structured_outputs == wanted
+
+
+def test_errors_before_a_body_is_read_are_anthropics_too(start_server: Callable[..., Running], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.ada]\nkeys = ["ada"]\nrequests_per_minute = 2\n')
+    keys.chmod(0o600)
+    server = start_server(FakeEngine(), keys_file=str(keys), max_body_size="1MiB")
+    body: Any = {"model": "fake", "max_tokens": 1, "messages": [USER]}
+    ada = {"x-api-key": "ada"}
+    answers = [
+        server.post(PATH, body),
+        server.client.get(PATH, headers=ada),
+        server.post(PATH + "/batches", body, headers=ada),
+        server.post(PATH, {**body, "system": "x" * (1 << 20)}, headers=ada),
+        server.post(PATH, body, headers=ada),
+        server.client.get("/v1/models/other", headers={**ada, "anthropic-version": "2023-06-01"}),
+    ]
+    found = [(answer.status_code, answer.json()["error"]["type"]) for answer in answers]
+    assert found == [
+        (401, "authentication_error"),
+        (405, "invalid_request_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (404, "not_found_error"),
+    ]
+    for answer in answers:
+        assert answer.json()["type"] == "error"
+        assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert list(server.client.get("/v1/models/other", headers=ada).json()) == ["error"]
+
+
+def test_anthropics_client_lists_the_models(client: anthropic.Anthropic, server: Running) -> None:
+    (model,) = client.models.list()
+    assert (model.type, model.id, model.display_name) == ("model", "fake", "fake")
+    assert client.models.retrieve("fake").created_at == model.created_at
+    assert server.client.get("/v1/models").json()["object"] == "list"
+
+
 def test_an_error_within_a_stream_is_an_event(start_server: Callable[..., Running]) -> None:
     server = start_server(FakeEngine(dies_after=3))
     with (
@@ -185,8 +244,8 @@ def test_an_error_within_a_stream_is_an_event(start_server: Callable[..., Runnin
 
 
 def test_unknown_fields_are_named(server: Running) -> None:
-    answer = server.post(PATH, {"model": "fake", "max_tokens": 5, "messages": [USER], "container": {"a": 1}})
-    assert answer.headers["X-Octavo-Ignored-Fields"] == "container"
+    answer = server.post(PATH, {"model": "fake", "max_tokens": 5, "messages": [USER], "speed": "fast"})
+    assert answer.headers["X-Octavo-Ignored-Fields"] == "speed"
 
 
 def test_ping_and_load(server: Running) -> None:

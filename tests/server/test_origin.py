@@ -40,7 +40,8 @@ def test_what_a_page_can_send_without_asking_is_refused(open_server: Running, co
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"]
+    "host",
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1].evil.example"],
 )
 def test_a_name_that_was_rebound_to_this_machine_is_not_served(open_server: Running, host: str) -> None:
     assert post(open_server, {**JSON, "Host": host}) == (421, "host_not_allowed")

@@ -52,7 +52,9 @@ def test_one_more_than_may_wait_is_a_503(crowded: RealServer, stream: bool) -> N
     assert int(response.headers["retry-after"]) >= 1
     error = error_of(response)
     assert (error["type"], error["code"]) == ("server_error", "queue_full")
-    assert error["message"] == "as many requests are waiting as may: 2 (--max-waiting-requests); try again later"
+    assert error["message"] == (
+        "the queue is full: 2 requests are waiting, the maximum (--max-waiting-requests); try again later"
+    )
 
 
 def test_the_openai_client_knows_a_full_queue(crowded: RealServer) -> None:
@@ -83,7 +85,10 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         assert narrow.core.scheduler.num_waiting_tokens == 60
         response = narrow.post("/v1/completions", {"prompt": [5] * 41})
         assert response.status_code == 503
-        assert "this request's 41 prompt tokens, more would be waiting than may: 100" in error_of(response)["message"]
+        assert (
+            "this request's 41 prompt tokens would exceed the maximum of 100 waiting tokens"
+            in error_of(response)["message"]
+        )
         hurry()
         assert running.result() == waiting.result() == 200
     assert narrow.core.scheduler.num_waiting_tokens == 0

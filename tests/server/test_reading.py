@@ -18,9 +18,9 @@ import pytest
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server import body_reading, body_worker
-from octavo.server.body_reading import LARGE_NICENESS, MEDIUM_BODY, SMALL_BODY, BodyReading
+from octavo.server.body_reading import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, BodyReading
 from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
-from octavo.server.reading import BodyReader
+from octavo.server.reading import BodyReader, frame
 from octavo.text.chat_template import MAX_RENDERED, render_chat
 from tests.server.conftest import KeptWorkers
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
@@ -45,6 +45,13 @@ class SlowTokenizer(ByteTokenizer):
     ) -> str:
         """By a template that the chat brings with it, which only a test may."""
         return render_chat(messages[0]["content"], messages, **variables)
+
+
+class PartsKept(body_reading._Workers):
+    """Reads nothing, and returns the parts of the body as they came."""
+
+    def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
+        return parts
 
 
 def reading(
@@ -119,6 +126,28 @@ def test_a_chat_however_short_is_rendered_in_another_process() -> None:
     assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize").content)["count"] == 2
 
 
+def test_a_chat_to_tokenize_whose_field_is_escaped_is_rendered_in_another_process() -> None:
+    bodies = reading()
+    raw = json.dumps(chat("crash")).replace("messages", r"\u006dessages").encode()
+    with pytest.raises(ApiError) as failure:
+        asyncio.run(bodies.read("tokenize", raw))
+    assert failure.value.status == 500
+
+
+@pytest.mark.parametrize("method", ["completion", "embedding"])
+def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) -> None:
+    field = {"completion": "prompt", "embedding": "input"}[method]
+    with pytest.raises(ApiError) as failure:
+        read(reading(), {field: ["crash", *["x"] * MANY_PARTS]}, method)
+    assert failure.value.status == 500
+
+
+def test_bodies_that_go_on_from_a_response_share_its_items_until_they_are_read() -> None:
+    bodies, items = reading(workers=PartsKept), b'{"role": "user", "content": "x"}' * 1000
+    parts = asyncio.run(bodies.read("next_response", *frame(items, b"", b"{}"), tenant="ada"))
+    assert any(part is items for part in parts)
+
+
 def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
     bodies = reading(seconds=1.0)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -184,7 +213,8 @@ class BlockedWorker:
     def __init__(self, *_: Any) -> None:
         self.is_alive, self.is_bloated = True, False
 
-    def read(self, method: str, raw: bytes, seconds: float) -> bytes:
+    def read(self, method: str, parts: tuple[bytes, ...], seconds: float) -> bytes:
+        raw = b"".join(parts)
         self.given.append(raw)
         assert raw[:3] != b"ada" or self.goes_on.wait(10)
         return raw
@@ -197,17 +227,17 @@ def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Monk
     bodies = reading(workers=body_reading._Workers)
 
     async def run() -> None:
-        slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, "ada")) for _ in range(9)]
+        slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, tenant="ada")) for _ in range(9)]
         while len(BlockedWorker.given) < 2:
             await asyncio.sleep(0.001)
         for _ in range(3):
-            assert await bodies.read("chat", b"ben" + b"x" * size, "ben")
+            assert await bodies.read("chat", b"ben" + b"x" * size, tenant="ben")
         assert [raw[:3] for raw in BlockedWorker.given] == [b"ada"] * 2 + [b"ben"] * 3
         slow[0].cancel()
         slow[-1].cancel()
         await asyncio.sleep(0)
         # Nobody waits for the first any more, but it is being read: its place is not free.
-        assert await bodies.read("chat", b"ben" + b"x" * size, "ben")
+        assert await bodies.read("chat", b"ben" + b"x" * size, tenant="ben")
         assert len(BlockedWorker.given) == 6
         BlockedWorker.goes_on.set()
         assert len(await asyncio.gather(*slow[1:-1])) == 7

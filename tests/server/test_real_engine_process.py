@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,18 +118,16 @@ def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess) -> None:
     *_, last, done = stream.all()
     assert done == "[DONE]"
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
-    assert said == "Octavo stops: waiting up to 30 s for 1 running request; once more leaves at once\n"
+    assert said == "Octavo stops: waiting up to 30 s for 1 running request; a second signal stops at once\n"
 
 
 def test_the_second_signal_leaves_at_once(tiny: ServerProcess) -> None:
     streams = [Reader(tiny, {**LONG, "n": 16}) for _ in range(3)]
     tiny.process.send_signal(signal.SIGINT)
     assert tiny.process.stderr is not None
-    while "once more leaves at once" not in tiny.process.stderr.readline():
+    while "a second signal stops at once" not in tiny.process.stderr.readline():
         pass
-    began = time.monotonic()
     tiny.leave(signal.SIGINT, 130)
-    assert time.monotonic() - began < 2
     assert all("[DONE]" not in stream.all() for stream in streams)
 
 
@@ -209,8 +206,8 @@ def unknown_architecture(folder: Path) -> Path:
 
 
 def unknown_type(folder: Path) -> Path:
-    path = folder / "iq2.gguf"
-    write_gguf(path, make_model("Llama"), quantization="IQ4_NL")
+    path = folder / "tq2.gguf"
+    write_gguf(path, make_model("Llama", hidden_size=256, intermediate_size=256), quantization="TQ2_0")
     return path
 
 
@@ -248,7 +245,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(tmp_path: P
         (no_model_at_all, "holds neither a config.json nor a GGUF file"),
         (cut_short, "truncated or corrupt"),
         (not_gguf, "GGUF"),
-        (unknown_type, "is stored as IQ4_NL; supported: F32"),
+        (unknown_type, "is stored as TQ2_0; supported: F32"),
         (broken_config, "config.json"),
         (weights_cut_short, "truncated or corrupt"),
     ],

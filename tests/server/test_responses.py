@@ -124,20 +124,132 @@ def test_a_response_that_is_not_to_be_stored_is_not(client: openai.OpenAI) -> No
     assert missing.value.param == "previous_response_id"
 
 
+@pytest.mark.parametrize("asks", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_a_texts_logprobs_are_those_of_its_own_tokens(client: openai.OpenAI, asks: dict[str, Any]) -> None:
+    whole: Any = client.responses.create(model="fake", input="weather?", tools=[TOOL], **asks)
+    entries = whole.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == whole.output_text == "Let me see."
+    assert {len(entry.top_logprobs) for entry in entries} == {asks.get("top_logprobs", 0)}
+    assert whole.top_logprobs == asks.get("top_logprobs", 0)
+    stored: Any = client.responses.retrieve(whole.id)
+    assert stored.output[0].content[0].logprobs == entries
+    events: list[Any] = list(client.responses.create(model="fake", input="weather?", tools=[TOOL], stream=True, **asks))
+    texts = [event for event in events if event.type == "response.output_text.delta"]
+    assert all("".join(entry.token for entry in event.logprobs) == event.delta for event in texts)
+    grown = [entry.to_dict() for event in texts for entry in event.logprobs]
+    assert grown == [entry.to_dict() for entry in entries]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.to_dict() for entry in done.logprobs] == grown
+    assert events[-1].response.output[0].content[0].logprobs == entries
+
+
+def test_logprobs_leave_out_reasoning_and_keep_tokens_that_are_parts_of_characters(
+    start_server: Callable[..., Running],
+) -> None:
+    server = start_server(
+        ScriptedEngine("<think>Hm.</think> Yes, \U0001f989.", per_token=1, template="<think></think>")
+    )
+    with client_of(server) as client:
+        message: Any = client.responses.create(model="fake", input="x", top_logprobs=1).output[1]
+    assert bytes(byte for entry in message.content[0].logprobs for byte in entry.bytes).decode() == "Yes, \U0001f989."
+
+
+def test_input_items_are_listed_a_page_at_a_time(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="fake", input="weather?", tools=[TOOL])
+    call = first.output[1]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain", "id": "fco_mine"}
+    second = client.responses.create(model="fake", input=[result, result], previous_response_id=first.id)
+    asked = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert asked.has_more
+    assert [item.id for item in asked] == [item.id for item in [*client.responses.input_items.list(second.id)][::-1]]
+    items: list[Any] = list(asked)
+    question, text, told, *results = items
+    assert (question.content[0].to_dict(), question.status) == ({"type": "input_text", "text": "weather?"}, "completed")
+    assert (text.id, told.id, told.name) == (first.output[0].id, call.id, "get_weather")
+    assert [item.output for item in results] == ["rain", "rain"]
+    assert results[0].id == "fco_mine" != results[1].id
+    (only,) = client.responses.input_items.list(first.id)
+    assert only.id == question.id
+
+
+def test_a_query_of_input_items_that_is_wrong_is_refused(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x")
+    for query, says in (({"limit": 101}, "between 1 and 100, got '101'"), ({"order": "up"}, '"asc" or "desc"')):
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.responses.input_items.list(answer.id, **query)
+    with pytest.raises(openai.NotFoundError, match="There is no item `msg_0`"):
+        client.responses.input_items.list(answer.id, after="msg_0")
+
+
+def test_items_may_be_referred_to_while_their_response_is_stored(client: openai.OpenAI, server: Running) -> None:
+    first = client.responses.create(model="fake", input="weather?", tools=[TOOL])
+    (question,) = client.responses.input_items.list(first.id)
+    text, call = first.output
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    given: Any = [{"type": "item_reference", "id": question.id}, {"id": text.id}, {"id": call.id}, result]
+    second = client.responses.create(model="fake", input=given, tools=[TOOL])
+    follow_up = client.responses.create(model="fake", input=[result], previous_response_id=first.id, tools=[TOOL])
+    assert second.usage == follow_up.usage
+    assert "#user: weather?#assistant: Let me see.<tool_call>" in rendered(server)
+    listed = client.responses.input_items.list(second.id, order="asc")
+    assert [item.id for item in listed][:3] == [question.id, text.id, call.id]
+    again: Any = [{"id": call.id}]
+    client.responses.create(model="fake", input=again, previous_response_id=first.id, tools=[TOOL])
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=f"There is no item `{question.id}`") as missing:
+        client.responses.create(model="fake", input=given)
+    assert (missing.value.param, missing.value.code) == ("input[0]", "item_not_found")
+
+
+def test_names_that_clients_choose_are_encoded_as_any_other(client: openai.OpenAI) -> None:
+    names = {"choices": "abc", "output": "def", "content": "g"}
+    assert client.responses.create(model="fake", input="x", metadata=names).metadata == names
+
+
 def test_another_tenants_response_is_not_there(start_server: Callable[..., Running]) -> None:
     server = start_server(FakeEngine(), api_key=["one-key", "another-key"])
     with client_of(server, "one-key") as one, client_of(server, "another-key") as other:
         answer = one.responses.create(model="fake", input="secret", max_output_tokens=3)
         unknown = "resp_" + "0" * 32
+        reference: Any = [{"type": "item_reference", "id": answer.output[0].id}]
         for asked in (answer.id, unknown):
             with pytest.raises(openai.NotFoundError) as missing:
                 other.responses.create(model="fake", input="x", previous_response_id=asked)
             assert missing.value.message.replace(asked, "") == missing.value.message.replace(asked, "")
-            for ask in (other.responses.retrieve, other.responses.delete):
+            for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
                 with pytest.raises(openai.NotFoundError):
                     ask(asked)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.create(model="fake", input=reference)
         assert one.responses.retrieve(answer.id).id == answer.id
         server.assert_nothing_runs()
+
+
+def test_fields_that_change_no_answer_pass_without_a_warning(server: Running) -> None:
+    fields: dict[str, Any] = {
+        "include": ["reasoning.encrypted_content"],
+        "stream_options": {"include_obfuscation": False},
+        "prompt_cache_retention": "24h",
+        "max_tool_calls": 3,
+        "top_logprobs": 0,
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "truncation": "disabled",
+    }
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    asked = [{"role": "user", "content": "x"}, refused, {"role": "user", "content": "why"}]
+    answer = server.post(PATH, {"model": "fake", "input": asked, **fields})
+    assert answer.status_code == 200, answer.text
+    assert "X-Octavo-Ignored-Fields" not in answer.headers
+    assert "#assistant: no" in rendered(server)
+
+
+def test_an_error_within_a_stream_is_an_event_of_its_own(start_server: Callable[..., Running]) -> None:
+    server = start_server(FakeEngine(dies_after=3))
+    text = server.post(PATH, {"input": "x", "stream": True}).text
+    *before, last = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+    assert "event: error\n" in text
+    assert (last["type"], last["code"], last["message"]) == ("error", "engine_dead", last["error"]["message"])
+    assert last["sequence_number"] == before[-1]["sequence_number"] + 1 == len(before)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +258,7 @@ def test_another_tenants_response_is_not_there(start_server: Callable[..., Runni
         ({"input": None}, "input", "a string or a list of items"),
         ({"input": [1]}, "input", "a string or a list of items"),
         ({"input": []}, "messages", "must not be empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference' is not supported"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]", "must have the id of an item, got None"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "'input_image'"),
         ({"input": [{"role": "user"}]}, "input[0]", "must have a text"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "messages", "4097 items, but at most 4096"),
@@ -154,6 +266,7 @@ def test_another_tenants_response_is_not_there(start_server: Callable[..., Runni
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"truncation": "some"}, "truncation", '"auto" or "disabled"'),
         ({"metadata": {"a": "x" * 65_536}}, "metadata", "65544 bytes of JSON, but at most 65536 are repeated"),
+        ({"top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),
         ({"max_output_tokens": 0}, "max_tokens", "at least 1, got 0"),
         ({"previous_response_id": "x" * 257}, "previous_response_id", "257 characters, but at most 256"),
     ],
@@ -177,7 +290,7 @@ def test_the_oldest_responses_make_room_within_a_tenant() -> None:
     assert store.size == 2800
 
 
-def test_whoever_stores_most_makes_room_for_others() -> None:
+def test_the_tenant_that_stores_most_makes_room_for_others() -> None:
     store = ResponseStore(4000, 3000)
     store.put("small", "a", stored(1000))
     for name in ("b", "c", "d", "e"):

@@ -51,6 +51,9 @@ def text(server: RealServer, **fields: Any) -> str:
         {"structured_outputs": {"json": SCHEMA, "regex": None}},
         {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
         {"guided_json": SCHEMA, "guided_decoding_backend": "guidance"},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"json_schema": SCHEMA},
         {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": " ?"},
     ],
 )
@@ -68,6 +71,7 @@ def test_json_of_a_schema(server: RealServer, fields: dict[str, Any]) -> None:
         ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"structured_outputs": {"grammar": 'root ::= "<" [ab] ">"'}}, "<[ab]>"),
         ({"guided_grammar": 'start: "<" /[ab]/ ">"'}, "<[ab]>"),
+        ({"grammar": 'root ::= "<" [ab] ">"'}, "<[ab]>"),
     ],
 )
 def test_other_forms(server: RealServer, fields: dict[str, Any], pattern: str) -> None:
@@ -112,7 +116,7 @@ def test_a_stream_adds_up_to_json(server: RealServer) -> None:
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one of .*json and regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "non-empty strings, got 1"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no valid JSON Schema"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not a valid JSON Schema"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_*", "more than once"),
         ({"guided_whitespace_pattern": " "}, "structured_outputs", "none of them"),
         ({"guided_json": {"not": {}}}, "structured_outputs", "Unimplemented keys"),

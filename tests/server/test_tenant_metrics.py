@@ -74,7 +74,7 @@ def test_an_admin_sees_what_each_tenant_uses(start_server: Callable[..., Running
 
 
 @pytest.mark.parametrize("key", ["", "sk-ada", "sk-wrong"])
-def test_nobody_else_sees_a_tenants_name(start_server: Callable[..., Running], keys_file: str, key: str) -> None:
+def test_a_tenants_name_is_shown_to_nobody_else(start_server: Callable[..., Running], keys_file: str, key: str) -> None:
     server = start_server(keys_file=keys_file, admin_key="root")
     assert ask(server, "sk-bob") == 200
     text = metrics(server, key)

@@ -234,7 +234,12 @@ def test_a_model_that_shows_no_format_refuses_tools(
         ({"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}, "tools", "at most 262144 are allowed"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool of this request"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not one of the tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "needs a mode"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}},
+            *("tool_choice", "allows 'g', which is not one of the tools"),
+        ),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused_by_name(
@@ -279,7 +284,12 @@ def test_arguments_of_a_history_that_are_no_json_are_passed_on(server: Running) 
 NAMED = {"type": "function", "function": {"name": "stop"}}
 
 
-@pytest.mark.parametrize(("choice", "names"), [("required", {"get_weather", "stop"}), (NAMED, {"stop"})])
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"get_weather", "stop"}), (NAMED, {"stop"}), (ALLOWED, {"stop"})]
+)
 def test_an_answer_that_must_call_is_held_to_it(server: Running, choice: Any, names: set[str]) -> None:
     chat(server, tool_choice=choice)
     wanted = server.engine.received[-1]["params"].structured_outputs

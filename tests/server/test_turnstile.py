@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from octavo.server.transport import _BEGUN_AT_ONCE, GuardedConnection
+from octavo.server.transport import _BEGUN_AT_ONCE, _LINES_AT_ONCE, GuardedConnection
 from octavo.server.turnstile import _MOST_REST_SECONDS, _MOST_WAITS, Turnstile
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
@@ -119,6 +120,35 @@ def test_requests_that_come_at_once_begin_in_many_rounds_and_all_are_answered(
         connection.close()
     assert begun.total() == NUM_CONNECTIONS
     assert max(begun.values()) <= _BEGUN_AT_ONCE
+
+
+def test_bodies_in_many_chunks_are_parsed_one_in_a_round(
+    start_server: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(LoopEngine())
+    parsed: Counter[int] = Counter()
+    rounds: list[Rounds] = []
+    receive = H11Protocol.data_received
+
+    def counted(self: H11Protocol, data: bytes) -> None:
+        # Beginnings and ends that need not wait have fewer lines.
+        parsed[rounds[0].number] += data.count(b"\n") == _LINES_AT_ONCE
+        receive(self, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", counted)
+    loop = server.engine.loop
+    loop.call_soon_threadsafe(lambda: rounds.append(Rounds()))
+    wait_until(lambda: bool(rounds))
+    connections = connected(server)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY + b" " * 256) + b"0\r\n\r\n"
+    loop.call_soon_threadsafe(time.sleep, 0.2)
+    for connection in connections:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+    for connection in connections:
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+        connection.close()
+    assert parsed.total() >= 2 * len(connections)
+    assert max(parsed.values()) == 1
 
 
 def test_who_leaves_in_line_is_forgotten(start_server: Callable[..., Running]) -> None:

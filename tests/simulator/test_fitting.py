@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from octavo.request import SequenceId
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.plan_log import PlanLog, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
-from octavo.simulator.fitting import MeasuredStep, fit, mean_abs_error, nonnegative_least_squares
+from octavo.simulator.coldness import Coldness
+from octavo.simulator.fitting import MeasuredStep, fit, mean_abs_error, nonnegative_least_squares, with_coldness
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed, speed_of_plans
 
@@ -54,6 +56,31 @@ def test_noise_and_disturbed_steps_hardly_move_it_and_the_intervals_say_how_sure
     assert high < 1.2 * LAW.per_context_token
 
 
+def series(seed: int) -> list[MeasuredStep]:
+    """Steps of a device that pauses and chunks make slower: streams in series, now and then a chunk or a pause."""
+    rng, coldness, found, at = random.Random(seed), Coldness(COLD.fastest), [], 0.0
+    for _ in range(1500):
+        streams = rng.randint(1, 4)
+        load = StepLoad(streams, 100 * streams, 0.0, streams)
+        if rng.random() < 0.1:
+            load = load.with_chunk(0, rng.randint(20, 500))
+        at += 0.25 if rng.random() < 0.05 else 0.0
+        seconds = COLD.predict(load._replace(cold=coldness.before(at)))
+        found.append(MeasuredStep(load, seconds, at))
+        at += seconds
+        coldness.after(at, seconds)
+    return found
+
+
+COLD = replace(LAW, per_cold=0.003, fastest=0.0021)
+
+
+def test_what_pauses_and_chunks_leave_behind_is_found_and_predicted_from_the_model_alone() -> None:
+    fitted, seen = fit(series(1)).times, series(2)
+    assert mean_abs_error(fitted, with_coldness(fitted, seen)) < 0.02
+    assert mean_abs_error(fitted, seen) > 0.05, "without it"
+
+
 def test_no_coefficient_is_negative_and_the_time_rises_with_the_rows() -> None:
     times = fit(steps(5, count=80, noise=0.5)).times
     assert min(times.base, times.per_context_token, times.per_chunk_work, times.per_seq) >= 0
@@ -73,7 +100,7 @@ def test_nonnegative_least_squares_agrees_with_its_conditions_of_optimality() ->
 
 
 def test_too_few_steps_are_refused_with_their_number() -> None:
-    with pytest.raises(ConfigError, match=r"49 recorded steps are too few.*at least 50"):
+    with pytest.raises(ConfigError, match=r"49 recorded steps: at least 50"):
         fit(steps(1, count=49))
 
 
@@ -135,7 +162,7 @@ def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for content, message in (
         ("{", "is not JSON"),
-        ("[]", "no speed of version 1"),
+        ("[]", "not a speed file of version 1"),
         (json.dumps({"octavo_speed": 1}), "is damaged"),
     ):
         path.write_text(content)
@@ -144,5 +171,5 @@ def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         Speed.read(tmp_path / "missing")
     one, other = recording(tmp_path / "a", 60), recording(tmp_path / "b", 60, num_blocks=9)
-    with pytest.raises(ConfigError, match="a recording of another engine"):
+    with pytest.raises(ConfigError, match="are recordings of different engines"):
         speed_of_plans([one, other])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_what_a_request_costs_beside_its_steps_comes_on_top() -> None:
     results = simulate(slow, demand)
     assert results.ttft.greatest == results.e2e.greatest == pytest.approx(STEP + 0.7)
     assert simulate(slow, Demand(count=2, users=1, input_len="1", output_len="1")).e2e.greatest == results.e2e.greatest
+
+
+def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
+    times = StepTimes(STEP, (), per_cold=STEP, fastest=STEP)
+    slow_at_first = plan().replace(speed=Speed("", MEASURED, times))
+    results = simulate(slow_at_first, Demand(count=1, input_len="1", output_len="100"))
+    assert results.ttft.greatest == pytest.approx(2 * STEP)
+    assert results.itl.percentile(5) == pytest.approx(STEP, rel=0.05)
+    assert results.itl.greatest < 2 * STEP
 
 
 def test_every_token_is_accounted_for_and_no_block_is_lost() -> None:
@@ -120,6 +130,12 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None
     assert found.missed_at is not None
     assert found.value < found.missed_at <= 1.031 * found.value
     assert targets.met(found.results)
+
+
+def test_too_few_requests_to_find_a_largest_rate_are_said_to_be() -> None:
+    found = find_rate(plan(), Demand(count=4, rate=20.0, output_len="4"), Targets(ttft_ms=60_000.0))
+    assert found is not None
+    assert (found.value, found.missed_at, found.results.completed) == (math.inf, None, 4)
 
 
 def test_a_target_that_even_one_request_misses_is_said_to_be_out_of_reach() -> None:

@@ -314,7 +314,7 @@ def test_a_folder_without_a_tokenizer_is_not_found(tmp_path: Path) -> None:
         Tokenizer.from_source(folder_source(tmp_path))
 
 
-def test_a_vocabulary_nobody_here_can_convert_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unsupported_vocabulary_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"no sentencepiece model")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(UnsupportedModelError, match="save_pretrained"):

@@ -57,3 +57,26 @@ def get(store: Store, labels: Sequence[Label], seconds: float = SECONDS) -> tupl
     transfer = store.get(labels, [memoryview(buffer) for buffer in buffers], seconds)
     assert transfer.wait(SECONDS)
     return transfer.outcomes, buffers
+
+
+def fill(folder: Path, *numbers: int) -> None:
+    store = Store(disk(folder))
+    assert put(store, *numbers) == [None] * len(numbers)
+    store.close()
+
+
+def slab(folder: Path) -> Path:
+    return next(folder.glob("*/slab-00000.kv"))
+
+
+def overwrite(path: Path, at: int, change: bytes | bytearray) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(change)
+
+
+def payload_at(folder: Path, slot: int) -> int:
+    medium = disk(folder)
+    at = medium._payload_at(slot)
+    medium.close()
+    return at

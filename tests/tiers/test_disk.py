@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +17,13 @@ from octavo.errors import ConfigError
 from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.tiers import disk as disk_module
+from octavo.tiers import slabs
 from octavo.tiers.base import LAYOUT_VERSION, Reason
-from octavo.tiers.disk import ALIGNMENT, DiskMedium, slots_within, stored_blocks
-from octavo.tiers.header import HEADER_BYTES, Header
+from octavo.tiers.disk import DiskMedium
+from octavo.tiers.header import HEADER_BYTES
+from octavo.tiers.slabs import ALIGNMENT
 from octavo.tiers.store import Store
-from tests.tiers.stores import FINGERPRINT, disk, get, label, payload, put
-
-
-def fill(folder: Path, *numbers: int) -> None:
-    store = Store(disk(folder))
-    assert put(store, *numbers) == [None] * len(numbers)
-    store.close()
+from tests.tiers.stores import FINGERPRINT, disk, fill, get, label, overwrite, payload, payload_at, put, slab
 
 
 def load(folder: Path, *numbers: int) -> list[Reason | None]:
@@ -39,23 +36,6 @@ def load(folder: Path, *numbers: int) -> list[Reason | None]:
     return outcomes
 
 
-def slab(folder: Path) -> Path:
-    return next(folder.glob("*/slab-00000.kv"))
-
-
-def overwrite(path: Path, at: int, change: bytes | bytearray) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(change)
-
-
-def payload_at(folder: Path, slot: int) -> int:
-    medium = disk(folder)
-    at = medium._payload_at(slot)
-    medium.close()
-    return at
-
-
 def test_a_restart_finds_all_that_was_stored(tmp_path: Path) -> None:
     fill(tmp_path, *range(40))
     assert load(tmp_path, *range(40)) == [None] * 40
@@ -65,7 +45,6 @@ def test_slots_begin_at_multiples_of_4_kib_and_slabs_have_their_size_at_once(tmp
     fill(tmp_path, 1)
     assert payload_at(tmp_path, 0) % ALIGNMENT == payload_at(tmp_path, 1) % ALIGNMENT == 0
     assert slab(tmp_path).stat().st_blocks * 512 >= slab(tmp_path).stat().st_size
-    assert slots_within(128 << 10, 8192) == 15
 
 
 @pytest.mark.parametrize("at", [0, 2500, 4999])
@@ -130,7 +109,7 @@ def test_another_fingerprint_or_layout_finds_nothing(tmp_path: Path, monkeypatch
     assert get(copied, [label(0)])[0] == [Reason.ABSENT]
     copied.close()
     fill(tmp_path, 0)
-    monkeypatch.setattr(disk_module, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    monkeypatch.setattr(slabs, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     assert load(tmp_path, 0) == [Reason.ABSENT]
 
 
@@ -219,6 +198,49 @@ def test_a_file_system_without_room_for_a_slab_is_used_once_it_has_some(
     store.close()
 
 
+def test_a_directory_that_was_deleted_under_a_store_costs_its_oldest_blocks_and_nothing_else(tmp_path: Path) -> None:
+    store = Store(disk(tmp_path / "kv"))
+    assert put(store, *range(15)) == [None] * 15
+    shutil.rmtree(tmp_path / "kv")
+    assert put(store, 20, 21) == [None] * 2
+    outcomes, buffers = get(store, [label(n) for n in (0, 1, 2, 20, 21)])
+    assert outcomes == [Reason.ABSENT, Reason.ABSENT, None, None, None]
+    assert buffers[2:] == [payload(n) for n in (2, 20, 21)]
+    store.close()
+
+
+def test_a_slab_that_cannot_be_opened_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    fill(tmp_path, 0)
+    (path := slab(tmp_path)).unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot use what lies in .* remove them with octavo cache purge"):
+        disk(tmp_path)
+    with pytest.raises(ConfigError, match="cannot use what lies in"):
+        disk(tmp_path)  # and nobody holds the lock
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_a_disk_that_can_no_longer_be_written_loses_nothing_and_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As after an error of the file system, which Linux then makes read-only under those who have files open."""
+
+    def fails(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    store = Store(disk(tmp_path, size=128 << 10), most_faults=3)
+    assert put(store, *range(15)) == [None] * 15, "no slot is left"
+    reason = Reason.READ_ONLY if code == errno.EROFS else Reason.NO_SPACE
+    with monkeypatch.context() as broken:
+        for call in ("pwrite", "posix_fallocate"):
+            broken.setattr(os, call, fails)
+        assert [put(store, n) for n in range(20, 24)] == [[reason]] * 3 + [[Reason.CLOSED]]
+        outcomes, buffers = get(store, [label(n) for n in range(15)])
+    assert (outcomes, buffers) == ([None] * 15, [payload(n) for n in range(15)])
+    store.close()
+    assert load(tmp_path, *range(15)) == [None] * 15
+
+
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 def test_an_error_of_the_disk_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fails(*args: object) -> int:
@@ -248,14 +270,6 @@ def test_a_size_without_a_directory_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_disk_size is for kv_disk, which is not given"):
         EngineConfig(kv_disk_size="1GiB")
     assert EngineConfig().kv_disk_size == 20 << 30
-
-
-def test_what_lies_there_can_be_listed_and_proven_without_the_model(tmp_path: Path) -> None:
-    fill(tmp_path, 0, 1, 2)
-    overwrite(slab(tmp_path), payload_at(tmp_path, 1), b"torn")
-    found = list(stored_blocks(tmp_path / FINGERPRINT.hex()))
-    assert [whole for _, whole in found].count(True) == 2
-    assert all(isinstance(header, Header) for header, _ in found)
 
 
 def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
+from octavo.kvcache.host_memory import HostBlockId
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.storage.arena import KVArena

@@ -82,10 +82,18 @@ class Setup:
         """Polls as the engine does."""
         for _ in range(10_000):
             self.tiers.poll()
+            self.audit()
             if condition():
                 return
             self.tiers.wait(0.002)
         raise AssertionError("it does not come")
+
+    def audit(self) -> None:
+        """Prove that somebody answers for every hold and every slot that is being filled."""
+        assert problems(self.host.check()) == []
+        fetches = [*self.tiers._unreleased, *(f for f in self.tiers._fetches if f.released)]
+        held = sum(len(f.held) + sum(len(slots) for _, _, slots in f.transfers) for f in fetches)
+        assert self.tiers._room.num_held == held
 
     def arrive(self, fetch: Fetch) -> None:
         self.until(lambda: not fetch.pending)

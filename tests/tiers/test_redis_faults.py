@@ -14,11 +14,13 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redis_faults.py"
 
 
 @pytest.mark.skipif(PROGRAM is None, reason=f"cycles of faults in Redis are not tested: no redis-server here: {HOW}")
-def test_killed_servers_and_damaged_values_give_no_wrong_byte() -> None:
+def test_killed_servers_and_damaged_values_give_no_wrong_block_and_no_wrong_answer() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cycles", "20"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(SCRIPT), "--cycles", "12"], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| wrong bytes given | 0 |" in done.stdout
-    assert "| killed | 20 |" in done.stdout
-    assert "| right |" in done.stdout
+    assert "| wrong blocks given | 0 |" in done.stdout
+    assert "| wrong answers given | 0 |" in done.stdout
+    assert "| killed | 12 |" in done.stdout
+    assert "| right blocks |" in done.stdout
+    assert "| prompt tokens found on remote |" in done.stdout

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def test_a_block_under_the_name_of_another_is_a_miss_and_goes(open_store: Open, 
     assert client.keys() == [first]
 
 
-def test_what_is_no_string_is_a_miss_and_goes(open_store: Open, client: Any) -> None:
+def test_a_value_that_is_not_a_string_is_a_miss_and_is_removed(open_store: Open, client: Any) -> None:
     store = open_store()
     put(store, 1)
     (name,) = client.keys()
@@ -249,6 +250,7 @@ def test_a_redis_that_dies_is_left_alone_and_used_again_once_it_lives(
         assert ask(store, 1) == [Reason.IO_ERROR]
         assert get(store, [label(1)])[0] == [Reason.IO_ERROR]
         assert put(store, 2) == [Reason.IO_ERROR]
+        assert ask(store, 1) == [Reason.IO_ERROR]
         assert not store.is_open
         assert get(store, [label(1)])[0] == [Reason.CLOSED]
         assert not store.wants(label(2).key)
@@ -288,6 +290,21 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
     assert "letmein" not in str(refused.value)
     for password in ("letmein", "let/me@in"):
         assert without_password(f"redis://ada:{password}@host:1/2") == "redis://***@host:1/2"
+
+
+def test_what_answers_but_is_no_redis_is_refused() -> None:
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"+OK\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        with pytest.raises(ConfigError, match="cannot use redis://"):
+            remote(f"redis://127.0.0.1:{listener.getsockname()[1]}/0")
+        thread.join(10.0)
 
 
 def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_printed_options(

@@ -12,6 +12,7 @@ import pytest
 from octavo.kvcache.label import Label
 from octavo.tiers.base import LookupResult, Medium, Reason
 from octavo.tiers.store import Store
+from octavo.tiers.transfer import Work
 from tests.tiers.stores import BLOCK_BYTES, MEDIA, SECONDS, get, label, payload, put, remote
 
 
@@ -147,13 +148,34 @@ def test_whatever_a_medium_raises_is_a_miss_and_after_some_it_is_left_alone(
         assert store.is_open
         assert get(store, [label(1)])[0] == [reason]
     assert not store.is_open
-    assert "failed 3 times in a row" in caplog.text
+    assert "reads failed 3 times in a row" in caplog.text
     assert store.lookup(label(1).key) is LookupResult.MISS
     assert get(store, [label(1)])[0] == [Reason.CLOSED]
-    assert store.num_closings == 1
+    assert store.num_closings == {Work.READ: 1, Work.WRITE: 0}
     now[0] = 31.0
     medium.error = None
     assert get(store, [label(1)])[0] == [None]
+    store.close()
+
+
+def test_faults_of_writes_stop_writes_alone() -> None:
+    medium, now = Held(), [0.0]
+    medium.go.set()
+    store = Store(medium, num_threads=1, most_faults=3, retry_seconds=30.0, clock=lambda: now[0])
+    medium.error = OSError(errno.EROFS, "read-only file system")
+    for n in range(3):
+        assert put(store, n) == [Reason.READ_ONLY]
+        medium.error = None
+        assert get(store, [label(7)])[0] == [None], "it does not count as a write that succeeds"
+        medium.error = OSError(errno.EROFS, "read-only file system")
+    assert (store.is_open, store.is_writable) == (True, False)
+    medium.error = None
+    assert (put(store, 1), get(store, [label(7)])[0]) == ([Reason.CLOSED], [None])
+    assert not store.wants(label(1).key)
+    assert store.lookup(label(1).key) is LookupResult.HIT
+    assert store.num_closings == {Work.READ: 0, Work.WRITE: 1}
+    now[0] = 31.0
+    assert put(store, 1) == [None]
     store.close()
 
 

@@ -1,6 +1,6 @@
 // Tiles of up to 16 rows of 64 bytes, as Intel's AMX has them (Architecture Instruction Set Extensions, chapter 3).
-// The compiler knows nothing of tiles: it must neither keep in registers what a tile is to read from memory, nor move
-// its stores past a tile's, so loads and stores are barriers.
+// The compiler does not know about tiles: it must neither keep in registers what a tile is to read from memory, nor
+// move its stores past a tile's, so loads and stores are barriers.
 #pragma once
 
 #include "level/simd/avx512.h"
@@ -20,7 +20,7 @@ static_assert(sizeof(TileConfig) == 64);
 
 // Also zeroes every tile.
 inline void load_tile_config(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config) : "memory"); }
-// A thread whose tiles are not released costs the system 8 KiB at each switch.
+// If a thread does not release its tiles, the system saves 8 KiB at each context switch.
 inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 template <int T> inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
 template <int T> inline void tile_load(const void* from, int64_t stride) {
@@ -29,13 +29,13 @@ template <int T> inline void tile_load(const void* from, int64_t stride) {
 template <int T> inline void tile_store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
-// sums[m][n] += sum over units of a[m][unit] . b[unit][n], pairs of bf16. Even and odd inputs are summed apart, in
-// order, then added to each other and to the sum; subnormal numbers count as zero.
+// sums[m][n] += sum over units of a[m][unit] . b[unit][n], pairs of bf16. Even and odd inputs are summed separately,
+// in order, then added to each other and to the sum; subnormal numbers count as zero.
 template <int Sums, int A, int B> inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
 }
 
-// tile_coded_attention.h: bytes of the bf16 that each code of seven bits stands for; the eighth is its sign.
+// See tile_codes.h: the bytes of the bf16 that each code of seven bits stands for; the eighth bit is the sign.
 struct CodeWords {
     __m512i high[2], low[2];
 };
@@ -54,8 +54,8 @@ inline void decode_words(__m512i codes, const CodeWords& words, U16& first, U16&
     first.v = _mm512_unpacklo_epi8(low, high);
     second.v = _mm512_unpackhi_epi8(low, high);
 }
-// fp8 is a bf16 with a shorter exponent, whose missing upper bits are the same for every normal number. Codes in the
-// upper bytes of words.
+// fp8 is a bf16 with a shorter exponent, whose missing upper bits are the same for every normal number. The codes are
+// in the upper bytes of 16-bit words.
 template <int Exponent> inline U16 decode_normal(__m512i words) {
     constexpr int kAndOr = 0xea;  // (a & b) | c
     constexpr int kKept = Exponent == 4 ? 0x87f0 : 0x8fe0, kUpper = Exponent == 4 ? 0x3800 : 0x3000;
@@ -87,7 +87,7 @@ template <int Exponent> inline void decode_keys(const char* from, const CodeWord
         to[half] = decode_normal<Exponent>(
             _mm512_maskz_permutexvar_epi8(kUpperBytes, _mm512_load_si512(kOrder.upper[half]), codes));
 }
-// Two tokens' [64 dims] of fp8 -> four of [16 dims][2 tokens]: dimension d is in column d / 16 * 4 + d % 4 of
+// Two tokens' [64 dims] of fp8 -> four of [16 dims][2 tokens]: dimension d is in column d / 16 * 4 + d % 4 of vector
 // d % 16 / 4.
 template <int Exponent>
 inline void decode_values(const char* one, const char* other, const CodeWords& words, U16* to) {
@@ -111,18 +111,6 @@ inline void decode_quads(U16 codes, const CodeWords& words, U16* to) {
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     decode_words<true>(_mm512_shuffle_epi8(codes.v, order), words, to[0], to[1]);
 }
-// [16][4 tokens] bytes of two nibbles -> the first two tokens' lower nibbles and their upper ones, then the other
-// two's, as [16][2]. They come 16 larger, which takes no conversion.
-inline void decode_nibbles(const char* from, U16* to) {
-    constexpr int kAndOr = 0xea;  // (a & b) | c
-    const __m512i order =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-    const __m512i words = _mm512_shuffle_epi8(_mm512_loadu_si512(from), order);
-    const __m512i mask = _mm512_set1_epi16(0x78), sixteen = _mm512_set1_epi16(0x4180);
-    to[0].v = _mm512_ternarylogic_epi32(_mm512_slli_epi16(words, 3), mask, sixteen, kAndOr);
-    to[1].v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 1), mask, sixteen, kAndOr);
-    to[2].v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 5), mask, sixteen, kAndOr);
-    to[3].v = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, 9), mask, sixteen, kAndOr);
-}
+inline U16 subtract_bytes(U16 a, U16 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 
 }  // namespace octavo::OCTAVO_LEVEL

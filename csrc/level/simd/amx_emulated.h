@@ -1,4 +1,4 @@
-// The tiles of amx.h in plain C++, with the same bits: what lets the amx level's logic be tested on any machine.
+// The tiles of amx.h in plain C++, bit for bit, so that the amx level's logic can be tested on any machine.
 #pragma once
 
 #include "level/simd/portable.h"
@@ -25,7 +25,7 @@ inline void load_tile_config(const TileConfig& config) {
     t_tiles.config = config;
     __builtin_memset(t_tiles.values, 0, sizeof t_tiles.values);
 }
-// Tiles without a configuration would be an illegal instruction: here they have no rows.
+// In hardware, using tiles without a configuration is an illegal instruction; here they have no rows.
 inline void release_tiles() { t_tiles.config = {}; }
 template <int T> inline void tile_zero() { __builtin_memset(t_tiles.values[T], 0, sizeof t_tiles.values[T]); }
 template <int T> inline void tile_load(const void* from, int64_t stride) {
@@ -41,7 +41,7 @@ template <int T> inline void tile_store(void* to, int64_t stride) {
 inline float without_subnormals(float x) {
     return (float_bits(x) & 0x7f800000) ? x : bits_to_float(float_bits(x) & 0x80000000);
 }
-// Whether products of these pairs, and what is left where they cancel, are exact in floats and no subnormals: then a
+// Whether products of these pairs, and what is left when they cancel, are exact in float32 and not subnormal: then a
 // multiplication and an addition round like the one operation that they stand for.
 inline bool multiplies_exactly(const uint32_t (&rows)[16][16]) {
     const auto is_moderate = [](uint32_t bits) {
@@ -113,15 +113,14 @@ inline void decode_values(const char* one, const char* other, const CodeWords& w
         to[d % 16 / 4].v[d / 16 * 4 + d % 4] = decode_word<false>(one[d], words) | decode_word<false>(other[d], words)
                                                                                        << 16;
 }
-inline void decode_nibbles(const char* from, U16* to) {
-    for (int i = 0; i < 4; ++i)
-        for (int lane = 0; lane < 16; ++lane) {
-            const auto nibble = [&](int token) {
-                return static_cast<uint32_t>(static_cast<uint8_t>(from[lane * 4 + token]) >> i % 2 * 4 & 15) << 3 |
-                       0x4180;
-            };
-            to[i].v[lane] = nibble(i / 2 * 2) | nibble(i / 2 * 2 + 1) << 16;
-        }
+inline U16 subtract_bytes(U16 a, U16 b) {
+    for (int lane = 0; lane < 16; ++lane) {
+        uint32_t quad = 0;
+        for (int shift = 0; shift < 32; shift += 8)
+            quad |= (((a.v[lane] >> shift) - (b.v[lane] >> shift)) & 255) << shift;
+        a.v[lane] = quad;
+    }
+    return a;
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

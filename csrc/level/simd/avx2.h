@@ -162,7 +162,7 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
     return dot_small(sum, a & mask, b);
 }
 
-// To the nearest integers, in [-128, 127].
+// Rounds to the nearest integers, which are in [-128, 127].
 inline void round_to_int8(F16 x, int8_t* p) {
     const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
     const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
@@ -170,7 +170,7 @@ inline void round_to_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
-// Sixteen bytes as integers, and back.
+// Sixteen bytes to 32-bit integers, and back.
 inline U16 widen(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
@@ -185,8 +185,8 @@ inline void narrow(U16 x, uint8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 
-// 32 numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
-// less there. What is subnormal comes out right.
+// Converts fp8 by way of binary16: e5m2 is the upper byte of a half, and the exponent of e4m3 comes out 8 less.
+// Subnormals are converted correctly.
 inline F16 from_halves(__m256i halves) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }

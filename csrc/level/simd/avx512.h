@@ -81,7 +81,7 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return {_mm512_mask_blend_ps(keep, other.v, a.v)};
 }
 
-// The polynomial's value p(f) * 2^n, x = n + f.
+// p(f) * 2^n, where p is the polynomial and x = n + f.
 template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     const __m512 n = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F16 f{_mm512_sub_ps(x.v, n)};
@@ -132,12 +132,12 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
-// To the nearest integers, in [-128, 127].
+// Rounds to the nearest integers, which are in [-128, 127].
 inline void round_to_int8(F16 x, int8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 
-// Sixteen bytes as integers, and back.
+// Sixteen bytes to 32-bit integers, and back.
 inline U16 widen(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
@@ -148,8 +148,28 @@ inline void narrow(U16 x, uint8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
 }
 
-// 32 numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
-// less there. What is subnormal comes out right.
+#define OCTAVO_STORES_DIGITS
+// See coded_values.h. Narrowing each vector by itself would take three times as many operations:
+//
+//     words      | x0 | x1 |   | x2 | x3 |         of lane i; then in bytes | x0 | x2 | x1 | x3 |, of each digit;
+//     bytes      a lane of 128 bits has four of each, which are brought together, then those of all lanes
+inline void store_digits(const U16 (&x)[4], uint8_t* high, uint8_t* low) {
+    constexpr int kSelect = 0xca;  // a ? b : c
+    const __m512i first = _mm512_mask_blend_epi16(0xaaaaaaaa, x[0].v, _mm512_slli_epi32(x[1].v, 16));
+    const __m512i second = _mm512_mask_blend_epi16(0xaaaaaaaa, x[2].v, _mm512_slli_epi32(x[3].v, 16));
+    const __m512i lower = _mm512_set1_epi16(0x00ff);
+    const __m512i lows = _mm512_and_si512(
+        _mm512_ternarylogic_epi32(lower, first, _mm512_slli_epi16(second, 8), kSelect), _mm512_set1_epi8(127));
+    const __m512i highs = _mm512_ternarylogic_epi32(lower, _mm512_srli_epi16(first, 7), _mm512_slli_epi16(second, 1),
+                                                    kSelect);
+    const __m512i within = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15));
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(highs, within)));
+    _mm512_storeu_si512(low, _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(lows, within)));
+}
+
+// Converts fp8 by way of binary16: e5m2 is the upper byte of a half, and the exponent of e4m3 comes out 8 less.
+// Subnormals are converted correctly.
 inline void load_halves(__m512i halves, F16& low, F16& high) {
     low = {_mm512_cvtph_ps(_mm512_castsi512_si256(halves))};
     high = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1))};
@@ -176,7 +196,7 @@ inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
 inline void store(U16 x, void* p) { _mm512_storeu_si512(p, x.v); }
 
 #define OCTAVO_DECODES_CODES
-// coded.h: exponent bits of the high and of the low bytes by code, and two units' weights from them.
+// See coded.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
 struct CodeTables {
     __m512i high, low;
 };
@@ -201,6 +221,6 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12;                   // times two vectors of outputs
-constexpr int kQuantRows = 8, kQuantTiles = 2;  // sums stay in registers, what they add up to does not
+constexpr int kQuantRows = 8, kQuantTiles = 2;  // a block's sums stay in registers, the totals do not
 
 }  // namespace octavo::OCTAVO_LEVEL

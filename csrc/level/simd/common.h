@@ -1,5 +1,5 @@
-// What every instruction-set level shares: inside the level's own namespace, so that the linker never replaces one
-// level's code by another's.
+// What all instruction-set levels share, inside each level's own namespace, so that the linker never replaces one
+// level's code with another's.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace octavo::OCTAVO_LEVEL {
 
 using bf16 = uint16_t;  // the upper half of a float
 
-inline int max(int a, int b) { return a > b ? a : b; }  // the standard's could come from another level
+inline int max(int a, int b) { return a > b ? a : b; }  // std::max could come from another level
 inline int min(int a, int b) { return a < b ? a : b; }
 
 inline float bits_to_float(uint32_t bits) {
@@ -31,8 +31,8 @@ inline bf16 float_to_bf16(float x) {  // round to nearest, ties to even; NaN sta
     return static_cast<bf16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Have a line come for writing. What one core is to write, others have mostly read since, and their copies must go
-// first; stores, which wait for that one after the other, then find it done.
+// Prefetches a line for writing. Other cores have usually read it since, and their copies must be invalidated first;
+// stores, which would wait for that one after the other, then find it done.
 inline void ask_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 constexpr float kLog2E = 1.44269504088896341f;
@@ -40,11 +40,11 @@ constexpr float kLn2 = 0.69314718055994531f;
 
 // 2^f on [-1/2, 1/2]: a minimax polynomial, relative error 1e-7, exactly 1 at 0.
 constexpr float kExp2Poly[] = {1.0f, 0.6931469776f, 0.2402224208f, 0.0555073375f, 0.0096715128f, 0.0013264725f};
-// The same to 1e-4, for what is rounded to bf16 (4e-3).
+// The same with relative error 1e-4, for results that are rounded to bf16 (4e-3).
 constexpr float kExp2CoarsePoly[] = {1.0f, 0.6932828426f, 0.2422086746f, 0.0550074503f};
 
-// How far ahead of its use a weight is asked for, in bytes: products of a few rows, which wait for their weights, run
-// that far ahead of what the hardware foresees; of more rows, the last group to read a panel asks for the next one.
+// How far ahead of their use weights are prefetched, in bytes, by products of a few rows: these wait for their weights,
+// and the hardware does not prefetch that far. With more rows, the groups that read a panel prefetch the next one.
 constexpr int kGemmRowsThatWait = 4, kQuantRowsThatWait = 4;
 constexpr int kGemmPrefetch = 4096, kQuantPrefetch = 2048;
 

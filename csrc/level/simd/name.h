@@ -1,4 +1,4 @@
-// Which instruction-set level this translation unit is: level/isa_*.cpp say. What is compiled without them is portable.
+// The instruction-set level of this translation unit, set by level/isa_*.cpp; portable if nothing sets it.
 #pragma once
 
 #ifndef OCTAVO_LEVEL

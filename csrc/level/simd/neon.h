@@ -225,7 +225,7 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
-// To the nearest integers, in [-128, 127]; what is no number becomes zero.
+// Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {
     int16x4_t words[4];
     OCTAVO_QUARTERS words[i] = vqmovn_s32(vcvtnq_s32_f32(x.v[i]));
@@ -233,7 +233,7 @@ inline void round_to_int8(F16 x, int8_t* p) {
     vst1_s8(p + 8, vqmovn_s16(vcombine_s16(words[2], words[3])));
 }
 
-// Sixteen bytes as integers, and back.
+// Sixteen bytes to 32-bit integers, and back.
 inline U16 widen(const uint8_t* p) {
     const uint8x16_t bytes = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
@@ -251,8 +251,8 @@ inline void narrow(U16 x, uint8_t* p) {
     vst1q_u8(p, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
 }
 
-// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
-// less there. What is subnormal comes out right.
+// Converts fp8 by way of binary16: e5m2 is the upper byte of a half, and the exponent of e4m3 comes out 8 less.
+// Subnormals are converted correctly.
 inline F16 load_e5m2(const uint8_t* p) {
     uint16_t halves[16];
     for (int i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(p[i] << 8);
@@ -279,7 +279,7 @@ inline void store(U16 x, void* p) {
 
 #undef OCTAVO_QUARTERS
 
-// Of 32 registers: rows x vectors accumulators, which are four each.
+// Register blocking: rows x vectors accumulators, of four of the 32 registers each.
 constexpr int kVectorsPerPass = 1;
 constexpr int kMaxRows = 4;
 constexpr int kGemmRows = 2;  // times two vectors of outputs

@@ -1,4 +1,4 @@
-// Sixteen lanes as plain C++: what any compiler can vectorise for any machine.
+// Sixteen lanes in plain C++, which any compiler can vectorise for any machine.
 #pragma once
 
 #include "level/simd/common.h"
@@ -58,7 +58,7 @@ template <int N> inline U16 shift_right(U16 a) {
 inline float half_to_float(uint16_t x) {
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, magnitude = x & 0x7fff;
     if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    // Multiplying by 2^112 moves the exponent's bias and makes subnormal halves normal.
+    // Multiplying by 2^112 adjusts the exponent's bias and makes subnormal halves normal.
     return bits_to_float(sign) + (sign ? -1.0f : 1.0f) * (bits_to_float(magnitude << 13) * 0x1p112f);
 }
 
@@ -116,7 +116,7 @@ inline F16 operator/(F16 a, F16 b) {
     return a;
 }
 inline F16 fma(F16 a, F16 b, F16 c) {
-#ifdef OCTAVO_TILES  // stands for a level that rounds once; by way of double, GCC 12 gives other bits where it
+#ifdef OCTAVO_TILES  // emulates a level that rounds once; by way of double, GCC 12 gives other bits when it
                      // vectorises
     OCTAVO_LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
 #else
@@ -157,7 +157,7 @@ inline F16 keep_lanes(F16 a, int low, int high, F16 other) {
     return a;
 }
 
-#ifdef OCTAVO_TILES  // stands for AVX-512, bits included
+#ifdef OCTAVO_TILES  // emulates AVX-512, bit for bit
 template <int N> inline F16 exp2_by(const float (&poly)[N], F16 x) {
     F16 n = x;
     OCTAVO_LANES n.v[i] = __builtin_rintf(x.v[i]);
@@ -213,7 +213,7 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 }
 inline U16 dot_small(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a, b); }
 
-// To the nearest integers, in [-128, 127]; what is no number becomes zero.
+// Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {
     OCTAVO_LANES {
         const float whole = (x.v[i] + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23 rounds to an integer
@@ -221,7 +221,7 @@ inline void round_to_int8(F16 x, int8_t* p) {
     }
 }
 
-// Sixteen bytes as integers, and back.
+// Sixteen bytes to 32-bit integers, and back.
 inline U16 widen(const uint8_t* p) {
     U16 out;
     OCTAVO_LANES out.v[i] = p[i];
@@ -234,8 +234,7 @@ inline U16 widen_signed(const uint8_t* p) {
 }
 inline void narrow(U16 x, uint8_t* p) { OCTAVO_LANES p[i] = static_cast<uint8_t>(x.v[i]); }
 
-// Numbers in 8 bits, by way of halves: those of e5m2 are its upper halves, those of e4m3 have an exponent that is 8
-// less there.
+// Converts fp8 by way of binary16: e5m2 is the upper byte of a half, and the exponent of e4m3 comes out 8 less.
 inline F16 load_e5m2(const uint8_t* p) {
     F16 out;
     OCTAVO_LANES out.v[i] = half_to_float(static_cast<uint16_t>(p[i] << 8));
@@ -261,7 +260,7 @@ inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
 inline void store(U16 x, void* p) { __builtin_memcpy(p, x.v, 64); }
 
 constexpr int kVectorsPerPass = 1;
-#ifdef OCTAVO_TILES  // for tests alone, which spend more time on compiling kernels for more rows than on running them
+#ifdef OCTAVO_TILES  // for tests alone, where compiling kernels for more rows takes longer than running them
 constexpr int kMostRows = 2;
 #else
 constexpr int kMostRows = 4;

@@ -1,4 +1,4 @@
-// The level's tiles. What is compiled without a level has those in plain C++.
+// The level's tiles, or those in plain C++ if compiled without a level.
 #pragma once
 
 #include "level/simd/types.h"

@@ -1,4 +1,4 @@
-"""Attention over block tables: the contract and its backends."""
+"""Attention over block tables: the interface and its backends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BACKENDS = ("auto", "native", "triton", "reference")
 
 
 def make_backend(name: str, device: torch.device | str) -> AttentionBackend:
-    """The backend called `name`; "auto" is the fastest that runs on `device`.
+    """Return the backend called `name`; "auto" is the fastest that runs on `device`.
 
     Raises:
-        ConfigError: no such backend, or it does not run here.
+        ConfigError: there is no such backend, or it cannot run here.
     """
     from octavo import kernels
     from octavo.attention.native import NativeAttention

@@ -1,10 +1,10 @@
-"""The contract between a model and the code that attends over blocks.
+"""The interface between a model and the code that attends over blocks.
 
-A step's tokens are ragged: the sequences' new tokens lie one after the other.
+A step's tokens are ragged: the new tokens of all sequences are concatenated.
 
     tokens        [ s0 s0 s0 | s1 | s2 s2 ]            num_tokens = 6
     query_start   [ 0          3    4       6 ]         int32 [num_seqs + 1]
-    context_lens  [ 3          40   18 ]                tokens in the cache after this step, new ones included
+    context_lens  [ 3          40   18 ]                tokens in the cache after this step, including new ones
 
 The new tokens of sequence i are the last `query_start[i+1] - query_start[i]` of its `context_lens[i]` tokens.
 """
@@ -25,10 +25,10 @@ class GroupBatch:
     """The cache locations of one group's tokens in this step.
 
     Attributes:
-        block_tables: int32 [rows, max_blocks]; `AttentionBatch.table_rows` says which row is whose. The others are of
-            sequences that this step leaves alone. Entries past a sequence's last block, and those that slid out of a
-            window, are ids of other sequences' blocks or 0: what lies there may be NaN and must not count.
-        slot_mapping: int64 [num_tokens]; where each new token's key and value are written.
+        block_tables: int32 [rows, max_blocks]; `AttentionBatch.table_rows` maps sequences to rows, and the other rows
+            belong to sequences outside this step. Entries past a sequence's last block, and those outside a window, are
+            0 or ids of other sequences' blocks: their contents may be NaN and must not affect the result.
+        slot_mapping: int64 [num_tokens]; slots where each new token's key and value are written.
     """
 
     block_tables: torch.Tensor
@@ -42,11 +42,12 @@ class AttentionBatch:
     Attributes:
         query_start: int32 [num_seqs + 1]
         context_lens: int32 [num_seqs]
-        table_rows: int64 [num_seqs]; each sequence's row of every group's block tables, which are kept from step to
-            step and nowhere gathered: a long sequence costs the short ones beside it nothing.
+        table_rows: int64 [num_seqs]; each sequence's row in every group's block tables. The tables persist between
+            steps and are never gathered, so a long sequence does not slow down short ones in the same step.
         positions: int64 [num_tokens]
         groups: one per group of the KV cache.
         max_query_len, max_context_len: the largest of each, on the host.
+        total_decode_len: the sum of `context_lens` of the sequences with one new token, or more; on the host.
     """
 
     query_start: torch.Tensor
@@ -58,20 +59,21 @@ class AttentionBatch:
     num_tokens: int
     max_query_len: int
     max_context_len: int
+    total_decode_len: int
 
 
 class AttentionBackend(ABC):
     """Writes new keys and values into blocks and attends over block tables.
 
     Attributes:
-        layout: of the arena's blocks that it reads fastest; it reads the others too, or says so.
+        layout: the layout of the arena's blocks that it reads fastest.
     """
 
     name: str
     layout = BlockLayout.PAIRS
 
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
-        """Store the step's keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim]."""
+        """Store a step's keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim]."""
         kv.write(key, value, batch.groups[kv.group].slot_mapping)
 
     @abstractmethod
@@ -85,7 +87,7 @@ class AttentionBackend(ABC):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of every new token over its sequence's blocks, which already hold its own key and value.
+        """Compute causal attention of each new token over its sequence's blocks, which already hold its key and value.
 
         Args:
             query: [num_tokens, num_heads, key_dim]; query head h reads KV head h // (num_heads // kv_heads).
@@ -93,7 +95,7 @@ class AttentionBackend(ABC):
             softcap: scores become softcap * tanh(scores / softcap) (Gemma 2).
             sinks: [num_heads] extra logits in each softmax's denominator (gpt-oss).
 
-        The window is `kv.sliding_window`: a query sees itself and window - 1 tokens before it.
+        With `kv.sliding_window`, a query sees itself and the window - 1 tokens before it.
 
         Returns:
             [num_tokens, num_heads, value_dim] in the query's dtype.

@@ -1,4 +1,4 @@
-"""Attention by the C++ kernels, with the reference as fallback."""
+"""Attention with the C++ kernels, and the reference as fallback."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from octavo.storage.arena import FloatKV
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 
-_TILE = 16  # tokens and dimensions to a vector
+_TILE = 16  # tokens or dimensions per vector register
 _MAX_HEAD_DIM = 256
-# Codes of keys and of values.
+# Supported codes of keys and of values.
 _PAIRS = {(code, code) for code in ("fp8_e4m3", "fp8_e5m2", "int8", "int4")} | {("int8", "int4")}
 
 
 class NativeAttention(AttentionBackend):
-    """
+    """Attention with the C++ kernels on a CPU.
+
     Args:
-        exact: a token's result has the same bits whatever the batch, the chunk and the number of threads.
+        exact: whether a token's result is bitwise independent of the batch, the chunks and the number of threads.
     """
 
     name = "native"
@@ -28,15 +29,16 @@ class NativeAttention(AttentionBackend):
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
         self._reference = ReferenceAttention()
-        # Asked once per layer, not per call: a step of one sequence has microseconds for each layer. Holding the layer
-        # keeps its id from being taken by another.
+        # Checked once per layer rather than per call, because a step of one sequence has only microseconds per layer.
+        # Holding the layer keeps its id from being reused.
         self._supported: dict[int, tuple[LayerKV, bool]] = {}
 
     @staticmethod
     def supports(kv: LayerKV) -> bool:
-        """bfloat16 or float32 on the CPU, blocks and value heads in multiples of 16, heads of at most 256.
+        """Whether the kernels support a layer: bfloat16 or float32 on the CPU, or a supported codec.
 
-        Of codecs, fp8_e4m3, fp8_e5m2, int8, k8v4 and int4; heads of multiples of 16, values in int4 of 32.
+        Block sizes and value heads must be multiples of 16, and heads at most 256. The codecs are fp8_e4m3, fp8_e5m2,
+        int8, k8v4 and int4; with these, key heads must be multiples of 16 too, and value heads in int4 multiples of 32.
         """
         if isinstance(kv, CodedKV):
             return _supports_codes(kv)

@@ -1,4 +1,4 @@
-"""Attention over block tables in plain torch, on any device: the oracle for other backends."""
+"""Attention over block tables in plain torch, on any device; the reference for other backends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from octavo.storage.layer_kv import LayerKV
 class ReferenceAttention(AttentionBackend):
     """Gathers each sequence's blocks and attends to them in float32, one sequence after the other.
 
-    A sequence's result depends on nothing but its own tokens.
+    A sequence's result depends only on its own tokens.
     """
 
     name = "reference"
 
-    # Scores held at once: 16 MiB of float32, so that a long prompt's cost in memory stays flat.
+    # The number of scores held at once, 16 MiB of float32, which bounds the memory for a long prompt.
     _MAX_SCORES = 1 << 22
 
     def attend(
@@ -39,7 +39,7 @@ class ReferenceAttention(AttentionBackend):
             first_query = context_lens[i] - (stop - start)
             first_block = _window_start(first_query, kv.sliding_window) // kv.block_size
             last_block = -(-context_lens[i] // kv.block_size)
-            # Only the blocks inside the window: those before it are the null block.
+            # Only the blocks inside the window, because those before it are null blocks.
             first_key = first_block * kv.block_size
             key, value = kv.gather_heads(tables[rows[i], first_block:last_block], context_lens[i] - first_key)
             key, value = key.float(), value.float()
@@ -61,7 +61,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def _window_start(position: int, window: int | None) -> int:
-    """The first position that a query at `position` attends to."""
+    """Return the first position that a query at `position` attends to."""
     return 0 if window is None else max(0, position - window + 1)
 
 
@@ -75,7 +75,7 @@ def attend_dense(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention of the last `queries` of `keys` tokens of one sequence.
+    """Compute causal attention of the last `queries` of `keys` tokens of one sequence.
 
     Args:
         query: [queries, num_heads, key_dim]

@@ -1,1 +1,1 @@
-"""Measuring: workloads, traces, an offline run and an open-loop client. The commands are in `octavo.commands`."""
+"""Benchmarks: workloads, traces, offline runs and an open-loop client. The commands are in `octavo.commands`."""

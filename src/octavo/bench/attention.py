@@ -1,8 +1,8 @@
-"""Attention over paged blocks compared with one contiguous block, by the same kernel at the same lengths.
+"""Benchmark of attention over paged blocks against one contiguous block, with the same kernel and lengths.
 
-What is compared is the walk through the block table: for each block size an arena of its own holds the same number of
-tokens, in as many layers as it takes to exceed the caches, and its block ids are shuffled as in a pool that has served
-for a while. "max" is one block of the whole context: what `--block-size max` gives a sequence. The three take turns
+This measures the cost of walking the block table. For each block size, a separate arena holds the same number of
+tokens, in enough layers to exceed the CPU's caches, with block ids shuffled as in a pool that has served for a while.
+"max" is one block for the whole context, as with `--block-size max`. The block sizes take turns
 (`timing.interleaved`), layer by layer.
 
     GB/s      key and value bytes of the context, each counted once, over the time of the call
@@ -30,7 +30,7 @@ from octavo.storage.layer_kv import LayerKV
 Kind = Literal["decode", "prefill"]
 BlockSize = int | Literal["max"]
 
-_SOME_CODE = 0x2A  # of every codec a small number, subnormal in none
+_SOME_CODE = 0x2A  # a small number in every codec, and subnormal in none
 _SOME_SCALE = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # 2^-7 in bfloat16
 
 CONTIGUOUS: Literal["max"] = "max"
@@ -54,8 +54,8 @@ class AttentionCase:
     """One shape of a call.
 
     Attributes:
-        context: tokens of each sequence, the new ones included.
-        new_tokens: queries of each sequence: 1 in decode, a chunk of its end in prefill.
+        context: number of tokens of each sequence, including the new ones.
+        new_tokens: number of queries of each sequence: 1 in decode, a chunk at its end in prefill.
     """
 
     kind: Kind
@@ -68,7 +68,7 @@ class AttentionCase:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of all sequences in one layer."""
+        """Size of the keys and values of all sequences in one layer."""
         return self.seqs * self.context * self._spec(16, 1).bytes_per_token
 
     @property
@@ -77,16 +77,16 @@ class AttentionCase:
         return 4 * self.heads.query * self.heads.dim * seen * self.seqs
 
     def num_layers(self, working_set: int) -> int:
-        """The number of layers, at least 1, whose keys and values together take `working_set` bytes."""
+        """Return the number of layers, at least 1, whose keys and values together take at least `working_set` bytes."""
         return max(1, -(-working_set // self.kv_bytes))
 
     def calls(self, block_size: BlockSize, num_layers: int, backend: AttentionBackend | None = None) -> list[Call]:
-        """One call for each layer of a new arena, by `backend` or else the one of that name."""
+        """Return one call for each layer of a new arena, using `backend` or, if None, the backend of this case."""
         spec = self._spec(block_tokens(block_size, self.context), num_layers)
         per_seq = spec.blocks_for_tokens(self.context)
         arena = KVArena(spec, self.seqs * per_seq + 1)
         for layer in arena.float_layers:
-            # Every page is written before it is timed; subnormal numbers would be slow.
+            # Write every page before it is timed, with numbers that are not subnormal, which would be slow.
             layer.key.fill_(0.5)
             layer.value.fill_(0.5)
         for coded in arena.coded_layers:
@@ -119,6 +119,7 @@ class AttentionCase:
             num_tokens=num_tokens,
             max_query_len=self.new_tokens,
             max_context_len=self.context,
+            total_decode_len=self.seqs * self.context,
         )
 
 
@@ -128,13 +129,14 @@ def _attend(backend: AttentionBackend, kv: LayerKV, query: torch.Tensor, batch: 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFigure:
-    """One block size in one case.
+    """The result of one block size in one case.
 
     Attributes:
-        microseconds: of the median call, all sequences, one layer.
-        gb_per_s: see the module; None in prefill, where reading is not the limit.
-        slower_percent: than one contiguous block, by the median of the rounds' ratios; negative is faster, None where
-            contiguous was not measured.
+        microseconds: time of the median call, for all sequences in one layer.
+        gb_per_s: see the module; None in prefill, which is not limited by reading.
+        gflop_per_s: see the module.
+        slower_percent: how much slower than one contiguous block, by the median of the rounds' ratios; negative if
+            faster, None if contiguous was not measured.
     """
 
     kind: Kind
@@ -162,8 +164,8 @@ def measure_case(
     """Time the case at each block size, interleaved.
 
     Args:
-        working_set: bytes of keys and values that the calls of one block size go round.
-        seconds: spent on each block size.
+        working_set: bytes of keys and values that the calls of one block size cycle through.
+        seconds: time spent on each block size.
     """
     num_layers = case.num_layers(working_set)
     candidates = {str(size): case.calls(size, num_layers) for size in block_sizes}
@@ -199,7 +201,7 @@ def cases(
     decode_tokens: int = 16384,
     chunk: int = 2048,
 ) -> Iterator[AttentionCase]:
-    """The cases: decode of as many sequences as hold `decode_tokens`, and prefill of the last `chunk` tokens of one."""
+    """Yield cases: decode of sequences with `decode_tokens` in total, and prefill of the last `chunk` tokens of one."""
     for kind in kinds:
         for backend in backends:
             for context in contexts:
@@ -209,7 +211,7 @@ def cases(
 
 
 def worst_slowdown(figures: Sequence[AttentionFigure], block_size: BlockSize, backend: str) -> float | None:
-    """The largest `slower_percent` of a block size over all kinds and contexts; None where there is none."""
+    """Return the largest `slower_percent` of a block size over all kinds and contexts; None if there is none."""
     found = [
         f.slower_percent
         for f in figures

@@ -1,4 +1,4 @@
-"""A text through a model, over blocks of any cache: how codecs are compared and scales are found."""
+"""Run a text through a model with any KV cache, to compare codecs and find scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 64
 
 
 def block_tables(spec: KVCacheSpec, num_tokens: int, first_block: int = 1) -> list[torch.Tensor]:
-    """One table for each group, of blocks from `first_block` on."""
+    """Return one block table per group, with consecutive blocks from `first_block`."""
     per_group = spec.blocks_for_tokens(num_tokens)
     return [torch.arange(per_group) + first_block + group * per_group for group in range(len(spec.groups))]
 
@@ -31,10 +31,10 @@ def logits_of_chunks(
     chunk: int = CHUNK,
     wanted: bool = True,
 ) -> Iterator[torch.Tensor]:
-    """Compute one sequence in chunks, so that all of it but a chunk is read from the cache, as in a decode.
+    """Compute one sequence in chunks, so that all of it except the current chunk is read from the cache, as in decode.
 
     Yields:
-        float32 [chunk, vocab_size] (without rows, if they are not `wanted`), which the next chunk may write over.
+        float32 [chunk, vocab_size], or [0, vocab_size] if logits are not `wanted`; the next chunk may overwrite it.
     """
     spec, device = arena.spec, model.device
     tables = [table.to(device) for table in block_tables(spec, len(tokens), first_block)]
@@ -55,6 +55,7 @@ def logits_of_chunks(
             num_tokens=count,
             max_query_len=count,
             max_context_len=context,
+            total_decode_len=context,
         )
         rows = torch.arange(count if wanted else 0, device=device)
         piece = torch.tensor(tokens[first : first + count], device=device)

@@ -1,6 +1,6 @@
-"""Launches of every Triton kernel in the shapes that models have, over memory that is never touched.
+"""Launches of all Triton kernels in the shapes of real models, with memory that is never touched.
 
-They are for `gpu_compile.compile_all`. A size of 1 is a case of its own: Triton makes a constant of it.
+They are meant for `gpu_compile.compile_all`. A size of 1 is a separate case, because Triton specialises on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCHES = {"decode": (5, 1), "one decode": (1, 1), "chunks": (5, 100), "one chu
 
 
 def cases(*, quick: bool = False) -> Iterator[Case]:
-    """Every kernel; `quick`: in one shape and type each."""
+    """Yield cases of every kernel; with `quick`, in few shapes and types."""
     yield from _attention(quick)
     yield from _stores(quick)
     yield from _rows(quick)
@@ -38,7 +38,10 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
         table = torch.zeros(count, 6, dtype=torch.float64)
         yield name, partial(draw_rows, torch.zeros(count, 128256), table)
     yield "draw, masked", partial(draw_rows, torch.zeros(5, 128256), table, torch.zeros(5, 4008, dtype=torch.int32))
-    yield "copy blocks", lambda: copy_blocks(torch.zeros(8, 4096, dtype=torch.uint8), [(1, 2)])
+    blocks = torch.zeros(8, 4096, dtype=torch.uint8)
+    yield "copy blocks", lambda: copy_blocks(blocks, blocks, [(1, 2)])
+    large = torch.empty(2, 1 << 30, dtype=torch.uint8)
+    yield "copy one block of a GiB", lambda: copy_blocks(large, large, [(0, 1)])
 
 
 def _attention(quick: bool) -> Iterator[Case]:
@@ -89,7 +92,7 @@ def _rows(quick: bool) -> Iterator[Case]:
 
 
 class _Step:
-    """A layer of a cache and a batch over it: `num_seqs` sequences with `queries` new tokens each."""
+    """One layer of a cache and a batch of `num_seqs` sequences with `queries` new tokens each."""
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class _Step:
             num_tokens=tokens,
             max_query_len=queries,
             max_context_len=4000,
+            total_decode_len=4000 * num_seqs,
         )
 
 
@@ -124,7 +128,7 @@ def _attend(
 ) -> None:  # fmt: skip
     step = _Step(name, dims, *_BATCHES[batch], window=window)
     query = torch.zeros(step.batch.num_tokens, 8 * share, dims[0], dtype=step.dtype)
-    for longest in (4000, 200):  # in splits, and in one
+    for longest in (4000, 200):  # with several splits, and with one
         step.batch.max_context_len = longest
         of_sinks = torch.zeros(8 * share, dtype=step.dtype) if sinks else None
         step.backend.attend(step.kv, query, step.batch, scale=0.1, sinks=of_sinks, **options)

@@ -1,7 +1,7 @@
-"""Compiles Triton kernels for a GPU that is not there: type errors, shared memory and registers show without one.
+"""Compiles Triton kernels without a GPU, to find type errors and see their use of shared memory and registers.
 
-Triton's interpreter runs Python over NumPy: it takes loops whose variables change their type, products of shapes that
-tensor cores do not have, and tiles of any size. The compiler does not, and needs no device.
+Triton's interpreter runs Python over NumPy, and accepts loops whose variables change their type, products of shapes
+that tensor cores do not support, and tiles of any size. The compiler does not, and needs no device.
 
     wrapper (attend_decodes, rms_norm, …) ──launch──> compile for the target ──> Compiled         nothing is run
 
@@ -24,21 +24,26 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""By compute capability, the most bytes of shared memory that one program may have (CUDA programming guide)."""
+"""Maximum number of bytes of shared memory per program, by compute capability (CUDA programming guide)."""
+
+MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
+"""Maximum number of programs along each dimension of a launch (CUDA programming guide)."""
 
 _USED = re.compile(r"Used (\d+) registers")
+_WAITED = re.compile(r"cp\.async\.wait_group\s+(\d+)")
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel as it was launched with one kind of arguments.
+    """One kernel, compiled for one combination of argument types.
 
     Attributes:
-        shared: bytes of a program.
-        registers: of a thread.
-        spilled: bytes of a thread's registers that had to go to memory.
-        tensor_cores: whether its products use them.
+        shared: bytes of shared memory per program.
+        registers: registers per thread.
+        spilled: bytes per thread of registers that were spilled to memory.
+        tensor_cores: whether its products use tensor cores.
+        fetches_ahead: whether loads are in flight while other data is multiplied.
     """
 
     case: str
@@ -48,10 +53,11 @@ class Compiled:
     registers: int
     spilled: int
     tensor_cores: bool
+    fetches_ahead: bool
 
 
 class _Target:
-    """Stands in for Triton's driver, which would ask CUDA."""
+    """A substitute for Triton's driver, which would need CUDA."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -61,7 +67,7 @@ class _Target:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        return self._arch  # what is compiled for another is not taken for this one's
+        return self._arch  # so that kernels compiled for other targets are not reused
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -74,14 +80,14 @@ class _Target:
 
 
 def compile_all(cases: Iterable[tuple[str, Callable[[], object]]], arch: int = 90) -> Iterator[Compiled]:
-    """Call each case, and compile each kernel that it launches, for one compute capability: 90 is Hopper.
+    """Call each case, and compile each kernel that it launches, for one compute capability (90 is Hopper).
 
-    Equal launches are compiled once in a process, which can launch nothing from then on. Nothing is run, so what a case
-    is given stays as it was.
+    Equal launches are compiled once per process, which cannot launch kernels afterwards. No kernel is run, so the
+    arguments of the cases do not change.
 
     Raises:
-        RuntimeError: triton interprets.
-        Exception: the compiler's, with the case's name in a note.
+        RuntimeError: TRITON_INTERPRET is set, or a launch has more programs than a GPU accepts.
+        Exception: an exception of the compiler, with the case's name in a note.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted here, and cannot be compiled")
@@ -102,11 +108,14 @@ def _compiling(case: str, found: list[Compiled]) -> Iterator[None]:
     knobs = triton.knobs
 
     def compile_only(self: Any, grid: Any) -> Callable[..., None]:
+        if any(size > most for size, most in zip(grid, MOST_PROGRAMS, strict=False)):
+            raise RuntimeError(f"{self.__name__} is launched with {grid} programs, more than {MOST_PROGRAMS}")
+
         def launch(*args: Any, **options: Any) -> None:
             log = io.StringIO()
             with redirect_stdout(log):
                 kernel = self.run(*args, grid=grid, warmup=True, **options)
-            if log.getvalue():  # else it was compiled before
+            if log.getvalue():  # empty if the kernel was compiled before
                 found.append(_described(case, kernel, log.getvalue()))
 
         return launch
@@ -132,4 +141,5 @@ def _described(case: str, kernel: Any, log: str) -> Compiled:
         int(used[1]) if used else 0,
         int(spilled[1]) if spilled else 0,
         any(name in ptx for name in ("mma.sync", "wgmma", "tcgen05.mma")),
+        any(int(left) for left in _WAITED.findall(ptx)),
     )

@@ -1,7 +1,7 @@
-"""Decode of models with random weights in real shapes, as a share of what memory bandwidth allows.
+"""Decode speed of models with random weights and real shapes, as a share of what the memory bandwidth allows.
 
-floor     (weights + keys and values of all contexts) / copy bandwidth: each byte is read once a step
-share     floor / seconds of a step, planned, computed, sampled and known to the host
+floor     (weights + keys and values of all contexts) / copy bandwidth: each byte is read once per step
+share     floor / seconds of a step, including planning, sampling and the transfer to the host
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from octavo.models.loader import expected_shapes
 from octavo.models.ops import LayerOps
 from octavo.models.weights import RawTensor
 from octavo.request import RequestId, SequenceId
+from octavo.runner.executor import Collect
 from octavo.runner.graphs import Capture
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
+from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan
 from octavo.storage.arena import KVArena
 
 _WARM_UP = 3
@@ -56,15 +57,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
     },
 }  # fmt: skip
-"""The architectures' `config.json`s, as far as they matter here."""
+"""The parts of the models' `config.json` that matter here."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Steps of `num_seqs` sequences with contexts of `context` tokens.
+    """The result for steps of `num_seqs` sequences with contexts of `context` tokens.
 
     Attributes:
-        seconds: a step, the median.
+        seconds: median time of a step.
         floor: seconds that reading the weights and the cache takes at the bandwidth of a copy.
     """
 
@@ -84,7 +85,7 @@ class DecodeRow:
 
 
 class _RandomWeights:
-    """Weights of a configuration's shapes, made where they are used."""
+    """Random weights in the shapes of a configuration, made on the device when they are needed."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._shapes = expected_shapes(config)
@@ -105,8 +106,8 @@ class DecodeBench:
     """A model of one of `SHAPES` and a cache for `most_seqs` contexts.
 
     Args:
-        capture: as `ModelRunner` takes it.
-        ops: the row-wise steps, where they are not to be the device's own.
+        capture: passed to `ModelRunner`.
+        ops: the row-wise operations; None for the device's default.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class DecodeBench:
         )
         self.model = LlamaDecoder(config, _RandomWeights(config, device), dtype=dtype, device=device, ops=ops)
         spec = KVCacheSpec.build(self.model.kv_layers, block_size, str(dtype).removeprefix("torch."))
-        # The last tokens' blocks are given from the start: a plan of these steps changes no table.
+        # All blocks, including those of the last tokens, are allocated from the start, so that no plan changes a table.
         self._blocks = spec.blocks_for_tokens(context + _WARM_UP + steps + 1)
         attention = make_backend("triton", device)
         arena = KVArena(spec, 1 + most_seqs * self._blocks, device, attention.layout)
@@ -141,39 +142,48 @@ class DecodeBench:
             max_model_len=self._blocks * block_size,
             capture=capture,
         )
+        if self._runner.graphs is not None:
+            self._runner.graphs.record_after = 1
 
     def measure(self, num_seqs: int, copy_bandwidth: float) -> DecodeRow:
-        """Decode steps of `num_seqs` sequences, one after the other as an engine would have them."""
+        """Measure decode steps of `num_seqs` sequences, each launched behind the previous one, as in the engine."""
         ids = torch.randperm(num_seqs * self._blocks) + 1
         tables = [tuple(map(BlockId, row)) for row in ids.view(num_seqs, -1).tolist()]
         seq_ids = tuple(map(SequenceId, range(num_seqs)))
         params = SamplingParams(temperature=0, max_tokens=self._steps + _WARM_UP, ignore_eos=True)
         sampling = SamplingSnapshot(RequestId("measuring"), params, seed=0, num_prompt_tokens=self._context)
         new = tuple(NewSequence(seq, sampling, (table,)) for seq, table in zip(seq_ids, tables, strict=True))
-        tokens: tuple[int, ...] = (1,) * num_seqs
-        took = []
+        took: list[float] = []
+        collect: Collect | None = None
+        started = time.perf_counter()
         for step in range(_WARM_UP + self._steps):
-            started = time.perf_counter()
+            is_first = step == 0
             plan = StepPlan(
                 step=step + 1,
                 seq_ids=seq_ids,
                 starts=(self._context + step,) * num_seqs,
                 lengths=(1,) * num_seqs,
                 draws=(1,) * num_seqs,
-                token_ids=tokens,
-                reset=step == 0,
-                new=new if step == 0 else (),
+                token_ids=(1 if is_first else DRAWN,) * num_seqs,
+                reset=is_first,
+                new=new if is_first else (),
                 num_streams=num_seqs,
+                ahead=not is_first,
             )
-            tokens = self._runner.execute(plan).token_ids
-            took.append(time.perf_counter() - started)
+            before, collect = collect, self._runner.launch(plan)
+            if before is not None:
+                before()
+                took.append(time.perf_counter() - started)
+                started = time.perf_counter()
+        if collect is not None:
+            collect()
         seconds = statistics.median(took[_WARM_UP:])
         read = self.model.weight_bytes + num_seqs * self._context * self._spec.bytes_per_token
         return DecodeRow(self.name, num_seqs, self._context, seconds, read / copy_bandwidth)
 
 
 class _Arrivals:
-    """What `generate` streams to: notes when each step's tokens were there, on the host."""
+    """A streamer for `generate` that records when each step's tokens arrived on the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -188,8 +198,11 @@ class _Arrivals:
 def measure_transformers(
     name: str, device: torch.device, dtype: torch.dtype, *, num_seqs: int, context: int, steps: int
 ) -> float:
-    """Seconds of a step of transformers' `generate` for a model of the same shape, its prompt's not counted: the median
-    of the times between the arrivals of tokens."""
+    """Measure transformers' `generate` with a model of the same shape.
+
+    Returns:
+        The median time between the arrivals of tokens, in seconds; the prompt's step is not counted.
+    """
     import transformers
 
     raw = {key: value for key, value in SHAPES[name].items() if key not in ("architectures", "model_type")}
@@ -204,7 +217,7 @@ def measure_transformers(
     ids = torch.ones(num_seqs, context, dtype=torch.int64, device=device)
 
     arrivals = _Arrivals()
-    # The prompt arrives first, then a token a step.
+    # The prompt arrives first, then one token per step.
     with torch.inference_mode():
         model.generate(
             ids,

@@ -1,16 +1,16 @@
-"""A GPU's limits, and the kernels as a share of them, beside torch's own where it has the same.
+"""A GPU's limits, and the speed of the kernels as a share of them, compared with torch's own if it has the same kernel.
 
-decode    bytes of the context's keys and values, each once, over the time of the call: a share of copy bandwidth
-prefill   4 * num_heads * head_dim operations for each pair of query and key that it sees: a share of the rate of a
-          large matrix product
-others    bytes that must be read and written, over the time of the call: a share of copy bandwidth
+decode    bytes of the context's keys and values, each counted once, per time of a call: a share of copy bandwidth
+prefill   4 * num_heads * head_dim operations for each query and each key that it sees: a share of the rate of a large
+          matrix product
+others    bytes that must be read and written, per time of a call: a share of copy bandwidth
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,26 +30,30 @@ from octavo.storage.block_copy import copy_blocks
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large everything is that is measured; `SMALL` is for a trial of the code in Triton's interpreter."""
+    """The sizes to measure; `SMALL` is for trying the code in Triton's interpreter."""
 
     copy_bytes: int
     matrix: int
     heads: tuple[int, int, int]
     decode: tuple[int, int]
+    mixed: tuple[int, int]
     prefill: int
     rows: tuple[int, int, int, int]
     dtype: torch.dtype
 
 
-FULL = Sizes(1 << 30, 8192, (32, 8, 128), (64, 4000), 8000, (4096, 14336, 128256, 1024), torch.bfloat16)
-"""Llama 3.1 8B's heads (query, key-value, dimension); decode: sequences and context; prefill: tokens; rows: widths of
+FULL = Sizes(
+    1 << 30, 8192, (32, 8, 128), (64, 4000), (128_000, 2000), 8000, (4096, 14336, 128256, 1024), torch.bfloat16
+)
+"""Llama 3.1 8B's heads (query, key-value, dimension); decode: sequences and context; mixed: the contexts of
+one of as many sequences, and of the others; prefill: tokens; rows: widths of
 hidden states, of the gated activation and of logits, and blocks of 64 KiB that are copied."""
-SMALL = Sizes(1 << 16, 64, (4, 2, 32), (2, 300), 20, (32, 48, 300, 2), torch.float16)
+SMALL = Sizes(1 << 16, 64, (4, 2, 32), (2, 300), (600, 20), 20, (32, 48, 300, 2), torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine does at best: bytes read and written per second by a copy, operations per second in products."""
+    """The limits of the device: bytes read and written per second by a copy, and operations per second in products."""
 
     copy_bandwidth: float
     matrix_rate: float
@@ -57,12 +61,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """One shape of a kernel's call.
+    """The result for one shape of a kernel's call.
 
     Attributes:
-        share: of the limit that binds this shape.
-        torch_seconds: of `scaled_dot_product_attention` over contiguous keys and values of the same length; None where
-            torch has nothing of the kind.
+        seconds: time of a call.
+        share: share of the limit that applies to this shape.
+        torch_seconds: time of `scaled_dot_product_attention` over contiguous keys and values of the same length; None
+            if torch has no such kernel.
     """
 
     name: str
@@ -72,7 +77,7 @@ class KernelRow:
 
 
 def seconds_per_call(call: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
-    """The median of five rounds' means, after a warm-up."""
+    """Return the median over five rounds of the mean time per call, after a warm-up."""
     for _ in range(3 if repeats > 1 else 1):
         call()
     rounds = []
@@ -94,7 +99,7 @@ def _wait(device: torch.device) -> None:
 def measure_limits(device: torch.device, sizes: Sizes, *, repeats: int = 20) -> Limits:
     source, target = (torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     copying = seconds_per_call(lambda: target.copy_(source), device, repeats=repeats)
-    # Random values: products of zeros draw less power and run faster.
+    # Random values, because products of zeros draw less power and run faster.
     a, b = (torch.randn(sizes.matrix, sizes.matrix, device=device).to(sizes.dtype) for _ in range(2))
     multiplying = seconds_per_call(lambda: a @ b, device, repeats=repeats)
     return Limits(2 * sizes.copy_bytes / copying, 2 * sizes.matrix**3 / multiplying)
@@ -103,35 +108,42 @@ def measure_limits(device: torch.device, sizes: Sizes, *, repeats: int = 20) -> 
 @torch.inference_mode()
 def measure_attention(
     device: torch.device, sizes: Sizes, limits: Limits, *, block_size: int = 16, repeats: int = 20
-) -> list[KernelRow]:
-    """Decode and prefill over shuffled blocks."""
+) -> Iterator[KernelRow]:
+    """Measure decode and prefill over shuffled blocks."""
     num_seqs, context = sizes.decode
     query_heads, _, dim = sizes.heads
-    decode = _Call(device, sizes, num_seqs, 1, context, block_size)
+    decode = _Call(device, sizes, [context] * num_seqs, 1, block_size)
     took = seconds_per_call(decode.ours, device, repeats=repeats)
     rate = decode.kv_bytes / took / limits.copy_bandwidth
-    rows = [KernelRow(f"decode {num_seqs} x {context}", took, rate, decode.torch_seconds(repeats))]
+    yield KernelRow(f"decode {num_seqs} x {context}", took, rate, decode.torch_seconds(repeats))
     del decode
+    long, short = sizes.mixed
+    mixed = _Call(device, sizes, [long] + [short] * (num_seqs - 1), 1, block_size)
+    took = seconds_per_call(mixed.ours, device, repeats=repeats)
+    rate = mixed.kv_bytes / took / limits.copy_bandwidth
+    yield KernelRow(f"decode 1 x {long}, {num_seqs - 1} x {short}", took, rate)
+    del mixed
     count = sizes.prefill
-    prefill = _Call(device, sizes, 1, count, count, block_size)
+    prefill = _Call(device, sizes, [count], count, block_size)
     took = seconds_per_call(prefill.ours, device, repeats=repeats)
     operations = 4 * query_heads * dim * count * (count + 1) / 2
-    rows.append(
-        KernelRow(f"prefill {count}", took, operations / took / limits.matrix_rate, prefill.torch_seconds(repeats))
-    )
-    return rows
+    share = operations / took / limits.matrix_rate
+    yield KernelRow(f"prefill {count}", took, share, prefill.torch_seconds(repeats))
 
 
 @torch.inference_mode()
 def measure_kernels(
     device: torch.device, sizes: Sizes, limits: Limits, *, repeats: int = 20, codecs: Sequence[str] | None = None
-) -> list[KernelRow]:
-    """The other kernels, in the shapes of a step of `sizes.decode` sequences, and decodes over codecs: all, or some."""
-    rows: list[KernelRow] = []
+) -> Iterator[KernelRow]:
+    """Measure the other kernels, in the shapes of a step of `sizes.decode` sequences, and decode with codecs.
 
-    def add(name: str, num_bytes: int, call: Callable[[], object]) -> None:
+    Args:
+        codecs: the codecs to measure; None for all.
+    """
+
+    def timed(name: str, num_bytes: int, call: Callable[[], object]) -> KernelRow:
         took = seconds_per_call(call, device, repeats=repeats)
-        rows.append(KernelRow(name, took, num_bytes / took / limits.copy_bandwidth))
+        return KernelRow(name, took, num_bytes / took / limits.copy_bandwidth)
 
     count, context = sizes.decode
     hidden, wide, vocab, blocks = sizes.rows
@@ -139,34 +151,32 @@ def measure_kernels(
     x = torch.randn(count, hidden, device=device).to(sizes.dtype)
     weight, gate_up = torch.ones_like(x[0]), torch.randn(count, 2 * wide, device=device).to(sizes.dtype)
     ops = TritonLayerOps()
-    add("rms_norm", 2 * x.nbytes, lambda: ops.rms_norm(x, weight, 1e-5))
-    add("add_rms_norm", 4 * x.nbytes, lambda: ops.add_rms_norm(x, x, weight, 1e-5))
-    add("gated activation", 3 * count * wide * element, lambda: ops.gate(gate_up, "silu"))
+    yield timed("rms_norm", 2 * x.nbytes, lambda: ops.rms_norm(x, weight, 1e-5))
+    yield timed("add_rms_norm", 4 * x.nbytes, lambda: ops.add_rms_norm(x, x, weight, 1e-5))
+    yield timed("gated activation", 3 * count * wide * element, lambda: ops.gate(gate_up, "silu"))
     arena = torch.zeros(2 * blocks, 1 << 16, dtype=torch.uint8, device=device)
     copies = [(i, blocks + i) for i in range(blocks)]
-    add("copy blocks", arena.nbytes, lambda: copy_blocks(arena, copies))
+    yield timed("copy blocks", arena.nbytes, lambda: copy_blocks(arena, arena, copies))
     logits = torch.randn(count, vocab, device=device)
     for name, top_k, top_p in (("draw all", 0.0, 1.0), ("draw top_k, top_p", 50.0, 0.9)):
         table = torch.tensor([[0.5, 1.0, -torch.inf, top_p, top_k, 0.0]], dtype=torch.float64).repeat(count, 1)
         on_device = table.to(device)
-        add(name, logits.nbytes, lambda table=on_device: draw_rows(logits, table))  # type: ignore[misc]
+        yield timed(name, logits.nbytes, lambda table=on_device: draw_rows(logits, table))  # type: ignore[misc]
     for codec in [name for name, format in KV_FORMATS.items() if not format.plain] if codecs is None else codecs:
-        call = _Call(device, sizes, count, 1, context, 16, codec=codec)
-        add(f"decode {codec}", call.kv_bytes, call.ours)
-        add(f"rotate and store {codec}", call.stored_bytes, call.store)
-    return rows
+        call = _Call(device, sizes, [context] * count, 1, 16, codec=codec)
+        yield timed(f"decode {codec}", call.kv_bytes, call.ours)
+        yield timed(f"rotate and store {codec}", call.stored_bytes, call.store)
 
 
 class _Call:
-    """`num_seqs` sequences with `queries` new tokens each at the end of `context`, over blocks in random order."""
+    """A batch of sequences with `queries` new tokens at the end of each of the `contexts`, in shuffled blocks."""
 
     def __init__(
         self,
         device: torch.device,
         sizes: Sizes,
-        num_seqs: int,
+        contexts: list[int],
         queries: int,
-        context: int,
         block_size: int,
         codec: str | None = None,
     ) -> None:
@@ -174,35 +184,38 @@ class _Call:
         self._device, self._backend = device, make_backend("triton", device)
         name = codec or str(sizes.dtype).removeprefix("torch.")
         spec = KVCacheSpec.build([LayerKVSpec(kv_heads, dim, dim)], block_size, name)
-        blocks = spec.blocks_for_tokens(context)
-        self._arena = KVArena(spec, 1 + num_seqs * blocks, device, self._backend.layout)
+        num_seqs = len(contexts)
+        blocks = [spec.blocks_for_tokens(context) for context in contexts]
+        self._arena = KVArena(spec, 1 + sum(blocks), device, self._backend.layout)
         (kv,) = self._arena.layers
         self._kv, self._heads = kv, Heads(query_heads, kv_heads, dim, dim)
         if isinstance(kv, FloatKV):
             kv.key.normal_()
             kv.value.normal_()
-        ids = torch.randperm(num_seqs * blocks, device=device) + 1
+        ids = torch.split(torch.randperm(sum(blocks), device=device) + 1, blocks)
+        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).int()
         self._query = torch.randn(num_seqs * queries, query_heads, dim, device=device).to(sizes.dtype)
-        self._scale, self._queries, self._num_seqs, self._context = dim**-0.5, queries, num_seqs, context
+        self._scale, self._queries, self._contexts = dim**-0.5, queries, contexts
         tokens = num_seqs * queries
-        slots = ids.view(num_seqs, blocks)[:, -1].repeat_interleave(queries) * block_size
+        slots = torch.stack([own[-1] for own in ids]).repeat_interleave(queries) * block_size
         self._qkv = torch.randn(tokens, (query_heads + 2 * kv_heads) * dim, device=device).to(sizes.dtype)
-        angles = torch.zeros(context, dim // 2, device=device)
+        angles = torch.zeros(max(contexts), dim // 2, device=device)
         self._batch = AttentionBatch(
             query_start=torch.arange(0, num_seqs * queries + 1, queries, dtype=torch.int32, device=device),
-            context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
             table_rows=torch.arange(num_seqs, device=device),
-            positions=torch.arange(context - queries, context, device=device).repeat(num_seqs),
-            groups=(GroupBatch(ids.view(num_seqs, blocks).int(), slots),),
+            positions=torch.cat([torch.arange(n - queries, n, device=device) for n in contexts]),
+            groups=(GroupBatch(tables, slots),),
             num_seqs=num_seqs,
             num_tokens=num_seqs * queries,
             max_query_len=queries,
-            max_context_len=context,
+            max_context_len=max(contexts),
+            total_decode_len=sum(contexts) if queries == 1 else 0,
         )
         self._rotation = Rotation(angles.cos(), angles.sin(), self._batch.positions)
         of_token = spec.bytes_per_token
-        self.kv_bytes = num_seqs * context * of_token
-        # Queries are written back; keys and values are read once, and stored.
+        self.kv_bytes = sum(contexts) * of_token
+        # All of qkv is read, queries are written back, and keys and values are stored.
         self.stored_bytes = self._qkv.nbytes + tokens * (query_heads * dim * sizes.dtype.itemsize + of_token)
 
     def ours(self) -> torch.Tensor:
@@ -214,10 +227,10 @@ class _Call:
         )
 
     def torch_seconds(self, repeats: int) -> float:
-        """Of torch's attention over keys and values that lie contiguously, which is what it can read."""
+        """Measure torch's attention over contiguous keys and values of equal length, all that it supports."""
         _, heads, dim = self._query.shape
-        query = self._query.view(self._num_seqs, self._queries, heads, dim).transpose(1, 2)
-        shape = (self._num_seqs, self._heads.kv_heads, self._context, dim)
+        query = self._query.view(len(self._contexts), self._queries, heads, dim).transpose(1, 2)
+        shape = (len(self._contexts), self._heads.kv_heads, self._contexts[0], dim)
         key, value = (torch.randn(shape, device=self._device).to(query.dtype) for _ in range(2))
         causal = self._queries > 1
         return seconds_per_call(

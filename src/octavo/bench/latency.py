@@ -1,7 +1,7 @@
 """Latency of one batch: all prompts are submitted at once, and each engine step is timed.
 
-A step is *prefill* while some prompt of the batch is not whole in the cache when it begins, *decode* after that: then
-each step gives every sequence that has not ended one token.
+A step belongs to *prefill* as long as some prompt of the batch is not completely in the cache when it begins, and to
+*decode* after that, when each step generates one token of every unfinished sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatencyRun:
-    """One pass over the batch, in seconds.
+    """The times of one pass over the batch, in seconds.
 
     Attributes:
-        prefill: until every prompt was computed and had its first token.
-        decode_steps: each step after that.
-        first_tokens: until each prompt's first token.
-        total: until the last token.
+        prefill: time until every prompt had its first token.
+        decode_steps: time of each step after that.
+        first_tokens: time until each prompt's first token.
+        total: time until the last token.
     """
 
     prefill: float
@@ -43,7 +43,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, warm_ups: int
     """Time `runs` passes after `warm_ups` untimed ones, each with an empty prefix cache.
 
     Raises:
-        ConfigError: the batch is not computed all at once under the engine's options.
+        ConfigError: with the engine's options, the sequences of the batch cannot all run at the same time.
     """
     limit = llm.config.max_num_seqs
     if len(requests) > limit:
@@ -66,7 +66,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, warm_ups: int
 
 
 def summary(runs: Sequence[LatencyRun]) -> Mapping[str, Any]:
-    """Milliseconds: of prefill and total over the runs, of decode steps and first tokens over all of their runs."""
+    """Summarise the times in milliseconds: prefill and total per run, decode steps and first tokens over all runs."""
     return {
         "prefill_ms": summarise([run.prefill for run in runs], 1e3),
         "decode_step_ms": summarise([step for run in runs for step in run.decode_steps], 1e3),

@@ -1,9 +1,9 @@
-"""The hardware limits of this machine, against which kernels and engines are reported.
+"""The hardware limits of this machine, with which kernels and engines are compared.
 
-Reading: the fastest of three loops over one buffer, all of it read once a call: torch's sum, torch's matrix times
-vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` is beyond every
-cache; one of `CACHE_BYTES` stays in the last two levels. Products: square matrices, a multiply-add counted as two
-operations. Each figure is that of the median call.
+Reading is measured with the fastest of three ways to read one buffer completely: torch's sum, torch's matrix times
+vector (both float32), and the library's packed bfloat16 product of one row. A buffer of `DRAM_BYTES` exceeds every
+cache; one of `CACHE_BYTES` stays in the last two levels. Products are measured with square matrices; a multiply-add
+counts as two operations. Each figure is that of the median call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _ROW = 1024  # elements of a row that a product reads; both buffers are whole ro
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One ceiling.
+    """One limit.
 
     Attributes:
-        name: what was done; `how` it was done fastest.
-        value, best: of the median and of the best call, in `unit`.
+        name: what was measured.
+        value: the rate, or the time, of the median call, in `unit`.
+        best: the same of the best call.
+        how: the fastest way to do it, which was used.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Limit:
 
 
 def thread_counts(most: int | None = None) -> list[int]:
-    """The thread counts to measure: 1, and `most` (by default every core that this process may use)."""
+    """Return the thread counts to measure: 1, and `most` (by default all cores that this process may use)."""
     return sorted({1, most or default_num_threads()})
 
 
@@ -57,10 +59,10 @@ def measure_limits(
     cache_bytes: int = CACHE_BYTES,
     product_size: int = PRODUCT_SIZE,
 ) -> Iterator[Limit]:
-    """Every limit, each at each number of threads.
+    """Measure every limit with each number of threads.
 
     Args:
-        seconds: spent on each way of doing each.
+        seconds: time spent on each way to measure a limit.
     """
     for count in counts:
         with threads(count):
@@ -73,7 +75,7 @@ def measure_limits(
 
 
 def read_bandwidth(name: str, nbytes: int, count: int, *, seconds: float = 0.5) -> Limit:
-    """GB/s (1e9 bytes) of the fastest reader over one buffer of `nbytes`, at the present number of threads."""
+    """Measure GB/s (1e9 bytes) of the fastest reader of a buffer of `nbytes`, with the current number of threads."""
     candidates = {reader: [call] for reader, call in _readers(nbytes).items()}
     timings = interleaved(candidates, seconds=seconds)
     how = min(timings, key=lambda reader: timings[reader].median)
@@ -89,7 +91,7 @@ def _readers(nbytes: int) -> dict[str, Call]:
         "torch.mv": partial(torch.mv, floats, torch.ones(_ROW)),
     }
     if kernels.available():
-        # The same memory as bfloat16; what the numbers are does not matter to the time, as long as none is subnormal.
+        # The same memory as bfloat16; the values do not affect the time as long as none is subnormal.
         floats.view(torch.bfloat16).fill_(1.0)
         packed = kernels.PackedWeight("bfloat16", 2 * rows, _ROW, floats.view(-1).view(torch.uint8))
         x, out = torch.ones(1, _ROW, dtype=torch.bfloat16), torch.empty(1, packed.outputs, dtype=torch.bfloat16)
@@ -109,7 +111,7 @@ def _limit(name: str, count: int, unit: str, work: float, timing: Timing, how: s
 
 
 def _call_overheads(seconds: float) -> Iterator[Limit]:
-    """Overhead in microseconds of a call with almost no work: Python, argument checks and dispatch."""
+    """Measure the overhead in microseconds of a call with almost no work: Python, argument checks and dispatch."""
     one = torch.ones(1)
     row, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
     calls: dict[str, Call] = {

@@ -1,13 +1,13 @@
 """Compare block sizes at one memory budget: concurrent sequences, wasted memory and throughput.
 
-All requests are there at once, so that memory is the limit until the queue is empty. The contiguous baseline is the
+All requests are queued at once, so that memory is the limit until the queue is empty. The contiguous baseline is the
 block size "max": one block of `max_model_len` tokens for each sequence, as engines reserved before paging (the
-PagedAttention paper's "Orca (Max)"). Every block size gets the same bytes for blocks of sequences, and the null block
-on top of them.
+PagedAttention paper's "Orca (Max)"). Every block size gets the same number of bytes for blocks of sequences, and the
+null block in addition.
 
-The scheduler, the manager and the prefix cache are those that serve. What computes a step is either the engine's
-runner (`real_engine`) or nothing, for an assumed time (`simulated_engine`): then memory figures are exact and times
-follow from `StepTimes`.
+The scheduler, the manager and the prefix cache are those used for serving. Steps are computed by the engine's runner
+(`real_engine`), or only take an assumed time (`simulated_engine`); in the latter case memory figures are exact, and
+times follow from `StepTimes`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CacheBudget:
     """The KV memory that every block size of one comparison gets.
 
     Attributes:
-        kv_dtype: of keys and values, as KVCacheSpec names it.
-        num_bytes: for blocks of sequences.
-        max_model_len: longest prompt + output; what the contiguous baseline reserves.
+        kv_dtype: dtype of keys and values, as named by `KVCacheSpec`.
+        num_bytes: bytes for blocks of sequences.
+        max_model_len: maximum length of prompt and output, which the contiguous baseline reserves.
     """
 
     shape: ModelShape
@@ -63,10 +63,10 @@ class CacheBudget:
 
     @classmethod
     def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> CacheBudget:
-        """The budget from an engine's options; without kv_cache_memory, as much as `contiguous_seqs` sequences reserve.
+        """Return the budget of an engine's options; without kv_cache_memory, what `contiguous_seqs` sequences reserve.
 
         Raises:
-            ConfigError: max_model_len is over the model's, or the memory does not hold one contiguous sequence.
+            ConfigError: max_model_len exceeds the model's, or the memory does not hold one contiguous sequence.
         """
         limit = shape.max_position_embeddings
         max_model_len = config.max_model_len or min(limit, 2048)
@@ -87,7 +87,7 @@ class CacheBudget:
 
     @property
     def contiguous_seqs(self) -> int:
-        """Sequences that the contiguous baseline holds at once."""
+        """The number of sequences that the contiguous baseline holds at once."""
         spec = self.spec(CONTIGUOUS)
         return self.num_bytes // (len(spec.groups) * spec.block_bytes)
 
@@ -106,15 +106,15 @@ class CacheBudget:
 
 
 class BenchEngine(Protocol):
-    """An engine that a workload runs on."""
+    """The interface of an engine that runs a workload."""
 
     scheduler: Scheduler
 
     def add(self, request: BenchRequest, n: int) -> Request:
-        """Queue `n` samples of a request, past end-of-sequence."""
+        """Queue `n` samples of a request, which ignore end-of-sequence tokens."""
 
     def step(self) -> float:
-        """Compute one step; returns its duration in seconds."""
+        """Compute one step, and return its duration in seconds."""
 
 
 class SimulatedEngine:
@@ -138,7 +138,7 @@ class SimulatedEngine:
         plan = self.scheduler.schedule()
         moved = len(plan.stores) + len(plan.loads)
         seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths, num_moved=moved))
-        # Parallel samples part with their first token, as they would under a temperature.
+        # Parallel samples diverge with their first token, as they would with a temperature.
         result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))
         self.scheduler.update(plan, result)
         return seconds
@@ -173,7 +173,7 @@ class RealEngine:
 def simulated_engine(
     budget: CacheBudget, block_size: BlockSize, config: EngineConfig, gb_s: float, gflop_s: float
 ) -> SimulatedEngine:
-    """An engine on a device that reads so many 1e9 bytes and does so many 1e9 operations a second."""
+    """Return an engine on a simulated device that reads `gb_s` GB and does `gflop_s` GFLOP per second."""
     spec = budget.spec(block_size)
     pool = budget.pool(block_size, config)
     num_host_blocks = default_swap_blocks(config, spec)
@@ -185,7 +185,7 @@ def simulated_engine(
 
 @contextmanager
 def real_engine(budget: CacheBudget, block_size: BlockSize, options: Mapping[str, Any]) -> Iterator[RealEngine]:
-    """A model in memory, warmed up by two short requests.
+    """Load a model with the budget's cache, warmed up by two short requests.
 
     Raises:
         ConfigError: the model's keys and values are not of the budget's dtype.
@@ -208,12 +208,12 @@ def real_engine(budget: CacheBudget, block_size: BlockSize, options: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One workload on one engine.
+    """The result of one workload on one engine.
 
     Attributes:
-        seconds: of all steps.
-        cached_tokens: of the prompts, found in the prefix cache.
-        recomputed_tokens: computed, lost to preemption, and so computed again.
+        seconds: total time of all steps.
+        cached_tokens: prompt tokens found in the prefix cache.
+        recomputed_tokens: tokens that were computed again because of a preemption.
     """
 
     usage: MemoryUsage
@@ -256,5 +256,5 @@ def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBud
 
 
 def cost_dtype(config: EngineConfig) -> str:
-    """The dtype of the weights that a simulated step reads."""
+    """Return the dtype of the weights that a simulated step reads."""
     return config.dtype if config.dtype in DTYPE_BYTES else "bfloat16"

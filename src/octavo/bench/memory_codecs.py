@@ -1,4 +1,4 @@
-"""The comparison of codecs at one budget as rows, cells of a table and a figure."""
+"""Reports the comparison of codecs at one budget, as rows, cells of a table and a figure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HEADING = (
     ("KV cache", "bytes a token", "sequences at once (max)"),
     ("× unquantised", "preemptions", "output tok/s", "× unquantised"),
 )
-"""The columns that are read from the left, and the others."""
+"""The left columns, and the other columns."""
 
 
 def row(budget: CacheBudget, usable_blocks: int, block_size: int, runs: Sequence[Played]) -> dict[str, Any]:
-    """One codec on one workload: times are medians over the runs, memory figures those of the median run."""
+    """Return the row of a codec and a workload: medians of times over the runs, memory figures of the median run."""
     run = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
     return {
         "kv_cache_dtype": budget.kv_dtype,
@@ -35,7 +35,7 @@ def row(budget: CacheBudget, usable_blocks: int, block_size: int, runs: Sequence
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with what each has of the first one's sequences and throughput."""
+    """Return the rows with the ratios of their sequences and throughput to those of the first row."""
     first = rows[0]
     return [
         {
@@ -59,7 +59,7 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def figure(result: Mapping[str, Any], bars: Callable[..., None]) -> Any:
-    """One row of plots per workload: bytes a token, sequences at once, throughput; `bars` draws one."""
+    """Draw one row of plots per workload, each with `bars`: bytes per token, sequences at once, and throughput."""
     from matplotlib import pyplot
 
     workloads = result["workloads"]

@@ -1,4 +1,4 @@
-"""The comparison of block sizes as rows, a Markdown table and a plot."""
+"""Reports the comparison of block sizes, as rows, a Markdown table and a plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 def row(block_size: BlockSize, budget: CacheBudget, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
-    """One block size on one workload: times are medians over the runs, memory figures those of the median run."""
+    """Return the row of a block size and a workload: medians of times over the runs, memory of the median run."""
     run = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
     usage = {
         key: {state: round(share, 5) for state, share in value.items()} if key == "shares" else round(value, 5)
@@ -47,13 +47,13 @@ def row(block_size: BlockSize, budget: CacheBudget, usable_blocks: int, runs: Se
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with `throughput_ratio`, over the contiguous baseline's; None where that was not measured."""
+    """Return the rows with `throughput_ratio` to the contiguous baseline; None if that was not measured."""
     baseline = next((r["output_tok_s"] for r in rows if r["block_size"] == CONTIGUOUS), None)
     return [{**r, "throughput_ratio": round(r["output_tok_s"] / baseline, 3) if baseline else None} for r in rows]
 
 
 def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
-    """The blocks saved by sharing, compared with `n` samples or prefixes that share nothing."""
+    """Return a row with the blocks saved by sharing, compared with the same sequences without sharing."""
     return {
         "workload": workload,
         "n": n,
@@ -65,7 +65,7 @@ def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """All tables, under one line that says what was measured."""
+    """Return all tables, below a line that says what was measured."""
     return "\n".join(_lines(result))
 
 
@@ -147,7 +147,7 @@ def _percent(share: float) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is missing: before an hour of measuring, not after."""
+    """Raise `ConfigError` if matplotlib is missing; called before measuring, which may take an hour."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -157,7 +157,7 @@ def require_matplotlib() -> None:
 
 
 def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
-    """OUTPUT.json, OUTPUT.md and OUTPUT.png."""
+    """Write OUTPUT.json, OUTPUT.md and OUTPUT.png."""
     output.parent.mkdir(parents=True, exist_ok=True)
     _beside(output, ".json").write_text(json_line + "\n", encoding="utf-8")
     _beside(output, ".md").write_text(markdown(result) + "\n", encoding="utf-8")
@@ -165,15 +165,15 @@ def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
 
 
 def _beside(output: Path, suffix: str) -> Path:
-    """`memory-1.5` keeps its name: only a suffix that is one of the three is replaced."""
+    """Replace or add a suffix; only one of the three suffixes is replaced, so that `memory-1.5` keeps its name."""
     stem = output.with_suffix("") if output.suffix in (".json", ".md", ".png") else output
     return stem.with_name(stem.name + suffix)
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """One row of three plots per workload: memory by state, waste, and speed-up over contiguous.
+    """Plot one row of three plots per workload: memory by state, waste, and speed-up over contiguous.
 
-    Of codecs: bytes a token, sequences at once, and throughput.
+    For a comparison of codecs: bytes per token, sequences at once, and throughput.
     """
     import matplotlib
 

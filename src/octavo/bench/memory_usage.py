@@ -1,23 +1,23 @@
 """How the memory of a KV cache is used, read from the manager's own tables after every step.
 
 The terms are those of the PagedAttention paper (Kwon et al., SOSP 2023, section 3.1 and figures 2 and 3). A *slot* is
-room for one token's keys and values. Every slot of the budget is in exactly one of these states:
+the space for one token's keys and values. Every slot of the budget is in exactly one of these states:
 
-    tokens      holds a computed token of a sequence; a slot that several sequences share counts once
-    reserved    in a block that a sequence holds, empty, and a later token of that sequence will fill it
-    internal    in a block that a sequence holds, and nothing will ever fill it: internal fragmentation
-    cached      in a block that no sequence holds, but a prefix could use again
-    external    free, and cannot be used although a sequence waits for memory: the next in line needs more blocks than
-                there are (beside those that admission leaves available); also what a budget has beyond whole blocks
-    idle        free, and nobody waits for it
+    tokens      holds a computed token of a sequence; a slot shared by several sequences counts once
+    reserved    in a block that a sequence holds, empty, and to be filled by a later token of that sequence
+    internal    in a block that a sequence holds, and never to be filled: internal fragmentation
+    cached      in a block that no sequence holds, but that a prefix could use again
+    external    free, but unusable although a sequence waits for memory, because the next one needs more blocks than
+                are free (beside those that admission leaves available); also the rest of the budget below a block
+    idle        free, and no sequence waits for it
 
     three blocks of 16, 37 tokens now, 43 in the end:   tttttttttttttttt tttttttttttttttt tttttrrrrrriiiii
 
-*Waste* is (reserved + internal) / slots held. What the paper's figure 2 plots is the share of the whole budget.
+*Waste* is (reserved + internal) / slots held; the paper's figure 2 plots the share of the whole budget instead.
 
-How long a request's output will be is known, because a benchmark ignores end-of-sequence; the last token's keys and
-values are never stored. Reading takes time in proportion to the sequences, not to their lengths: all blocks of a table
-but those from the first unfinished one on are full.
+The length of a request's output is known, because a benchmark ignores end-of-sequence; the last token's keys and values
+are never stored. Reading the tables takes time proportional to the number of sequences, not to their lengths, because
+all blocks before the first unfinished one are full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.scheduler.scheduler import Scheduler
 
 @dataclass(slots=True)
 class Slots:
-    """Slots by state, or shares of them; see the module."""
+    """Numbers of slots by state; see the module."""
 
     tokens: float = 0.0
     reserved: float = 0.0
@@ -53,7 +53,7 @@ class Slots:
             setattr(self, state.name, getattr(self, state.name) + times * getattr(other, state.name))
 
     def shares(self) -> dict[str, float]:
-        """Each state's share of all slots, 0 to 1; all 0 where there are none."""
+        """Return each state's share of all slots, 0 to 1; all are 0 if there are no slots."""
         total = self.total or 1.0
         return {state: slots / total for state, slots in asdict(self).items()}
 
@@ -63,10 +63,10 @@ class Moment:
     """The cache after one step.
 
     Attributes:
-        blocks_held: by sequences, a shared one counted once; `blocks_unshared` is the sum of the tables' lengths,
-            what the same sequences would hold if none shared a block.
-        memory_is_short: whether a sequence waits for nothing but memory: not for its turn in a step full of other
-            prompts, nor for `max_num_seqs`.
+        blocks_held: number of blocks held by sequences, shared ones counted once.
+        blocks_unshared: sum of the tables' lengths, which is what the sequences would hold without sharing.
+        memory_is_short: whether a sequence waits only for memory, and not for its turn in a step full of other prompts,
+            or for `max_num_seqs`.
     """
 
     slots: Slots
@@ -81,11 +81,13 @@ class MemoryUsage:
     """Averages over time.
 
     Attributes:
-        shares: of the budget by state, while memory was short; over the whole run if it never was.
-        waste: share of the slots held that held no token, and its two parts; over the whole run.
-        running_mean: sequences at once, over the same time as `shares`; `running_max`: after any step.
-        sharing_saved: blocks saved by sharing over blocks without sharing (the paper's section 6.3).
-        short_share: of the time memory was short.
+        shares: shares of the budget by state, while memory was short, or over the whole run if it never was.
+        waste: share of the held slots that held no token, over the whole run.
+        waste_reserved, waste_internal: the two parts of `waste`.
+        running_mean: mean number of running sequences, over the same time as `shares`.
+        running_max: maximum number of running sequences after any step.
+        sharing_saved: blocks saved by sharing / blocks without sharing (the paper's section 6.3).
+        short_share: share of the time in which memory was short.
     """
 
     shares: dict[str, float]
@@ -99,11 +101,11 @@ class MemoryUsage:
 
 
 class MemoryObserver:
-    """Watches the cache of one scheduler through what it and its manager show to anybody.
+    """Observes the cache of one scheduler through its public interface and that of its manager.
 
     Args:
-        budget_bytes: memory for blocks of sequences. The null block is not part of it: a contiguous allocator would
-            have none, and one of `max_model_len` tokens is no small thing.
+        budget_bytes: memory for blocks of sequences, without the null block: a contiguous allocator would have none,
+            and with `max_model_len` tokens it would be large.
     """
 
     def __init__(self, scheduler: Scheduler, budget_bytes: int) -> None:
@@ -130,7 +132,7 @@ class MemoryObserver:
             self._short.add(moment, seconds)
 
     def usage(self) -> MemoryUsage:
-        """The averages so far."""
+        """Return the averages so far."""
         every, busy = self._all, self._short if self._short.seconds else self._all
         held = every.slots.held or 1.0
         return MemoryUsage(
@@ -145,7 +147,7 @@ class MemoryObserver:
         )
 
     def moment(self) -> Moment:
-        """The cache as it is now."""
+        """Return the current state of the cache."""
         pool, size = self._kv.pool, self._kv.spec.block_size
         sequences = [seq for request in self._requests for seq in request.sequences]
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
@@ -166,9 +168,9 @@ class MemoryObserver:
         return Moment(slots, len(running), pool.num_active, blocks_unshared, memory_is_short)
 
     def _unfinished_blocks(self, running: list[Sequence]) -> tuple[dict[BlockId, tuple[int, int]], int]:
-        """(slots filled, slots filled in the end) of each held block that is not full, and the tables' total length.
+        """Return (slots filled, slots filled in the end) of each unfinished block, and the tables' total length.
 
-        Of several holders of one block, the one who will fill it most counts.
+        If several sequences hold a block, the one that will fill it most counts.
         """
         size = self._kv.spec.block_size
         slides = any(group.sliding_window is not None for group in self._kv.spec.groups)
@@ -186,7 +188,7 @@ class MemoryObserver:
         return blocks, total
 
     def _does_not_fit(self, seq: Sequence) -> bool:
-        """Whether the first step of a sequence needs more blocks than admission may take."""
+        """Return whether the first step of a sequence needs more blocks than admission may take."""
         config, spec, pool = self._scheduler.config, self._kv.spec, self._kv.pool
         chunk = min(seq.num_tokens, config.max_num_batched_tokens)
         left_available = int(config.watermark * pool.num_blocks)

@@ -1,12 +1,12 @@
-"""What a codec of the KV cache costs: the same text through the same weights, with and without it.
+"""The quality loss of a KV cache codec: the same text through the same weights, with and without the codec.
 
     perplexity     exp of the mean negative log-likelihood of the next token, over windows of English text
     KL             mean Kullback-Leibler divergence of the next token's distribution from the unquantised cache's, nats
     top-1          share of positions whose likeliest token is the same
     needle         share of depths and lengths at which a pass key hidden in text is repeated
-    diverges at    mean number of greedy tokens until the first that differs (of `GREEDY_TOKENS`, if none does)
+    diverges at    mean number of greedy tokens before the first that differs (`GREEDY_TOKENS` if none does)
 
-Each window is computed in chunks, so that all of it but a chunk is read from the cache, as in a decode.
+Each window is computed in chunks, so that all of it except a chunk is read from the cache, as in decode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEPTHS = (0.1, 0.5, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The figures of one codec; those of the unquantised cache compare it with itself."""
+    """The figures of one codec; the unquantised cache is compared with itself."""
 
     kv_cache_dtype: str
     bytes_per_token: int
@@ -47,7 +47,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What one engine answered."""
+    """The measurements of one engine that are compared."""
 
     bytes_per_token: int
     log_probs: list[torch.Tensor]
@@ -57,16 +57,16 @@ class Readings:
 
 
 def english() -> str:
-    """Python's own documentation of its language, which every installation has."""
+    """Return Python's own language reference, which every installation has."""
     return "\n\n".join(text.strip() for _, text in sorted(pydoc_data.topics.topics.items()))
 
 
 def read(llm: LLM, text: str, *, windows: int, window: int, needle_lengths: Sequence[int]) -> Readings:
-    """Everything that is compared, of one engine.
+    """Take all measurements of one engine.
 
     Args:
-        windows: pieces of text, `window` tokens each, spread evenly over it.
-        needle_lengths: tokens of text around the hidden pass key.
+        windows: number of pieces of text, of `window` tokens each, spread evenly over it.
+        needle_lengths: numbers of tokens of text around the hidden pass key.
     """
     tokens = llm.tokenizer.encode(text)
     last = max(0, len(tokens) - window - 1)
@@ -90,7 +90,7 @@ def read(llm: LLM, text: str, *, windows: int, window: int, needle_lengths: Sequ
 
 
 def compare(name: str, found: Readings, plain: Readings) -> Quality:
-    """The figures of `found` beside those of the unquantised cache."""
+    """Return the figures of `found`, compared with those of the unquantised cache."""
     kl, same, count = 0.0, 0, 0
     for ours, theirs in zip(found.log_probs, plain.log_probs, strict=True):
         for first in range(0, len(ours), CHUNK):  # a few rows of the vocabulary at a time
@@ -129,13 +129,13 @@ def measure(
 
 
 def next_token_log_probs(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
-    """float32 [tokens, vocab_size] of one sequence, in chunks."""
+    """Return the log-probabilities float32 [tokens, vocab_size] after each token of one sequence."""
     chunks = logits_of_chunks(runner.model, runner.arena, runner.attention, tokens)
     return torch.cat([logits.log_softmax(1).cpu() for logits in chunks])
 
 
 def _needle(llm: LLM, tokens: list[int], lengths: Sequence[int]) -> float:
-    """The share of pass keys that are repeated, over lengths of text and depths in it."""
+    """Return the share of pass keys that are repeated, over all lengths of text and depths in it."""
     tokenizer = llm.tokenizer
     prompts: list[Any] = []
     keys: list[str] = []
@@ -159,7 +159,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def plot(results: Sequence[Quality], path: str) -> None:
-    """Perplexity's increase and KL over bytes of a token, as a PNG; matplotlib comes with `octavo[plot]`."""
+    """Plot the increase of perplexity and KL over bytes per token, as a PNG; needs matplotlib (`octavo[plot]`)."""
     import matplotlib
 
     matplotlib.use("Agg")

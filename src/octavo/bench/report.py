@@ -1,4 +1,4 @@
-"""Percentiles, and results as a table for people or one line of JSON for programs."""
+"""Percentiles, and results as a table for people or as a line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between the nearest ranks as numpy's default; NaN of nothing."""
+    """Return the q-th percentile (0 to 100), interpolated linearly as numpy does by default; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -24,7 +24,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def summarise(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:
-    """{"mean", "p50", "p90", "p95", "p99", "max"} of `values * scale`, rounded; None where there are no values."""
+    """Return {"mean", "p50", "p90", "p95", "p99", "max"} of `values * scale`, rounded; all None without values."""
     if not values:
         return dict.fromkeys(("mean", *(f"p{q}" for q in PERCENTILES), "max"))
     figures = {"mean": math.fsum(values) / len(values)}
@@ -34,24 +34,24 @@ def summarise(values: Sequence[float], scale: float = 1.0) -> dict[str, float | 
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and software that a figure depends on."""
+    """Return the hardware and software that a figure depends on."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
     except OSError:
-        pass  # not Linux: the architecture's name must do
+        pass  # not Linux: use the architecture's name
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": name, "cores": usable, "python": platform.python_version()}
 
 
 def as_json_line(result: Mapping[str, Any]) -> str:
-    """One line; what is not a number comes out as null, because NaN is not JSON."""
+    """Return a result as one line of JSON; NaN and infinities become null, because JSON has none."""
     return json.dumps(_finite(result), ensure_ascii=False)
 
 
 def as_table(result: Mapping[str, Any]) -> str:
-    """`name  value` lines; summaries (mappings with a mean) as rows under one heading, other mappings in one line."""
+    """Return `name  value` lines; summaries (mappings with a mean) are rows under a heading."""
     width = max((len(label(name)) for name in result), default=0) + 2
     lines = []
     heading: list[str] = []
@@ -72,7 +72,7 @@ def as_table(result: Mapping[str, Any]) -> str:
 
 
 def columns(heading: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A table's lines with aligned columns: text left, numbers right."""
+    """Return the lines of a table with aligned columns: text to the left, numbers to the right."""
     cells = [[str(cell) for cell in row] for row in (heading, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     to_right = [all(row[i][:1] in "+-0123456789" for row in cells[1:]) for i in range(len(widths))]
@@ -86,12 +86,12 @@ def columns(heading: Sequence[object], rows: Sequence[Sequence[object]]) -> list
 
 
 def label(name: str) -> str:
-    """'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
+    """Return a name for people: 'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
     return name.replace("tok_s", "tok/s").replace("requests_s", "requests/s").replace("_", " ")
 
 
 def show(value: object) -> str:
-    """A number formatted for a table: at most three decimals, '-' for None."""
+    """Format a number for a table, with at most three decimals, and '-' for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Start a server to measure in a process of its own, wait until it is ready, and stop it."""
+"""Start a server to measure in a separate process, wait until it is ready, and stop it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServerStartError(OctavoError):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers `/health`, and how long it took to start."""
+    """A server that answers `/health`, and the time that it took to start."""
 
     base_url: str
     startup_s: float
@@ -37,13 +37,13 @@ class RunningServer:
 
 @contextmanager
 def running_server(arguments: Sequence[str], command: Sequence[str] | None = None) -> Iterator[RunningServer]:
-    """Run `octavo serve ARGUMENTS` on a free port of this machine for the length of the block.
+    """Run `octavo serve ARGUMENTS` on a free port of this machine within the context.
 
     Args:
-        command: what to run instead of `octavo serve`.
+        command: command to run instead of `octavo serve`.
 
     Raises:
-        ServerStartError: it ended, or did not answer in time.
+        ServerStartError: the server ended at its start, or did not answer in time.
     """
     port = free_port()
     base_url = f"http://127.0.0.1:{port}"
@@ -59,7 +59,7 @@ def running_server(arguments: Sequence[str], command: Sequence[str] | None = Non
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -69,7 +69,7 @@ def fetch_json(url: str, api_key: str | None = None, timeout_s: float = 10.0) ->
     """GET a small JSON document.
 
     Raises:
-        ConfigError: no answer, or not JSON; the message names the URL.
+        ConfigError: there is no answer, or it is not JSON; the message names the URL.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -102,7 +102,7 @@ def _last_words(log: IO[bytes], lines: int = 8) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop the process by SIGTERM, then by SIGKILL, so that nothing outlives the benchmark."""
+    """Stop the process with SIGTERM, then with SIGKILL, so that nothing outlives the benchmark."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

@@ -4,8 +4,9 @@
     (due)       (client    (task      (--max-             (ITL between chunks,
                  busy)      runs)      concurrency)        TPOT over the answer)
 
-A client that starts its clock when it gets round to sending hides the wait it caused itself. So each latency is given
-twice, from `sent` (what the server did) and from `scheduled` (what a user would have felt), and so is the lateness.
+A client that starts its clock when it actually sends hides the delay that it caused itself. So TTFT and end-to-end
+latency are reported twice, from `sent` (the server's part) and from `scheduled` (what a user would have experienced),
+and the client's lateness is reported too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Target:
     """The server to measure.
 
     Attributes:
-        base_url: up to and without '/v1'.
-        return_token_ids: ask for each chunk's token ids; a server that refuses unknown fields needs it off, and is
-            then counted by its `usage`.
-        timeout_s: for one request, from sending to its last token.
+        base_url: URL of the server, without '/v1'.
+        return_token_ids: whether to request each chunk's token ids. Turn it off for a server that refuses unknown
+            fields; tokens are then counted by its `usage`.
+        timeout_s: time limit for one request, from sending it to its last token.
     """
 
     base_url: str
@@ -47,7 +48,7 @@ class Target:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """A greedy streaming completion of exactly `max_tokens` tokens."""
+        """Return the body for a greedy streaming completion of exactly `max_tokens` tokens."""
         body = {
             "model": self.model,
             "prompt": request.prompt_token_ids,
@@ -65,8 +66,8 @@ class RequestRecord:
     """The result of one request; times are in seconds since the start of the run.
 
     Attributes:
-        chunk_times: when each chunk that holds tokens arrived.
-        error: its kind, as 'http 503' or 'timeout'; None if the answer came whole.
+        chunk_times: arrival times of the chunks that hold tokens.
+        error: kind of error, such as 'http 503' or 'timeout'; None if the answer was complete.
     """
 
     scheduled_s: float
@@ -81,9 +82,9 @@ class RequestRecord:
 
 
 class _Answer:
-    """Reads one streamed completion as it arrives and counts its tokens: by id if the server gives ids, else by usage.
+    """Reads one streamed completion as it arrives, and counts its tokens by their ids or, without ids, by usage.
 
-    Chunks are not counted: one chunk may hold several tokens, or none.
+    Chunks are not counted, because a chunk may hold several tokens or none.
     """
 
     def __init__(self, zero: float) -> None:
@@ -129,10 +130,10 @@ class _Answer:
 async def run_load(
     target: Target, requests: Sequence[BenchRequest], arrivals: Sequence[float], max_concurrency: int | None = None
 ) -> list[RequestRecord]:
-    """Send each request at its time (ascending, seconds from now) and await all; returns records in the same order.
+    """Send each request at its time (ascending, seconds from now), await all, and return records in the same order.
 
-    No failure of a request is raised: it is in its record. With `max_concurrency`, a request that is due waits until
-    fewer are under way.
+    Failures of requests are not raised, but recorded. With `max_concurrency`, a request that is due waits until fewer
+    are in flight.
     """
     endpoint = PostUrl.parse(target.base_url.rstrip("/") + "/v1/completions")
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
@@ -179,7 +180,7 @@ async def _send(
 
 
 def summary(records: Sequence[RequestRecord]) -> Mapping[str, Any]:
-    """Throughput over the whole run, latency percentiles of the completed requests, and errors by kind."""
+    """Return throughput over the whole run, latency percentiles of the completed requests, and errors by kind."""
     done = [record for record in records if record.error is None]
     duration = max((record.finished_s for record in records), default=0.0)
     prompt_tokens, output_tokens = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
@@ -222,8 +223,8 @@ def _latencies(done: Sequence[RequestRecord], records: Sequence[RequestRecord]) 
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """The largest number of requests in flight at once."""
-    # An end sorts before a start of the same moment: the two never overlapped.
+    """Return the largest number of requests in flight at once."""
+    # An end sorts before a start at the same time, because the two did not overlap.
     edges = sorted([(r.finished_s, -1) for r in records] + [(r.sent_s, 1) for r in records])
     running = peak = 0
     for _, step in edges:

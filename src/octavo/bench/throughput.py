@@ -28,7 +28,7 @@ class ThroughputRun:
     output_tokens: int
 
     def rates(self) -> dict[str, float]:
-        """Tokens and requests per second; prompt tokens from the prefix cache count."""
+        """Return tokens and requests per second; prompt tokens from the prefix cache are included."""
         return {
             "prompt_tok_s": self.prompt_tokens / self.seconds,
             "output_tok_s": self.output_tokens / self.seconds,
@@ -38,10 +38,10 @@ class ThroughputRun:
 
 
 def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: bool = False) -> list[ThroughputRun]:
-    """`runs` timed passes, after a warm-up on the first two requests that counts for nothing.
+    """Time `runs` passes, after an untimed warm-up with the first two requests.
 
-    Each begins with an empty prefix cache, or the second would find all prompts of the first: what is shared is what
-    the workload shares.
+    Each pass begins with an empty prefix cache; otherwise the second would find all prompts of the first. Only what the
+    workload itself shares is found in the cache.
     """
     run_once(llm, requests[:WARM_UP_REQUESTS])
     timed = []
@@ -52,7 +52,7 @@ def measure(llm: LLM, requests: Sequence[BenchRequest], runs: int, *, use_tqdm: 
 
 
 def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = False) -> ThroughputRun:
-    """Generate all requests greedily and past end-of-sequence, so that every engine does the same work."""
+    """Generate all requests greedily, ignoring end-of-sequence, so that every engine does the same work."""
     prompts: list[Any] = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [
         SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
@@ -71,7 +71,7 @@ def run_once(llm: LLM, requests: Sequence[BenchRequest], *, use_tqdm: bool = Fal
 
 
 def summary(runs: Sequence[ThroughputRun]) -> Mapping[str, Any]:
-    """The median of each figure over the runs, and the duration of every run."""
+    """Return the median of each figure over the runs, and the duration of every run."""
     rates = [run.rates() for run in runs]
     result: dict[str, Any] = {
         "runs": len(runs),

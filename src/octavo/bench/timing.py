@@ -1,6 +1,6 @@
 """Timing short calls on a machine with other load.
 
-Candidates take turns, and every other round runs backwards, so that a drift of the machine falls on all alike:
+Candidates take turns, and every other round runs backwards, so that a drift of the machine affects all equally:
 
     round 0   A B C
     round 1   C B A
@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one candidate's calls, one per round."""
+    """Times of one candidate's calls in seconds, one per round."""
 
     seconds: tuple[float, ...]
 
@@ -34,18 +34,18 @@ class Timing:
 
     @property
     def best(self) -> float:
-        """The fastest call: what the machine can do, as opposed to what it usually does."""
+        """The time of the fastest call: what the machine can do, as opposed to what it usually does."""
         return min(self.seconds)
 
 
 def interleaved(
     candidates: Mapping[str, Sequence[Call]], *, seconds: float = 0.5, min_rounds: int = 5
 ) -> dict[str, Timing]:
-    """Time the candidates interleaved, about `seconds` each: at least `min_rounds` rounds after a warm-up round.
+    """Time the candidates interleaved, for about `seconds` each, in at least `min_rounds` rounds after a warm-up.
 
     Args:
-        candidates: by name, the calls to go round, one a round: calls that touch different memory find it out of the
-            cache when their turn comes again.
+        candidates: calls by name; a candidate makes one of its calls per round, in turn. If its calls touch different
+            memory, that memory has left the CPU's caches when the same call comes again.
     """
     names = list(candidates)
     for calls in candidates.values():
@@ -66,13 +66,13 @@ def interleaved(
 
 
 def paired_ratio(one: Timing, other: Timing) -> float:
-    """The median over the rounds of `one` / `other`: what disturbs a round disturbs both, and cancels."""
+    """Return the median over the rounds of `one` / `other`, in which disturbances of a round cancel out."""
     return statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run torch and the kernels on `count` threads within the block."""
+    """Run torch and the kernels on `count` threads within the context."""
     before = torch.get_num_threads()
     kernels_before = kernels.num_threads() if kernels.available() else None
     _set_threads(count)

@@ -1,6 +1,6 @@
 """Readers of public request traces, and synthetic prompts of the same lengths.
 
-| format             | how it is known                          | says                                    |
+| format             | how it is recognised                     | contains                                |
 |--------------------|------------------------------------------|-----------------------------------------|
 | Mooncake (JSONL)   | a line is an object                      | arrivals, lengths, hashes of 512 tokens |
 | Azure LLM (CSV)    | TIMESTAMP,ContextTokens,GeneratedTokens  | arrivals, lengths                       |
@@ -25,7 +25,7 @@ from octavo.bench.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 from octavo.errors import ConfigError
 
 TOKENS_PER_HASH = 512
-"""How many prompt tokens one of Mooncake's hash ids stands for; the last one of a prompt may stand for fewer."""
+"""Number of prompt tokens that one of Mooncake's hash ids stands for; the last one of a prompt may stand for fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class TraceRequest:
     """One recorded request.
 
     Attributes:
-        arrival_s: seconds after the trace's first request; None where the format has no times.
-        hash_ids: one per 512 prompt tokens, equal ids standing for equal tokens after equal tokens; None if unknown.
-        client: who sent it; None if unknown.
-        token_ids: the prompt itself, where the trace holds it.
+        arrival_s: seconds after the trace's first request; None if the format has no times.
+        hash_ids: one id per 512 prompt tokens; equal ids stand for equal tokens after an equal prefix. None if unknown.
+        client: the sender; None if unknown.
+        token_ids: the prompt itself; None if the trace does not have it.
     """
 
     arrival_s: float | None
@@ -48,10 +48,10 @@ class TraceRequest:
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
-    """The requests of a trace in any known format, by arrival, the first at 0.
+    """Read the requests of a trace in any known format, by arrival, the first at 0.
 
     Raises:
-        ConfigError: the file cannot be read, is of no known format, or has a bad line, which is named.
+        ConfigError: the file cannot be read, is in no known format, or has a bad line; the message names the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -164,19 +164,19 @@ def as_requests(
     seed: int = 0,
     end: int = END_TOKEN_ID,
 ) -> list[BenchRequest]:
-    """Requests of the trace's lengths and arrivals, each times its scale; the same seed makes the same prompts.
+    """Return requests with the trace's lengths and arrival times, scaled; the same seed makes the same prompts.
 
-    Equal hash ids become equal blocks of `512 * scale_lengths` tokens, so the trace's prefix sharing survives. Where
-    the trace holds the prompts themselves, only their length is scaled, by cutting the tail.
+    Equal hash ids become equal blocks of `512 * scale_lengths` tokens, so the trace's prefix sharing is preserved. If
+    the trace holds the prompts themselves, they are truncated to the scaled length.
 
     Raises:
-        ConfigError: a scale that is not positive, or one above 1 for a trace that holds the prompts themselves.
+        ConfigError: a scale is not positive, or is above 1 for lengths of a trace that holds the prompts themselves.
     """
     if not scale_lengths > 0 or not scale_time > 0:
         raise ConfigError(f"scales must be above 0, got {scale_lengths:g} for lengths and {scale_time:g} for time")
     block_len = max(1, round(TOKENS_PER_HASH * scale_lengths))
 
-    # A popular prefix's blocks are asked for thousands of times; the bound keeps a long trace's memory in check.
+    # The blocks of a popular prefix are used thousands of times; the bound limits the memory for a long trace.
     @lru_cache(maxsize=4096)
     def block_tokens(hash_id: int) -> list[int]:
         return random_token_ids(random.Random(f"{seed}/block/{hash_id}"), block_len, end)
@@ -189,7 +189,7 @@ def as_requests(
         if request.hash_ids is None:
             length = max(1, round(request.prompt_tokens * scale_lengths))
             return random_token_ids(random.Random(f"{seed}/request/{index}"), length, end)
-        # The last block may be partial. It is scaled on its own, so that the whole blocks before it stay aligned.
+        # The last block may be partial. It is scaled separately, so that the whole blocks before it stay aligned.
         whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
         length = max(1, whole * block_len + round(rest * scale_lengths))
         return [token for hash_id in request.hash_ids for token in block_tokens(hash_id)][:length]

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from octavo.errors import ConfigError
 
 FIRST_TOKEN_ID = 100
-"""Below lie the special tokens of most vocabularies."""
+"""The first id for random prompts; most vocabularies have their special tokens below it."""
 END_TOKEN_ID = 40_000
 """Ids up to here exist in every vocabulary that is benchmarked by default."""
 
 NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN, prefillN, sharegptN, alpacaN (N requests, as in mixed64)"
 
 _DIALOGUES = {"sharegpt": (161.31, 1.2, 337.99, 0.9), "alpaca": (19.31, 0.6, 58.45, 0.9)}
-"""Mean and sigma of the logarithm, of prompt and output lengths. The means are those of the PagedAttention paper
-(Kwon et al. 2023, figure 11); it plots the spread without a figure, so the sigmas are ours."""
+"""Mean, and sigma of the logarithm, of prompt lengths and of output lengths. The means are those of the PagedAttention
+paper (Kwon et al. 2023, figure 11); it only plots the spread, so the sigmas are our own estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class BenchRequest:
     """One benchmark request of a fixed output length (end-of-sequence is ignored).
 
     Attributes:
-        arrival_s: seconds after the start at which it is due; None where the workload does not say.
-        client: who sent it, where a trace says so.
+        arrival_s: seconds after the start at which the request is due; None if the workload has no times.
+        client: the sender, if a trace names it.
     """
 
     prompt_token_ids: list[int]
@@ -39,16 +39,16 @@ class BenchRequest:
 
 
 def random_token_ids(rng: random.Random, count: int, end: int = END_TOKEN_ID) -> list[int]:
-    """`count` ids from [100, end), or from [0, end) for a vocabulary too small for that."""
+    """Return `count` random ids from [100, end), or from [0, end) if the vocabulary is too small for that."""
     first = FIRST_TOKEN_ID if end > FIRST_TOKEN_ID else 0
     return [rng.randrange(first, end) for _ in range(count)]
 
 
 def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[BenchRequest]:
-    """The fixed workloads that engines are compared on.
+    """Return one of the fixed workloads with which engines are compared.
 
     single: one prompt of 64 tokens, 128 out. uniformN: N of those. mixedN: log-normal lengths of a chat service,
-    16 to 1024 in and 8 to 256 out. sharedN: one prefix of 512 tokens, 32 of each request's own, 32 out. sharegptN and
+    16 to 1024 in and 8 to 256 out. sharedN: a shared prefix of 512 tokens, 32 more tokens each, 32 out. sharegptN and
     alpacaN: log-normal lengths with the means of those datasets (ShareGPT: 161 in, 338 out; Alpaca: 19 in, 58 out).
     prefillN: one prompt of N tokens, 1 out.
 
@@ -73,7 +73,7 @@ def named_workload(name: str, seed: int = 0, end: int = END_TOKEN_ID) -> list[Be
 
 
 def _mixed_request(rng: random.Random, end: int) -> BenchRequest:
-    # Both lengths are drawn before the ids: the order of draws is part of what makes the workload the same everywhere.
+    # Both lengths are drawn before the ids; changing the order of the draws would change the workload.
     prompt_len = min(1024, max(16, int(rng.lognormvariate(5.0, 0.8))))
     output_len = min(256, max(8, int(rng.lognormvariate(4.4, 0.7))))
     return BenchRequest(random_token_ids(rng, prompt_len, end), output_len)
@@ -99,10 +99,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """'128', 'uniform:16-512' (both ends included) or 'lognormal:148,0.8' (median, sigma of the logarithm).
+        """Parse '128', 'uniform:16-512' (inclusive) or 'lognormal:148,0.8' (median, sigma of the logarithm).
 
         Raises:
-            ConfigError: none of these, or not positive.
+            ConfigError: the text has none of these forms, or a length is not positive.
         """
         number = r"[0-9]+(?:\.[0-9]+)?"
         if match := re.fullmatch(r"[1-9][0-9]*", text):
@@ -121,7 +121,7 @@ class Lengths:
 def random_workload(
     count: int, prompt_lens: Lengths, output_lens: Lengths, seed: int = 0, end: int = END_TOKEN_ID
 ) -> list[BenchRequest]:
-    """`count` requests of random tokens that share nothing."""
+    """Return `count` requests of random tokens that share nothing."""
     rng = random.Random(seed)
     requests = []
     for _ in range(count):
@@ -137,10 +137,10 @@ def clip(
     max_prompt_len: int | None = None,
     max_output_len: int | None = None,
 ) -> tuple[list[BenchRequest], int]:
-    """The requests truncated to what the model takes, and how many were truncated.
+    """Truncate requests to the model's limits; return them and the number of truncated ones.
 
-    A prompt loses its tail, never its head, so that shared prefixes stay shared; it gives way to the output, as the
-    output is what was to be measured, but keeps at least one token.
+    A prompt loses its tail, never its head, so that shared prefixes stay shared. Prompts are shortened in favour of the
+    output, which is what is measured, but keep at least one token.
     """
     clipped = []
     num_cut = 0
@@ -158,13 +158,13 @@ def clip(
 
 
 def arrival_times(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Arrival times of `count` requests in seconds from 0, at `rate` per second on average; infinity: all at once.
+    """Return arrival times of `count` requests in seconds from 0, at `rate` per second on average; all 0 if infinite.
 
-    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below is burstier, above is
-    more even (as in vLLM's serving benchmark).
+    The gaps follow a gamma distribution with shape `burstiness`: 1 is a Poisson process, lower values are burstier,
+    higher values more even (as in vLLM's serving benchmark).
 
     Raises:
-        ConfigError: a rate or burstiness that is not positive.
+        ConfigError: the rate or the burstiness is not positive.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")

@@ -1,1 +1,1 @@
-"""What is chosen by running a model over text: scales of a KV cache, and a codec for each layer."""
+"""Choices made by running a model over text: the scales of a KV cache, and a codec for each layer."""

@@ -1,8 +1,8 @@
-"""Scales of a calibrated KV cache, chosen by the keys and values that a model makes of text.
+"""Scales of a calibrated KV cache, chosen from the keys and values that a model computes for text.
 
-max           nothing of the text is cut off
-percentile    all but the largest numbers of each head are kept whole: the others are cut off
-mse           of scales from that of "max" down to a sixteenth of it, the one with the least squared error
+max           no number is clipped
+percentile    only the numbers of each head above this percentile are clipped
+mse           the scale with the least squared error, of scales from that of "max" down to a sixteenth of it
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _VECTORS_OF_MSE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Scales, and what they cost.
+    """Scales, and the errors that they cause.
 
     Attributes:
-        errors: by side ("k", "v"), the root of the mean squared error of what is stored, over the root of the mean
-            square of the numbers; all layers that need scales together.
+        scales: scales by layer and side.
+        tokens: number of tokens of the calibration text.
+        errors: relative RMS error by side ("k", "v"), over all layers that need scales: the root of the mean squared
+            error of what is stored, divided by the root mean square of the numbers.
         errors_at_one: the same with every scale at 1.0.
     """
 
@@ -56,7 +58,7 @@ def calibrate(
     percentile: float,
     block_size: int = 16,
 ) -> Calibration:
-    """Choose the scales of a cache in `dtype` by what an unquantised cache holds of `windows`."""
+    """Choose the scales of a cache in `dtype` from what an unquantised cache holds after reading `windows`."""
     kept = KeptText(model, attention, windows, block_size)
     wanted = KVArena(KVCacheSpec.build(model.kv_layers, block_size, dtype), 2, model.device, attention.layout)
     scales: Scales = {}
@@ -81,7 +83,7 @@ def calibrate(
 
 
 def choose(codec: VectorCodec, x: torch.Tensor, method: Method, percentile: float = 99.9) -> torch.Tensor:
-    """The scale of each head, float32 [heads], for vectors [tokens, heads, dim]."""
+    """Choose the scale of each head, float32 [heads], for vectors [tokens, heads, dim]."""
     size = x.float().abs().nan_to_num(0.0, posinf=0.0)
     if method == "percentile":
         per_head = size.transpose(0, 1).flatten(1)
@@ -99,7 +101,7 @@ def choose(codec: VectorCodec, x: torch.Tensor, method: Method, percentile: floa
 
 
 class KeptText:
-    """The keys and values of text, as the model makes them, in a cache of its own type."""
+    """The keys and values that a model computes for text, in a cache of the model's own dtype."""
 
     def __init__(
         self, model: CausalLM, attention: AttentionBackend, windows: Sequence[Sequence[int]], block_size: int
@@ -118,7 +120,7 @@ class KeptText:
             first += count
 
     def keys_and_values(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [tokens, kv_heads, dim] of one layer."""
+        """Return the keys and values of one layer, each float32 [tokens, kv_heads, dim]."""
         keys, values = zip(*self._of_windows(index), strict=True)
         return torch.cat(keys), torch.cat(values)
 
@@ -130,7 +132,7 @@ class KeptText:
 
 
 def _some(x: torch.Tensor) -> torch.Tensor:
-    """Vectors spread evenly over the text: errors are means, which need no more."""
+    """Return a sample of vectors spread evenly over the text, which is enough for mean errors."""
     return x[:: -(-len(x) // _VECTORS_OF_MSE)].float()
 
 

@@ -1,15 +1,16 @@
-"""A codec for the keys and the values of each layer: the assignment that loses least for a number of bits.
+"""Search for the codec of the keys and values of each layer that loses least within a budget of bits.
 
-Sensitivity first: everything in the widest codec but one layer, whose values, or keys too, are in a narrower one, and
-what that adds to the KL divergence of next-token distributions from the unquantised cache's. Then, as if these added
-up, the least sum for every budget at once (a knapsack by dynamic programming): the Pareto frontier. That they add up is
-an approximation, so that the table at the budget is measured beside the uniform ones that fit, and the best of them is
-improved by giving bits of one layer to another where that measures better. What was picked out of many by one text
-looks better there than it is: of these finalists the one with the least loss over other text is taken, so that no table
-is preferred to a uniform codec that loses less. After KVTuner (Li et al. 2025) and KVmix (2025), which search per layer
-and side too.
+First, sensitivities: everything is in the widest codec except one layer, whose values, or keys and values, are in a
+narrower one; the cost of that is what it adds to the KL divergence of next-token distributions from those of the
+unquantised cache. Then, assuming that these costs add up, the least sum for every budget at once (a knapsack by dynamic
+programming), which is the Pareto frontier. Because they only add up approximately, the table at the budget is measured
+along with the uniform ones that fit, and the best of them is improved by moving bits from one layer to another if that
+measures better. A table that was picked among many with one text looks better on it than it is, so the finalist with
+the least loss over other text is chosen; no table is preferred to a uniform codec that loses less. Follows KVTuner (Li
+et al. 2025) and KVmix (2025), which also search per layer and side.
 
-Keys get no fewer bits than values: an error in a key moves every weight of a softmax, and no kernel reads such a layer.
+Keys never get fewer bits than values: an error in a key changes every weight of a softmax, and no kernel supports such
+a layer.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from octavo.models.kv_scale_file import Scales
 from octavo.models.kv_scales import apply_scales
 from octavo.storage.arena import KVArena
 
-_NEAREST = 24  # exchanges to draw from: those that the sensitivities say cost least
+_NEAREST = 24  # number of exchanges to draw from: those with the least cost by the sensitivities
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a cache in some codecs answers, beside the unquantised one.
+    """How the predictions with a quantised cache differ from those with the unquantised one.
 
     Attributes:
-        kl: mean KL divergence of the next token's distribution, nats.
+        kl: mean KL divergence of the next token's distribution, in nats.
         nll: mean negative log-likelihood of the next token.
         agreement: share of positions whose likeliest token is the same.
     """
@@ -54,10 +55,10 @@ class Loss:
 
 
 class Probe:
-    """Measures caches over the same windows of text.
+    """Measures the loss of caches over the same windows of text.
 
     Args:
-        make_attention: a new backend, which may remember the layers that it saw.
+        make_attention: returns a new backend; one per measurement, because a backend may remember the layers it saw.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Probe:
         return KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype).bytes_per_token
 
     def loss(self, dtype: str, scales: Scales | None = None) -> Loss:
-        """Of a cache in `dtype`, which may spell a codec for each layer; `scales` of a calibrated one."""
+        """Measure the loss of a cache in `dtype`, which may name a codec per layer, with `scales` if calibrated."""
         self.runs += 1
         kl = nll = 0.0
         agreed = count = guessed = 0
@@ -114,13 +115,14 @@ class Found:
     """The outcome of a search.
 
     Attributes:
-        formats: of each layer.
-        bits: mean of the codes, scales apart.
-        loss: over the text of the search.
-        predicted: what the sensitivities say that the least table, before any exchange, adds to the KL divergence.
-        finalists: the loss of each over the text that decides between them.
-        costs: for each layer, what it adds in each of the formats that it may have.
-        frontier: (mean bits, dtype) of the least predicted loss, from the fewest bits to the most.
+        formats: the format of each layer.
+        bits: mean number of bits per number, not counting scales.
+        loss: the loss over the text of the search.
+        predicted: what the table with the least cost by the sensitivities, before any exchange, adds to the KL
+            divergence according to them.
+        finalists: the loss of each finalist over the text that decides between them.
+        costs: for each layer, what each format that it may have adds to the KL divergence.
+        frontier: (mean bits, dtype) of the tables with the least predicted loss, from the fewest bits to the most.
     """
 
     formats: tuple[KVFormat, ...]
@@ -136,6 +138,14 @@ class Found:
         return spelled(self.formats)
 
 
+def check_candidates(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for codecs that a search cannot choose from."""
+    known = [name for name, code in CODES.items() if not code.calibrated]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"a search can choose from {', '.join(known)} (codecs without scales), not {name!r}")
+
+
 def search(
     probe: Probe,
     layers: Sequence[LayerKVSpec],
@@ -146,20 +156,18 @@ def search(
     exchanges: int = 12,
     say: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """The table of `candidates` that loses least at a mean of `bits` a number.
+    """Find the table of `candidates` that loses least with a mean of at most `bits` per number.
 
     Args:
-        probe: the text of the search.
-        decide: other text, which decides between the finalists.
-        exchanges: measured attempts to improve on what the sensitivities predict.
+        probe: measures over the text of the search.
+        decide: measures over other text, which decides between the finalists.
+        exchanges: number of measured attempts to improve on what the sensitivities predict.
+        say: called with lines of progress.
 
     Raises:
         ConfigError: no table of the candidates is that small, or a candidate is unknown or needs scales.
     """
-    for name in candidates:
-        if name not in CODES or CODES[name].calibrated:
-            known = ", ".join(name for name, code in CODES.items() if not code.calibrated)
-            raise ConfigError(f"{name!r} is no codec that can be searched: those without calibrated scales are {known}")
+    check_candidates(candidates)
     codes = sorted({CODES[name] for name in candidates}, key=lambda code: -code.bits)
     if bits < codes[-1].bits:
         raise ConfigError(
@@ -197,7 +205,7 @@ def search(
 
 
 def _bits(layer: LayerKVSpec, format: KVFormat) -> int:
-    """Bits of one token's codes."""
+    """Return the number of bits of one token's codes."""
     return layer.num_kv_heads * (layer.key_dim * format.keys.bits + layer.value_dim * format.values.bits)
 
 
@@ -225,7 +233,7 @@ def _sensitivities(
 def _frontier(
     sizes: Sequence[Mapping[str, int]], costs: Sequence[Mapping[str, float]], most: int
 ) -> list[tuple[int, float, tuple[str, ...]]]:
-    """(bits, predicted loss, formats) of the least loss for every number of bits up to `most`, layer by layer."""
+    """Return (bits, predicted loss, formats) of the tables that lose least for their size, of at most `most` bits."""
     reached: dict[int, tuple[float, tuple[str, ...]]] = {0: (0.0, ())}
     for size, cost in zip(sizes, costs, strict=True):
         grown: dict[int, tuple[float, tuple[str, ...]]] = {}
@@ -250,7 +258,7 @@ def _exchange(
     exchanges: int,
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], Loss]:
-    """Give one layer another format, and a second layer one that makes up for its bits, while it measures better."""
+    """Try to improve a table by changing the formats of two layers such that its size stays the same."""
     rng, tried = random.Random(0), {names}
     for _ in range(exchanges):
         moves = [

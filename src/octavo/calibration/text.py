@@ -1,4 +1,4 @@
-"""The text that a model is calibrated with, and the part of it that is held out."""
+"""The text that a model is calibrated with, and its division into windows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, and what it is called in reports."""
+    """A text, and its name in reports."""
 
     name: str
     content: str
 
 
 def read_text(path: str | None) -> Text:
-    """The text in a file; without one, Python's own documentation of its language.
+    """Read the text in a file or, if `path` is None, Python's own language reference (`pydoc_data.topics`).
 
     Raises:
-        ConfigError: it cannot be read, is larger than 64 MiB, or is not UTF-8.
+        ConfigError: the file cannot be read, is larger than 64 MiB, or is not UTF-8.
     """
     if path is None:
         return Text("pydoc_data.topics", english())
@@ -41,7 +41,7 @@ def read_text(path: str | None) -> Text:
 
 
 def windows_of(tokens: Sequence[int], count: int, length: int, what: str) -> list[list[int]]:
-    """`count` windows of `length` tokens, spread evenly; one, and shorter, where the text has no more.
+    """Return up to `count` windows of `length` tokens, spread evenly; a short text gives one shorter window.
 
     Raises:
         ConfigError: the text has fewer than 32 tokens.

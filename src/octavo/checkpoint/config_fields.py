@@ -1,4 +1,4 @@
-"""The fields of a Hugging Face `config.json`, read by the names and aliases that its architecture uses."""
+"""Read the fields of a Hugging Face `config.json` by the names and aliases that its architecture uses."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ConfigFields:
         self.source = source
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under `key` or one of its aliases."""
+        """Return the value of `key` or one of its aliases."""
         for name in (key, *_ALIASES.get(key, ())):
             if name in self.content:
                 return self.content[name]
         return default
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; `default` where the key is missing or null.
+        """Return an integer of at least `minimum`; `default` if the key is missing or null.
 
         Raises:
             CorruptModelError: the key is missing without a default, or its value is not such an integer.
@@ -53,7 +53,7 @@ class ConfigFields:
         return value
 
     def dictionary(self, *keys: str) -> dict[str, Any]:
-        """The first of `keys` that holds a non-empty object; {} where none does."""
+        """Return the value of the first of `keys` that is a non-empty object; {} if none is."""
         for key in keys:
             if value := self.get(key):
                 if not isinstance(value, dict):

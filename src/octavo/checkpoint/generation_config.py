@@ -1,4 +1,4 @@
-"""The sampling that a model's makers recommend: its generation_config.json."""
+"""Read the sampling defaults that a model's authors recommend, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(choice: str, source: ModelSource) -> dict[str, Any]:
-    """Keywords of `SamplingParams` for requests that do not say otherwise.
+    """Return the defaults for `SamplingParams`, as keywords.
 
     Args:
-        choice: "auto": from the model's own folder; "vllm": none; else a folder that has the file.
+        choice: "auto" for the model's own folder, "vllm" for no defaults, or a folder that has the file.
 
     Raises:
-        ConfigError: that folder has no such file.
-        CorruptModelError: the file is no JSON object.
+        ConfigError: the folder has no such file.
+        CorruptModelError: the file is not a JSON object.
     """
     if choice == "vllm":
         return {}

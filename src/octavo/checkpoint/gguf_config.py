@@ -1,7 +1,7 @@
-"""A GGUF file's metadata read as a ModelConfig, and its tensors under Hugging Face's names.
+"""Read a GGUF file's metadata as a ModelConfig, and map its tensors to Hugging Face's names.
 
-llama.cpp's converter changes one thing about the values: for the architecture "llama" it reorders the rows of each
-query and key head, because llama.cpp rotates neighbouring dimensions where Hugging Face rotates the two halves:
+For the architecture "llama", llama.cpp's converter reorders the rows of each query and key head, because llama.cpp
+rotates neighbouring dimensions where Hugging Face rotates the two halves:
 
     Hugging Face  x0 x1 x2 x3 | y0 y1 y2 y3     (x_i rotates with y_i)
     GGUF          x0 y0 x1 y1 x2 y2 x3 y3
@@ -37,7 +37,7 @@ _IN_A_LAYER = {
 
 
 def hf_name(gguf_name: str) -> str | None:
-    """'blk.3.attn_q.weight' -> 'model.layers.3.self_attn.q_proj.weight'; None: a tensor the decoder has no use for."""
+    """Map 'blk.3.attn_q.weight' to 'model.layers.3.self_attn.q_proj.weight'; None if the decoder does not use it."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name):
         inner = _IN_A_LAYER.get(match[2])
         return f"model.layers.{match[1]}.{inner}.{match[3]}" if inner else None
@@ -46,9 +46,9 @@ def hf_name(gguf_name: str) -> str | None:
 
 
 def rotary_row_order(gguf_name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
-    """Indices that bring the rows of this tensor into Hugging Face's order, or None where they already are.
+    """Return the indices that bring a tensor's rows into Hugging Face's order; None if they are already in it.
 
-    Whole rows move, so the same indices serve quantised bytes, dequantised values and biases.
+    Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
     """
     native = NATIVE_ARCHITECTURES.get(config.architecture)
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)", gguf_name)
@@ -60,11 +60,11 @@ def rotary_row_order(gguf_name: str, config: ModelConfig) -> npt.NDArray[np.intp
 
 
 def gguf_model_config(file: GGUFFile) -> ModelConfig:
-    """The architecture of a GGUF file; only the native decoder runs these files.
+    """Read the architecture of a GGUF file; only the native decoder runs such files.
 
     Raises:
-        CorruptModelError: a key or tensor that must be there is missing; named.
-        UnsupportedModelError: another architecture, a mixture of experts, or a RoPE scaling other than linear.
+        CorruptModelError: a required key or tensor is missing; the message names it.
+        UnsupportedModelError: an unsupported architecture, a mixture of experts, or RoPE scaling other than linear.
     """
     stated = file.get("general.architecture")
     name, native = _native(stated, file)
@@ -105,13 +105,13 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
 
 
 def gguf_eos_token_ids(file: GGUFFile) -> frozenset[int]:
-    """End of text, and for chat models end of turn and end of message where the file names them."""
+    """Return the ids for end of text and, if the file names them, for end of turn and end of message."""
     ids = (file.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom"))
     return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 class _Keys:
-    """Metadata keys under the architecture's prefix."""
+    """Metadata keys with the architecture's prefix."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self.file = file
@@ -121,7 +121,7 @@ class _Keys:
         return self.file.get(f"{self.prefix}.{key}", *default)
 
     def uniform(self, key: str, *default: int) -> int:
-        """A positive size; files may give one per layer, which then must all be equal."""
+        """Return a positive size; a file may give one per layer, which then must all be equal."""
         value = self.get(key, *default)
         values = set(value) if isinstance(value, list) else {value}
         if len(values) != 1:
@@ -173,7 +173,7 @@ def _rope(file: GGUFFile, meta: _Keys, head_dim: int) -> RopeConfig:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The float type of the matrices, or bfloat16 where they are quantised."""
+    """Return the float type of the matrices; bfloat16 if they are quantised."""
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if kinds == {gguf.GGMLQuantizationType.F32}:
         return "float32"

@@ -1,8 +1,8 @@
-"""Reading GGUF files: metadata, and tensors as the bytes they are stored in.
+"""Read GGUF files: metadata, and tensors as the bytes stored in the file.
 
 The types, block sizes and dequantisation are those of llama.cpp's own `gguf` package. Its GGUFReader makes a numpy
-view of every single string, which takes 2.6 s for a vocabulary of 49,152; so the header is parsed here, in one pass
-that only steps over string arrays until they are asked for.
+view of every string, which takes 2.6 s for a vocabulary of 49,152. So the header is parsed here, in one pass that skips
+string arrays until they are needed.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian:
 
@@ -27,10 +27,11 @@ import numpy.typing as npt
 
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 
-SUPPORTED_TENSOR_TYPES = tuple(
-    gguf.GGMLQuantizationType[name]
-    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_TYPE_NAMES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
+SUPPORTED_TENSOR_TYPES = tuple(gguf.GGMLQuantizationType[name] for name in _TYPE_NAMES)
 
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
@@ -63,7 +64,7 @@ class GGUFTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row (the last dimension): blocks never span two rows."""
+        """Return the bytes of one row (the last dimension); blocks never span two rows."""
         return self.num_bytes // max(1, prod(self.shape[:-1]))
 
 
@@ -74,12 +75,12 @@ class _StringArray:
 
 
 class GGUFFile:
-    """One GGUF file, mapped into memory: cheap to open, and tensors are read only when asked for.
+    """One GGUF file, mapped into memory: cheap to open, with tensors that are only read when needed.
 
     Raises:
-        ModelNotFoundError: no such file.
-        CorruptModelError: not GGUF, or cut short; the message has the place and the size.
-        UnsupportedModelError: another GGUF version or byte order.
+        ModelNotFoundError: there is no such file.
+        CorruptModelError: the file is not GGUF, or truncated; the message has the position and the size.
+        UnsupportedModelError: an unsupported GGUF version or byte order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,10 +114,10 @@ class GGUFFile:
         return list(self._metadata)
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """One metadata value: a scalar, a string, or a list.
+        """Return a metadata value: a scalar, a string, or a list.
 
         Raises:
-            CorruptModelError: no such key and no default.
+            CorruptModelError: there is neither the key nor a default.
         """
         value = self._metadata.get(key, default)
         if value is _REQUIRED:
@@ -126,25 +127,25 @@ class GGUFFile:
         return value
 
     def length(self, key: str) -> int:
-        """How many elements the array under `key` has (0: no such key), without reading strings."""
+        """Return the length of the array under `key` without reading it; 0 if there is no such key."""
         value = self._metadata.get(key, ())
         return value.count if isinstance(value, _StringArray) else len(value)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """One tensor's stored bytes, `[rows, row_bytes]` uint8: a view of the file's copy-on-write mapping.
+        """Return a tensor's stored bytes, `[rows, row_bytes]` uint8: a view of the file's copy-on-write mapping.
 
         Raises:
-            CorruptModelError: no such tensor.
+            CorruptModelError: there is no such tensor.
         """
         tensor = self._tensor(name)
         flat = np.frombuffer(self._map, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.start)
         return flat.reshape(prod(tensor.shape[:-1]), tensor.row_bytes)
 
     def dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor in float32, by gguf's own dequantisation.
+        """Return a tensor in float32, dequantised by the `gguf` package.
 
         Raises:
-            UnsupportedModelError: stored in a type that is not supported.
+            UnsupportedModelError: its type is not supported.
         """
         tensor = self._tensor(name)
         check_tensor_type(tensor, self.path)
@@ -247,7 +248,7 @@ class GGUFFile:
 
 
 def check_tensor_type(tensor: GGUFTensor, path: Path) -> None:
-    """Raises UnsupportedModelError, with the supported types, for one that is not among them."""
+    """Raise `UnsupportedModelError`, naming the supported types, if a tensor's type is not one of them."""
     if tensor.type not in SUPPORTED_TENSOR_TYPES:
         raise UnsupportedModelError(f"{path}: tensor {tensor.name} is stored as {tensor.type.name}; {_supported()}")
 

@@ -1,6 +1,6 @@
-"""A Hugging Face folder's `config.json` read as a ModelConfig, without transformers and without torch.
+"""Read the `config.json` of a Hugging Face folder as a ModelConfig, without importing transformers or torch.
 
-Where a key is missing its meaning is that of the configuration class of the same name in transformers 5.
+Missing keys have the defaults of the configuration class of the same name in transformers 5.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """The architecture in `folder`/config.json, with the end-of-text ids of generation_config.json.
+    """Read the architecture from `folder`/config.json, and the end-of-text ids from generation_config.json.
 
     Raises:
-        ModelNotFoundError: no config.json.
-        CorruptModelError: not JSON, or a size is missing or no positive number; named.
-        UnsupportedModelError: an architecture that is not decoder-only.
+        ModelNotFoundError: there is no config.json.
+        CorruptModelError: it is not JSON, or a size is missing or not a positive number; the message names it.
+        UnsupportedModelError: the architecture is not decoder-only.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -42,7 +42,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 
 def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
-    """The architecture from a parsed `config.json`; `path` is named in errors and need not exist.
+    """Return the architecture from a parsed `config.json`; `path` is only used in error messages.
 
     Raises:
         CorruptModelError, UnsupportedModelError: as `read_hf_config`.
@@ -87,10 +87,10 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, or None where there is no such file.
+    """Read the JSON object in `path`; None if there is no such file.
 
     Raises:
-        CorruptModelError: the file is no JSON object.
+        CorruptModelError: the file is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
 def _head_dims(
     fields: ConfigFields, native: NativeArchitecture | None, hidden_size: int, num_heads: int
 ) -> tuple[int, int]:
-    """(dimensions of a query and key head, of a value head)."""
+    """Return the dimensions of a query and key head, and of a value head."""
     rope_part, plain_part = fields.get("qk_rope_head_dim"), fields.get("qk_nope_head_dim")
     if rope_part and plain_part:  # DeepSeek's latent attention
         return int(rope_part) + int(plain_part), fields.size("v_head_dim")
@@ -181,7 +181,7 @@ def _rope(fields: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
 
 
 def _layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers see only a window, by the rules of the family's configuration class in transformers."""
+    """Return each layer's sliding window, by the rules of the family's configuration class in transformers."""
     if native is not None and native.windowed == "never":
         return (None,) * num_layers
     window = fields.get("sliding_window", 4096 if native else None)
@@ -210,8 +210,10 @@ def _dtype(fields: ConfigFields, folder: Path) -> str:
 
 
 def _dtype_of_first_tensor(folder: Path) -> str | None:
-    """What transformers takes where a configuration states no dtype. A safetensors file starts with the length of
-    its JSON header (8 bytes, little-endian)."""
+    """Return the dtype of the first tensor, which transformers uses if a configuration has no dtype.
+
+    A safetensors file starts with the length of its JSON header (8 bytes, little-endian).
+    """
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

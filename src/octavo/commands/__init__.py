@@ -1,4 +1,4 @@
-"""The commands of `octavo`. A new command is a module with a `COMMAND`, listed here."""
+"""The commands of `octavo`. A new command is a module with a `COMMAND` that is listed here."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from octavo.commands.base import Command, add_command
 
 COMMANDS: tuple[Command, ...] = (
     serve.COMMAND,
-    generate.COMMAND,
     chat.COMMAND,
-    bench.COMMAND,
+    generate.COMMAND,
+    top.COMMAND,
     plan.COMMAND,
+    simulate.COMMAND,
+    bench.COMMAND,
     quality.COMMAND,
     calibrate.COMMAND,
-    simulate.COMMAND,
     calibrate_speed.COMMAND,
-    top.COMMAND,
     cache.COMMAND,
     completion.COMMAND,
 )

@@ -1,4 +1,4 @@
-"""The definition of a command, and how it becomes a subparser."""
+"""The definition of a command, and its conversion into a subparser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One `octavo NAME …`.
+    """One command, `octavo NAME …`.
 
     Attributes:
-        summary: the line in the list of commands.
-        add_arguments: declares the command's options; must import nothing heavy.
-        run: carries the command out and returns the exit code; imports what it needs.
-        description: what `octavo NAME --help` says above the options; `summary` where it is empty.
+        summary: the command's line in the list of commands.
+        add_arguments: declares the command's options; must not import anything heavy.
+        run: executes the command and returns the exit code; imports what it needs.
+        description: the text above the options in `octavo NAME --help`; by default, `summary` as a sentence.
     """
 
     name: str
@@ -27,10 +27,8 @@ class Command:
 
 
 def add_command(subparsers: argparse._SubParsersAction[Any], command: Command) -> None:
-    """Make `command` one of the choices of `subparsers`."""
-    parser = subparsers.add_parser(
-        command.name, help=command.summary, description=command.description or command.summary, allow_abbrev=False
-    )
+    """Add `command` to the choices of `subparsers`."""
+    description = command.description or f"{command.summary[0].upper()}{command.summary[1:]}."
+    parser = subparsers.add_parser(command.name, help=command.summary, description=description, allow_abbrev=False)
     command.add_arguments(parser)
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    parser.set_defaults(run=command.run, flags=flags)
+    parser.set_defaults(run=command.run, command_parser=parser)

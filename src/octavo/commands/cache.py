@@ -16,17 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=["info", "verify", "purge"],
-        help="info: models and their blocks, by the headers; verify: read and prove every block; purge: remove all",
+        help="info: list the models and their blocks; verify: also read every block; exit code 1 if one is damaged; "
+        "purge: delete all",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="as given to octavo serve --kv-disk")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of `octavo serve --kv-disk`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.tiers.disk import lock_holder, model_folders
+    from octavo.tiers.slabs import lock_holder, model_folders
 
     if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory} is no directory")
+        raise ConfigError(f"{args.directory} is not a directory")
     holder = lock_holder(args.directory)
     if args.action == "purge":
         return _purge(args.directory, holder)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not models:
         print(f"{args.directory} holds no blocks")
     if holder is not None:
-        print(f"in use by {holder}")
+        print(f"in use by {holder}: blocks that it is writing now count as misses")
     if args.json:
         print(json.dumps({"directory": str(args.directory), "in_use_by": holder, "models": models}))
     return int(any(model["damaged"] for model in models))
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _look(folder: Path, *, prove: bool) -> dict[str, Any]:
     from octavo.tiers.base import Reason
-    from octavo.tiers.disk import stored_blocks
+    from octavo.tiers.slabs import stored_blocks
 
     blocks, damaged = 0, dict[str, int]()
     for header, whole in stored_blocks(folder, prove=prove):
@@ -66,10 +67,10 @@ def _look(folder: Path, *, prove: bool) -> dict[str, Any]:
 
 
 def _purge(directory: Path, holder: str | None) -> int:
-    from octavo.tiers.disk import model_folders
+    from octavo.tiers.slabs import model_folders
 
     if holder is not None:
-        raise ConfigError(f"{directory} is in use by {holder}: end that first")
+        raise ConfigError(f"{directory} is in use by {holder}: stop it first")
     for folder in model_folders(directory):
         shutil.rmtree(folder)
         print(f"removed {folder}")
@@ -81,6 +82,5 @@ COMMAND = Command(
     "inspect, verify or delete prefixes on disk",
     add_arguments,
     run,
-    description="Look at the directory of --kv-disk: what lies there and for which models, whether it is whole (exit "
-    "code 1 where a block is damaged), or remove it.",
+    description="Inspect, verify or delete the prefixes that `octavo serve --kv-disk DIR` has stored.",
 )

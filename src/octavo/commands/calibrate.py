@@ -9,40 +9,55 @@ from octavo.commands.common_options import add_json_option, add_window_options
 from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
-Run a model over text and write what its KV cache should be kept in (docs/kv_codecs.md). Without --search: the scales of
-an fp8 or nvfp4 cache, in a file beside the model, where octavo serve finds it. With --search: a codec for the keys and
-the values of each layer, for --kv-cache-dtype FILE.
+Run a model over text and choose how to quantise its KV cache (docs/kv_codecs.md). Without --search: write the scales of
+an fp8 or nvfp4 cache to a file beside the model, where `octavo serve` finds it. With --search: write a codec for the
+keys and the values of each layer, for --kv-cache-dtype FILE.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calibration options")
+    group.add_argument("--data", metavar="FILE", help="text to calibrate with; default: Python's own documentation")
     group.add_argument(
-        "--data", metavar="FILE", help="text that the model is calibrated with; default: Python's own documentation"
+        "--output", metavar="FILE", help="file to write; default: beside the model; with --search: kv_cache_table.toml"
     )
-    group.add_argument(
-        "--output", metavar="FILE", help="what is written; default: beside the model; of --search: kv_cache_table.toml"
-    )
-    add_window_options(group, "8; of --search: 2", "512; of --search: 256")
+    add_window_options(group, "8; with --search: 2", "512; with --search: 256")
     group.add_argument(
         "--method",
         choices=("max", "percentile", "mse"),
         default="mse",
-        help="max: nothing of the text is cut off; percentile: --percentile of each head's numbers are kept whole; "
-        "mse: the least squared error (default: %(default)s)",
+        help="how scales are chosen; max: no value is clipped; percentile: --percentile of each head's values are not "
+        "clipped; mse: the smallest squared error (default: %(default)s)",
     )
     group.add_argument(
-        "--percentile", type=float, default=99.99, metavar="P", help="of --method percentile (default: %(default)g)"
-    )
-    group.add_argument("--search", action="store_true", help="search a codec for the keys and the values of each layer")
-    group.add_argument(
-        "--bits", type=float, default=6.0, metavar="B", help="of --search: mean bits of a number, scales apart (6.0)"
-    )
-    group.add_argument(
-        "--candidates", default="int8,int4", metavar="NAME,…", help="of --search: codecs to choose from (%(default)s)"
+        "--percentile",
+        type=float,
+        default=99.99,
+        metavar="P",
+        help="percentile for --method percentile (default: %(default)g)",
     )
     group.add_argument(
-        "--exchanges", type=int, default=12, metavar="N", help="of --search: measured attempts at a better table (12)"
+        "--search", action="store_true", help="search for a codec for the keys and the values of each layer"
+    )
+    group.add_argument(
+        "--bits",
+        type=float,
+        default=6.0,
+        metavar="B",
+        help="with --search: mean bits per value, without scales (default: 6)",
+    )
+    group.add_argument(
+        "--candidates",
+        default="int8,int4",
+        metavar="NAME,…",
+        help="with --search: codecs to choose from (default: %(default)s)",
+    )
+    group.add_argument(
+        "--exchanges",
+        type=int,
+        default=12,
+        metavar="N",
+        help="with --search: number of measured attempts to improve the table (default: 12)",
     )
     add_json_option(parser)
     add_engine_options(parser, positional_model=True)

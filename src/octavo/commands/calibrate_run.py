@@ -14,7 +14,7 @@ from octavo import LLM, __version__
 from octavo.attention import make_backend
 from octavo.bench import report
 from octavo.calibration.scales import calibrate
-from octavo.calibration.search import Found, Loss, Probe, search
+from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
 from octavo.calibration.text import Text, read_text, windows_of
 from octavo.checkpoint.model_source import resolve_model
 from octavo.commands.options import engine_options
@@ -26,8 +26,8 @@ from octavo.models.kv_scale_file import Origin, path_beside, write_scales
 from octavo.runner.runner import ModelRunner
 
 _BLOCK_SIZE = 16
-_HELD_OUT = 4  # times the calibration's windows, of the other half of the text
-_DECIDE = 3  # windows between two of the search's, which decide between the tables that it found
+_HELD_OUT = 4  # times as many windows as the calibration uses, from the other half of the text
+_DECIDE = 3  # number of windows between two of the search, which decide between the tables that it found
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +80,7 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
     if "kv_cache_dtype" in options:
         raise ConfigError("--search looks for a table of codecs: leave out --kv-cache-dtype, give --candidates")
     candidates = args.candidates.split(",")
+    check_candidates(candidates)
     with _loaded(options, length := args.window or 256) as (llm, runner):
         tokens = llm.tokenizer.encode(text.content)
         half, count = len(tokens) // 2, args.windows or 2
@@ -149,12 +150,12 @@ def _search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
 
 
 def _uniform(candidates: list[str]) -> list[str]:
-    """Codecs for all layers alike that a table of the candidates can be compared with."""
+    """Return the uniform codecs with which a table of the candidates can be compared."""
     return [name for name, format in KV_FORMATS.items() if {format.keys.name, format.values.name} <= set(candidates)]
 
 
 def _nearest(probe: Probe, dtype: str, known: list[str]) -> str | None:
-    """The smallest of the other codecs that takes as many bytes as a cache in `dtype`; None if none does."""
+    """Return the smallest other codec that takes at least as many bytes as a cache in `dtype`; None if none does."""
     others = [name for name, format in KV_FORMATS.items() if not format.plain and name not in known]
     least = probe.bytes_per_token(dtype)
     return min(
@@ -165,7 +166,7 @@ def _nearest(probe: Probe, dtype: str, known: list[str]) -> str | None:
 def _measured(
     found: Found, losses: dict[str, tuple[Loss, Loss]], sizes: dict[str, int], text: str, tokens: tuple[int, int]
 ) -> list[str]:
-    """What was measured, in TOML."""
+    """Return the measurements as lines of TOML."""
     lines = [
         f'text = "{text}"'.replace("\\", "\\\\"),
         f"tokens = {tokens[0]}",
@@ -188,7 +189,7 @@ def _measured(
 
 @contextmanager
 def _loaded(options: dict[str, Any], length: int) -> Iterator[tuple[LLM, ModelRunner]]:
-    """The model with a small cache of its own, which calibration does not use."""
+    """Load the model with a small cache, which calibration does not use."""
     small: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": length, "kv_cache_memory": "512MiB"}
     alone = {**options, "kv_cache_dtype": "auto", "swap_space": 0, "preemption_mode": "recompute"}
     with LLM(**{**small, **alone}) as llm:

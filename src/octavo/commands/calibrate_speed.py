@@ -9,20 +9,22 @@ from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
-Start `octavo serve` with the engine options, send it requests for a minute and a half, and write a file with the
-coefficients of a step's time, their bootstrap intervals and the fit's error. `octavo simulate --speed FILE` takes it.
-The machine should do nothing else meanwhile.
+Start `octavo serve` with the engine options, send it requests for a minute and a half, fit a model of step times, and
+write its coefficients, their bootstrap intervals and its error to a file for `octavo simulate --speed FILE`. Nothing
+else should run on the machine meanwhile.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", default="speed.json", metavar="FILE", help="file to write (default: %(default)s)")
     parser.add_argument(
-        "--output", default="speed.json", metavar="FILE", help="where to write it (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=80.0,
+        metavar="X",
+        help="how long to measure, in seconds (default: %(default)g)",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=80.0, metavar="X", help="how long to measure (default: %(default)g)"
-    )
-    parser.add_argument("--keep-plans", metavar="FILE", help="keep the recorded plans there")
+    parser.add_argument("--keep-plans", metavar="FILE", help="also write the recorded plans to this file")
     add_json_option(parser, "tables")
     add_engine_options(parser, positional_model=True)
 
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "per_chunk_work": times.per_chunk_work,
         "per_seq": times.per_seq,
         "per_moved_block": times.per_moved_block,
+        "per_cold": times.per_cold,
     }
     rows = [
         [name, f"{1e6 * value:.5g}", *(f"{1e6 * end:.5g}" for end in fit["intervals_5_95"][name])]
@@ -69,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "calibrate-speed", "measure how long steps take here, for octavo simulate", add_arguments, run, DESCRIPTION
+    "calibrate-speed", "measure step times on this machine, for octavo simulate", add_arguments, run, DESCRIPTION
 )

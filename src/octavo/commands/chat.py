@@ -15,26 +15,24 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
-# --seed is the engine's own.
+# --seed is an option of the engine already.
 _OMITTED = (*OMITTED, "seed")
-# An answer may fill the context: a limit that suits completions would cut most answers short. Where neither the model's
-# makers nor the user say how much chance there is to be, it is as much as in llama.cpp and Ollama.
+# An answer may fill the context: the default limit of completions would cut most answers short. The temperature is that
+# of llama.cpp and Ollama; it applies if neither the model's makers nor the user give one.
 _DEFAULTS = {"max_tokens": None, "temperature": 0.8}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--stats", action="store_true", help="tokens and tokens per second after each answer")
-    parser.add_argument(
-        "--no-history", action="store_true", help=f"do not keep what is typed for the next time, in {_shown_history()}"
-    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--stats", action="store_true", help="print tokens and tokens per second after each answer")
+    parser.add_argument("--no-history", action="store_true", help=f"do not save what you type in {_shown_history()}")
     add_sampling_options(parser, omit=_OMITTED, defaults=_DEFAULTS)
     add_engine_options(parser, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     given = given_options(args, SamplingParams, omit=_OMITTED)
-    SamplingParams(**{**_DEFAULTS, **given})  # before a model is loaded for it
+    SamplingParams(**{**_DEFAULTS, **given})  # validates the options before a model is loaded
     options = engine_options(args)
     with remembered_interrupt() as interrupt:
         from octavo import LLM
@@ -51,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def greeting(llm: LLM) -> str:
-    """What is loaded, what it holds, and how to leave."""
+    """Return the first lines: what is loaded, what fits, and how to leave."""
     return f"{llm.summary}\nType a message; /? lists commands, Ctrl-C stops an answer, Ctrl-D or /bye leaves."
 
 
 def _shown_history() -> str:
-    """Without the user's own home in `--help`."""
+    """Return the path of the history for `--help`, with ~ for the user's home."""
     return str(history_file()).replace(str(history_file().home()), "~")
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, under one name and with one meaning, and the types of their values."""
+"""Options that several commands share, with the same name and meaning, and the types of their values."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from octavo.config import parse_count
 
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:
-    """Add `--json`: a line for programs instead of what people read."""
-    parser.add_argument("--json", action="store_true", help=f"one JSON object on the last line instead of {instead_of}")
+    """Add `--json`, which prints a line for programs instead of output for people."""
+    parser.add_argument(
+        "--json", action="store_true", help=f"print one JSON object on the last line instead of {instead_of}"
+    )
 
 
 def add_rate_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options that say when requests arrive."""
+    """Add the options for the arrival times of requests."""
     group.add_argument(
         "--request-rate",
         type=float,
         metavar="X",
-        help="requests a second, or inf (default: a trace's own arrival times, else inf)",
+        help="requests per second, or inf (default: a trace's own arrival times, else inf)",
     )
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="X", help="1: Poisson; below: burstier; above: more even"
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly (default: 1)",
     )
 
 
 def add_length_options(group: argparse._ArgumentGroup, of: str = "", *, input_len: str = "64") -> None:
-    """Add the options that say how long prompts and outputs are; `of` is the workload that they belong to."""
+    """Add the options for the lengths of prompts and outputs; `of` names the workload that they apply to."""
     group.add_argument(
         "--input-len",
         default=input_len,
@@ -45,14 +51,14 @@ def add_seed_option(group: argparse._ArgumentGroup, of: str = "lengths and token
 
 
 def add_window_options(group: argparse._ActionsContainer, windows: int | str, window: int | str) -> None:
-    """Add `--windows` and `--window`. A default given as text depends on other options: it is only shown, and None."""
+    """Add `--windows` and `--window`. A default given as text, which depends on other options, is shown but not set."""
     for name, default, of in (("--windows", windows, "pieces of text"), ("--window", window, "tokens of each piece")):
         value = default if isinstance(default, int) else None
         group.add_argument(name, type=positive, default=value, metavar="N", help=f"{of} (default: {default})")
 
 
 def integer(text: str) -> int:
-    """An argparse type: an integer, which may be written as 4k."""
+    """Parse an integer, which may be written as 4k; an argparse type."""
     try:
         return parse_count(text)
     except ValueError:
@@ -60,19 +66,19 @@ def integer(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
+    """Parse an integer of at least 1; an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
     return int(text)
 
 
 def positives(text: str) -> list[int]:
-    """An argparse type: '512,1024'."""
+    """Parse positive integers such as '512,1024'; an argparse type."""
     return [positive(part) for part in text.split(",")]
 
 
 def block_sizes(text: str) -> list[int | Literal["max"]]:
-    """An argparse type: '16,32,max', each once."""
+    """Parse distinct block sizes such as '16,32,max'; an argparse type."""
     sizes: list[int | Literal["max"]] = ["max" if part == "max" else positive(part) for part in text.split(",")]
     if len(set(sizes)) < len(sizes):
         raise argparse.ArgumentTypeError(f"a size occurs twice in {text!r}")

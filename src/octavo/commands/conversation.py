@@ -1,4 +1,4 @@
-"""A conversation with a model: lines in, answers out as they come, and commands in between."""
+"""A conversation with a model: reads lines, streams answers, and handles commands."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HELP = """\
 Lines between two \"\"\" are one message. Ctrl-C stops an answer; at the prompt, twice, it leaves."""
 COMMANDS = ("/clear", "/set system ", "/set parameter ", "/show", "/bye", "/exit", "/help", "/?")
 
-# What makes no sense for one streamed answer.
+# Parameters that make no sense for one streamed answer.
 OMITTED = (
     *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
     *("logprobs", "prompt_logprobs", "detokenize"),
 )
 _SETTABLE = tuple(option.name for option in fields(SamplingParams) if option.name not in OMITTED)
-# Ollama's names.
+# Ollama's names of parameters.
 _OTHER_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _FENCE = '"""'
 
@@ -45,8 +45,8 @@ class Conversation:
     """The read-answer loop. The history holds every exchange except questions that the engine refused.
 
     Args:
-        read: returns the next line, raises EOFError at the end; given the prompt to be shown.
-        out: where answers go.
+        read: called with the prompt to show; returns the next line, and raises EOFError at the end.
+        out: where answers are written; standard output if None.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Conversation:
         self._read = read
         self._out = out or sys.stdout
         self._history: list[dict[str, Any]] = []
-        self._num_tokens = 0  # of the conversation, as of the last answer
+        self._num_tokens = 0  # length of the conversation as of the last answer
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as the model sees it."""
+        """The conversation as the model sees it, with the system message."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *self._history]
 
@@ -99,7 +99,7 @@ class Conversation:
                 self._ask(message)
 
     def _read_message(self) -> str:
-        """One line, or the lines between two fences."""
+        """Read one line, or the lines between two fences."""
         line = self._read("> ").strip()
         if not line.startswith(_FENCE):
             return line
@@ -168,7 +168,7 @@ class Conversation:
         self._history.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> str:
-        """Stream one answer and return it; after Ctrl-C, the part that had arrived."""
+        """Stream one answer and return it; after Ctrl-C, return the part that had arrived."""
         start = time.perf_counter()
         first = start
         num_tokens = 0
@@ -199,7 +199,7 @@ class Conversation:
 
 
 def _stats_line(output: RequestOutput, num_tokens: int, first_s: float, decode_s: float) -> str:
-    """Time to first token (prefill) and the rate of the others (decode)."""
+    """Format the time to the first token (prefill) and the rate of the others (decode)."""
     pace = f"{(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else "no pace"
     cached = f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens cached"
     return f"[{num_tokens} tokens, {pace}, first after {first_s:.2f} s, {cached}]"
@@ -207,7 +207,7 @@ def _stats_line(output: RequestOutput, num_tokens: int, first_s: float, decode_s
 
 @contextmanager
 def _closing(stream: Iterator[RequestOutput]) -> Generator[Iterator[RequestOutput]]:
-    """Close a generator that is left early, which aborts its request and frees its blocks."""
+    """Close a generator even if it is left early, which aborts its request and frees its blocks."""
     try:
         yield stream
     finally:
@@ -217,10 +217,10 @@ def _closing(stream: Iterator[RequestOutput]) -> Generator[Iterator[RequestOutpu
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Make the first Ctrl-C a question that the caller asks between tokens.
+    """Turn the first Ctrl-C into a flag that the caller checks between tokens.
 
-    A KeyboardInterrupt would come out of the middle of a step and leave the engine half changed. The second one does
-    raise it, for an engine that does not come back.
+    A KeyboardInterrupt would be raised in the middle of a step and leave the engine in an inconsistent state. A second
+    Ctrl-C does raise it, in case the engine hangs.
     """
     interrupted = False
 

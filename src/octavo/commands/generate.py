@@ -1,4 +1,4 @@
-"""`octavo generate`: prompts from arguments, text or JSONL files, one line of JSON per result."""
+"""`octavo generate`: completes prompts from arguments, text or JSONL files, with one line of JSON per result."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.llm import LLM
 
-# The engine's own --seed seeds every request that brings none; a second flag of that name would only confuse.
+# The engine's --seed applies to every request without a seed; a second flag of that name would only confuse.
 _OMITTED = ("seed",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="a prompt; several are computed together")
+    parser.add_argument(
+        "prompts", metavar="PROMPT", nargs="*", help="prompt to complete; several are computed together"
+    )
     parser.add_argument(
         "--input",
         metavar="FILE",
-        help="prompts from a file: one a line, or, where the name ends in .jsonl, an object a line with 'prompt', "
-        "'prompt_token_ids' or 'messages' and any sampling options; '-' is stdin, in either form",
+        help="file of prompts: one per line, or, if its name ends in .jsonl, one JSON object per line with 'prompt', "
+        "'prompt_token_ids' or 'messages' and any sampling options; '-': standard input, in either format",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the results there instead of to stdout")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--output", metavar="FILE", help="file to write the results to (default: standard output)")
+    parser.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_sampling_options(parser, omit=_OMITTED)
     add_engine_options(parser)
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(llm: LLM, prompts: list[PromptInput], *, use_tqdm: bool) -> list[RequestOutput]:
-    """All results in the prompts' order; conversations go in one batch and plain prompts in another."""
+    """Return all results in the prompts' order; conversations are one batch, and plain prompts another."""
     chats = [i for i, prompt in enumerate(prompts) if prompt.messages is not None]
     plain = [i for i, prompt in enumerate(prompts) if prompt.messages is None]
     results: dict[int, RequestOutput] = {}
@@ -88,7 +90,7 @@ def _answer(llm: LLM, batch: list[PromptInput], use_tqdm: bool) -> list[RequestO
 
 
 def _with_source(error: RequestError, batch: list[PromptInput]) -> RequestError:
-    """The error with the line of the file in place of the index that begins the message of `LLM`."""
+    """Return the error with the line of the file in place of the index with which the message of `LLM` begins."""
     match = re.match(r"prompt ([0-9]+): ", str(error))
     index, message = (int(match[1]), str(error)[match.end() :]) if match else (0, str(error))
     named = match or len(batch) == 1
@@ -110,7 +112,7 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
 
 
 def _as_json(index: int, prompt: PromptInput, output: RequestOutput) -> dict[str, Any]:
-    """The request's fields with those of its completion; several completions are listed under 'outputs'."""
+    """Return the request's fields and those of its completion; several completions are listed under 'outputs'."""
     result: dict[str, Any] = {"index": index, "prompt": prompt.given}
     result.update(_completion(output.outputs[0]))
     result["num_prompt_tokens"] = len(output.prompt_token_ids)

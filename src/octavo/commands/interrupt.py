@@ -10,22 +10,22 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether Ctrl-C has been pressed."""
+    """A flag that records whether Ctrl-C has been pressed."""
 
     came = False
 
     def check(self) -> None:
-        """Raises `KeyboardInterrupt` if it has."""
+        """Raise `KeyboardInterrupt` if Ctrl-C has been pressed."""
         if self.came:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def remembered_interrupt() -> Generator[Interrupt]:
-    """Remember Ctrl-C, beside raising `KeyboardInterrupt` as ever.
+    """Remember Ctrl-C, in addition to raising `KeyboardInterrupt`.
 
-    An exception that is raised within a finaliser or a callback of a weak reference goes nowhere, and importing a
-    module runs such a callback each time: whoever loads asks again once that is done.
+    An exception that is raised within a finaliser or a callback of a weak reference is lost, and importing a module
+    runs such a callback. So callers must `check` again after importing or loading.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():

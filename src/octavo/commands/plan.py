@@ -1,4 +1,4 @@
-"""`octavo plan`: what memory a model needs for a workload, before anything is bought or loaded."""
+"""`octavo plan`: compute the memory that a model needs for a workload, before anything is bought or loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from octavo.commands.base import Command
@@ -16,12 +17,11 @@ from octavo.errors import ConfigError
 from octavo.planner.deployment import PlanOptions
 
 DESCRIPTION = """\
-Compute the memory a model needs for a workload: weights, activations and KV cache, by the code that allocates them.
-With --memory, also how many sequences fit. Nothing is loaded or downloaded: a config.json, a GGUF file or the name of
-a well-known model (--list) is enough. Keys and values are counted exactly, weights to within a per cent (as they are
-in memory: GGUF files are unpacked to the dtype), activations are estimated. Byte counts are totals over all devices
-unless stated otherwise. (An engine also respects the environment variable OCTAVO_MEMORY_LIMIT, such as 8GiB; a plan
-uses --memory instead.)
+Compute the memory that a model needs for a workload (weights, activations and KV cache, by the code that allocates
+them) and how many sequences fit: on this machine, or on the one that --memory and --device describe. Nothing is loaded
+or downloaded: a config.json, a GGUF file or the name of a well-known model (--list) is enough. Keys and values are
+counted exactly, weights to within a per cent, activations are estimated. Byte counts are totals over all devices unless
+stated otherwise.
 """
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
     add_json_option(parser, "tables")
-    add_options(parser, "what is planned for", PlanOptions)
+    add_options(parser, {"what is planned for": [option.name for option in fields(PlanOptions)]}, PlanOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,19 +51,31 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if hasattr(args, "model") and hasattr(args, "model_argument"):
         raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
-    options = PlanOptions(**given_options(args, PlanOptions))
+    options = PlanOptions(**{**_this_machine(args), **given_options(args, PlanOptions)})
     name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
     report = Deployment(find_shape(name), options).report()
     print(json.dumps(report) if args.json else "\n".join(_tables(report)))
     return 0
 
 
+def _this_machine(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that describe this machine; empty if another one is described."""
+    from octavo.planner.machine import available_memory, gpu_memory, limited_memory
+
+    if hasattr(args, "device") or hasattr(args, "memory") or hasattr(args, "tensor_parallel_size"):
+        return {}
+    if (memory := gpu_memory()) is not None:
+        return {"device": "cuda", "memory": limited_memory(memory)}
+    return {"device": "cpu", "memory": limited_memory(available_memory())}
+
+
 def _tables(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as text: the workload, its memory by item, and the alternatives."""
+    """Yield the report as text: the workload, its memory by item, and the alternatives."""
     yield f"{report['model']}: {report['architecture']}, {report['parameters'] / 1e9:.2f} billion parameters"
     devices = report["tensor_parallel_size"]
     yield (
-        f"{report['concurrency']:,} sequences of {report['context']:,} tokens in blocks of {report['block_size']:,}, "
+        f"{report['concurrency']:,} {'sequence' if report['concurrency'] == 1 else 'sequences'} of "
+        f"{report['context']:,} tokens in blocks of {report['block_size']:,}, "
         f"weights {report['dtype']}, KV cache {report['kv_cache_dtype']}, {devices} × {report['device']}"
     )
     yield from _table(
@@ -139,7 +151,7 @@ def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
 
 
 def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Layer groups, equal ones combined: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
+    """Format layer groups, with equal ones combined: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
     names = [
         f"{group['layers']} " + ("full" if (w := group["sliding_window"]) is None else f"sliding {w:,}")
         for group in groups
@@ -148,7 +160,7 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _swap(report: Mapping[str, Any]) -> str:
-    """Swap space as text: whether it is the device's own memory, and required or only taken if available."""
+    """Format swap space: whether it is in the host's memory, and whether it is required or only used if available."""
     size = report["swap_bytes"]
     if not size:
         return "none"
@@ -158,7 +170,7 @@ def _swap(report: Mapping[str, Any]) -> str:
 
 
 def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
-    """The row of prefixes in host memory, where any is asked for."""
+    """Return the row for prefixes in host memory; empty if none are asked for."""
     if not (size := report["host_prefix_bytes"]):
         return {}
     where = "" if report["device"] == "cpu" else ", in the host's memory"
@@ -175,4 +187,4 @@ def _share(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-COMMAND = Command("plan", "say what memory a workload needs, or what fits", add_arguments, run, DESCRIPTION)
+COMMAND = Command("plan", "plan the memory that a model and its KV cache need", add_arguments, run, DESCRIPTION)

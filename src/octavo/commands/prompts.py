@@ -19,9 +19,9 @@ class PromptInput:
     """One request of a batch.
 
     Attributes:
-        given: the prompt as the caller wrote it: text, token ids or messages.
-        source: where it was read, 'prompts.jsonl, line 3'; empty for an argument.
-        messages: the conversation, where it is one.
+        given: the prompt as it was given: text, token ids or messages.
+        source: where it was read, such as 'prompts.jsonl, line 3'; empty for an argument.
+        messages: the conversation; None if the prompt is not one.
     """
 
     given: str | list[int] | list[dict[str, Any]]
@@ -36,18 +36,18 @@ class PromptInput:
 
 
 def prompts_from_arguments(texts: Sequence[str], options: Mapping[str, Any]) -> list[PromptInput]:
-    """One prompt per text, all with the same sampling options."""
+    """Return one prompt per text, all with the same sampling options."""
     params = SamplingParams(**options)
     return [PromptInput(text, params) for text in texts]
 
 
 def read_prompts(path: str, options: Mapping[str, Any]) -> list[PromptInput]:
-    """The prompts of a text or JSONL file ('-' is stdin); `options` are the defaults that a line may override.
+    """Read the prompts of a text or JSONL file ('-' is stdin); `options` are defaults that a line may override.
 
-    Stdin has no name to tell its form, so it is JSONL if its first line is a JSON object. Empty lines are skipped.
+    Stdin has no name that shows its format, so it is JSONL if its first line begins with '{'. Empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is bad: the first such line is described, the others counted.
+        ConfigError: the file cannot be read, or lines are bad; the first bad line is described, the others counted.
     """
     lines = [(number, line) for number, line in enumerate(_read(path).splitlines(), start=1) if line.strip()]
     name = "stdin" if path == "-" else path

@@ -1,4 +1,4 @@
-"""`octavo quality`: measure what a codec of the KV cache costs in quality."""
+"""`octavo quality`: measure the quality loss of KV cache codecs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from octavo.bench import report
 from octavo.commands.base import Command
 from octavo.commands.common_options import add_json_option, add_window_options, positives
 from octavo.commands.options import add_engine_options, engine_options
+from octavo.config import checked_kv_cache_dtype
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--codecs",
         metavar="NAME,…",
-        help="several codecs in one table, files of codecs by layer among them; 'all' for all of them",
+        help="codecs to compare, or .toml files with a codec for each layer; all: every codec",
     )
     add_window_options(parser, 6, 512)
     parser.add_argument(
@@ -32,13 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positives,
         default="512,1024",
         metavar="N,…",
-        help="lengths of the texts that a pass key is hidden in (512,1024)",
+        help="lengths of the texts in which a pass key is hidden (default: 512,1024)",
     )
     parser.add_argument(
-        "--max-ppl-increase", type=float, metavar="X", help="exit with 1 where perplexity grows by more, as 0.01"
+        "--max-ppl-increase",
+        type=float,
+        metavar="X",
+        help="exit with 1 if perplexity grows by more than this fraction, such as 0.01",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="a PNG of the table; needs matplotlib (pip install octavo[plot])"
+        "--plot", metavar="FILE", help="write the table as a PNG; needs matplotlib (pip install octavo[plot])"
     )
     add_json_option(parser)
     add_engine_options(parser, positional_model=True)
@@ -85,6 +89,8 @@ def _codecs(given: str | None, asked: str | None) -> list[str]:
     names = given.split(",") if given else [asked] if asked else []
     every = [name for name, format in KV_FORMATS.items() if not format.plain]
     names = [one for name in names for one in (every if name == "all" else [name])]
+    for name in names:
+        checked_kv_cache_dtype(name)  # before a model is loaded
     if not names:
         raise ConfigError("say which codec is compared: --kv-cache-dtype NAME, or --codecs NAME,…, or --codecs all")
     return names

@@ -21,9 +21,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.serve")
 
-# Where a server's keys come from: the best source's only.
+SERVER_GROUPS = {
+    "address options": ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path"),
+    "access options (docs/operating.md)": (
+        *("api_key", "keys_file", "admin_key", "metrics_access", "live_page_text", "shared_prefix_cache"),
+        *("allow_unauthenticated", "allowed_hosts", "allowed_origins"),
+    ),
+    "API options": (
+        *("served_model_name", "tool_call_parser", "reasoning_parser", "strict_requests"),
+        *("max_stored_responses", "max_stored_tenant_responses"),
+    ),
+    "log and monitoring options": (
+        *("log_level", "log_format", "access_log", "otlp_traces_endpoint", "watchdog_timeout"),
+    ),
+    "connection options": (
+        *("max_connections", "header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"),
+        *("request_timeout", "shutdown_timeout"),
+        *("max_body_size", "max_total_body_size", "max_body_seconds", "max_body_memory"),
+    ),
+}
+"""The groups of `--help` and their options, which are all fields of `ServerConfig`, each once."""
+
+# Options that hold a server's keys; only those of the source with the highest precedence are used.
 KEYS = frozenset({"api_key", "keys_file"})
-# Of the pins and of the queue, what one tenant may take where there are others.
+# Share of the pin budget and of the queue that one tenant may take if there are several.
 SHARE_OF_SEVERAL = 0.5
 
 
@@ -34,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="TOML file of options: max_num_seqs = 64, and so for every flag below; default: $OCTAVO_CONFIG",
     )
-    add_options(parser, "server options", ServerConfig)
+    add_options(parser, SERVER_GROUPS, ServerConfig)
     add_engine_options(parser, positional_model=True)
 
 
@@ -57,7 +78,7 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
     interrupt.check()
 
     def make_engine() -> AsyncEngine:
-        # Torch is imported here, once the server holds its port: a port in use is told without that wait.
+        # Torch is only imported once the server holds its port, so that a port in use is reported immediately.
         from octavo import AsyncEngine
         from octavo.engine.builder import build_engine
 

@@ -1,4 +1,4 @@
-"""A command's options out of flags, the environment and a file, and where each came from.
+"""A command's options from flags, the environment and a file, and the source of each.
 
 flag  >  environment variable  >  file  >  default
 --max-num-seqs 64
@@ -26,9 +26,9 @@ logger = logging.getLogger("octavo.serve")
 PREFIX = "OCTAVO_"
 FLAG, ENVIRONMENT, DEFAULT = "flags", "the environment", "defaults"
 CONFIG_VARIABLE = "OCTAVO_CONFIG"
-# Variables that are no options: read elsewhere.
+# Variables that are not options; they are read elsewhere.
 _OTHER_VARIABLES = (CONFIG_VARIABLE, "OCTAVO_MEMORY_LIMIT", "OCTAVO_ISA")
-# What Kubernetes sets in every container beside a service called "octavo".
+# Variables that Kubernetes sets in every container if there is a service called "octavo".
 _SERVICE_LINKS = re.compile(r"OCTAVO_(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
 _MAX_FILE_BYTES = 2**20
 _HIDDEN = "(hidden)"
@@ -37,7 +37,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option's value, and where it came from: `FLAG`, `ENVIRONMENT`, a file's path, or `DEFAULT`."""
+    """The value of an option and its source: `FLAG`, `ENVIRONMENT`, a file's path, or `DEFAULT`."""
 
     value: Any
     source: str
@@ -47,15 +47,15 @@ class Settings:
     """The options of a command.
 
     Args:
-        configs: the dataclasses that declare them.
-        flags: those given on the command line, by name.
+        configs: the dataclasses that declare the options.
+        flags: options given on the command line, by name.
         environment: all environment variables.
-        path: the file given by a flag; None: the one that `CONFIG_VARIABLE` names, if any.
-        exclusive: groups of options of which the best source's wins: an option of such a group that is given in a
-            better place does away with the others in worse ones.
+        path: the file given by a flag; None for the one that `CONFIG_VARIABLE` names, if any.
+        exclusive: groups of options that override each other: if a source gives an option of such a group, all options
+            of the group in sources with lower precedence are ignored.
 
     Raises:
-        ConfigError: an unknown name, with the nearest that is known, or a value of another kind.
+        ConfigError: an option is unknown, or its value is of the wrong type.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Settings:
         }
 
     def given(self, config: type[Any]) -> dict[str, Any]:
-        """The options of `config` that were given anywhere, by name."""
+        """Return the options of `config` that were given in any source, by name."""
         names = [option.name for option in fields(config)]
         return {name: self._by_name[name].value for name in names if name in self._by_name}
 
     def by_source(self) -> dict[str, dict[str, Any]]:
-        """Every option as it may be shown, grouped by where it came from, the best source first."""
+        """Return all options with secrets hidden, grouped by source, the highest precedence first."""
         grouped: dict[str, dict[str, Any]] = {}
         for source in (FLAG, ENVIRONMENT, self.path, DEFAULT):
             told = {}
@@ -102,9 +102,9 @@ class Settings:
         return grouped
 
     def log(self) -> None:
-        """Log every option with its source, secrets hidden: flags and defaults only where debugging.
+        """Log every option with its source, with secrets hidden; flags and defaults only at debug level.
 
-        Whoever started the server has just written the flags, and may not know of the environment and the file.
+        The operator knows the flags, having just written them, but may not be aware of the environment and the file.
         """
         for source, told in self.by_source().items():
             words = " ".join(f"{name}={_word(value)}" for name, value in told.items())
@@ -150,7 +150,7 @@ class Settings:
         return given
 
     def _from_text(self, name: str, text: str, where: str) -> Any:
-        """What a flag would make of `text`."""
+        """Parse `text` as the option's flag would."""
         kind = self._kinds[name]
         if kind.get("action") is argparse.BooleanOptionalAction:
             if text.lower() not in _WORDS:

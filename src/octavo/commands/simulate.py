@@ -31,20 +31,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_speed(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--speed", metavar="FILE", help="as `octavo calibrate-speed` wrote it")
+    group.add_argument("--speed", metavar="FILE", help="step times that `octavo calibrate-speed` wrote")
     group.add_argument(
-        "--plans", metavar="FILE", action="append", help="fit to plans that `--record-plans` wrote; repeatable"
+        "--plans",
+        metavar="FILE",
+        action="append",
+        help="fit step times to plans that `octavo serve --record-plans` wrote; repeatable",
     )
-    group.add_argument("--machine", metavar="NAME", help="estimate from its data sheet; --list-machines names them")
-    group.add_argument("--list-machines", action="store_true", help="print the machines, their figures and sources")
     group.add_argument(
-        "--num-devices", type=integer, default=1, metavar="N", help="of --machine, that share the model (default: 1)"
+        "--machine", metavar="NAME", help="estimate step times from a machine's data sheet; --list-machines names them"
+    )
+    group.add_argument(
+        "--list-machines", action="store_true", help="print the machines with their figures and sources, and exit"
+    )
+    group.add_argument(
+        "--num-devices",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="devices of --machine that share the model (default: 1)",
     )
     group.add_argument(
         "--kv-bits",
         type=float,
         metavar="X",
-        help="bits of an element of the KV cache, scales included (default: by --kv-cache-dtype)",
+        help="bits per element of the KV cache, scales included (default: by --kv-cache-dtype)",
     )
 
 
@@ -52,73 +63,92 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="Mooncake JSONL, Azure CSV or VTC CSV; repeated where --num-requests asks for more",
+        help="a Mooncake (JSONL), Azure (CSV) or VTC (CSV) trace; repeated if --num-requests exceeds it",
     )
     group.add_argument(
-        "--num-requests", type=integer, metavar="N", help="(default: as many as the trace has, else 1000)"
+        "--num-requests",
+        type=integer,
+        metavar="N",
+        help="number of requests (default: as many as the trace has, else 1000)",
     )
     add_rate_options(group)
     group.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="factor on a trace's own rate (default: 1)"
+        "--rate-scale", type=float, default=1.0, metavar="X", help="multiply a trace's own rate by this (default: 1)"
     )
     group.add_argument(
-        "--concurrency", type=integer, metavar="N", help="closed loop: N users who wait for each answer before the next"
+        "--concurrency",
+        type=integer,
+        metavar="N",
+        help="closed loop: N users, each waiting for an answer before the next request",
     )
     group.add_argument(
-        "--think-time", type=float, default=0.0, metavar="SECONDS", help="of those users, on average (exponential)"
+        "--think-time",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="mean think time of those users between requests, exponentially distributed (default: 0)",
     )
     add_length_options(group, " without a trace")
+    group.add_argument("--prefix-len", metavar="LENGTHS", help="tokens of a shared prefix that each prompt begins with")
     group.add_argument(
-        "--prefix-len", metavar="LENGTHS", help="each prompt begins with one of --num-prefixes shared ones, this long"
+        "--num-prefixes",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="number of shared prefixes; the i-th is as frequent as 1/i (default: 1)",
     )
     group.add_argument(
-        "--num-prefixes", type=integer, default=1, metavar="N", help="the i-th is asked for in proportion to 1/i"
-    )
-    group.add_argument(
-        "--scale-lengths", type=float, default=1.0, metavar="X", help="factor on all lengths of a trace (default: 1)"
+        "--scale-lengths",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply all lengths of a trace by this (default: 1)",
     )
     group.add_argument(
         "--tenants",
         metavar="NAME:WEIGHT:SHARE,…",
-        help="who sends the requests, the weight of each, and how many it sends relative to others (1, 1)",
+        help="tenants that send the requests: each one's weight for fairness, and its relative share of the requests "
+        "(default: 1 and 1)",
     )
     add_seed_option(group, "lengths and arrivals")
 
 
 def _add_questions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--find-rate", action="store_true", help="the largest rate at which --ttft-slo-ms and --itl-slo-ms are kept"
+        "--find-rate",
+        action="store_true",
+        help="find the highest request rate that meets --ttft-slo-ms and --itl-slo-ms",
     )
     group.add_argument(
         "--find-replicas",
         action="store_true",
-        help="the fewest servers, requests dealt out in turn, that keep --ttft-slo-ms and --itl-slo-ms",
+        help="find the fewest servers, with requests distributed round-robin, that meet --ttft-slo-ms and --itl-slo-ms",
     )
     group.add_argument(
         "--ttft-slo-ms",
         type=float,
-        metavar="X",
-        help="most milliseconds to the first token (default: 10000 where only --itl-slo-ms is given)",
+        metavar="MS",
+        help="target for the time to the first token, in milliseconds (default: 10000 if only --itl-slo-ms is given)",
     )
     group.add_argument(
         "--slo-percentile",
         type=float,
         default=99.0,
-        metavar="X",
-        help="at which both are kept (default: 99). --itl-slo-ms also sizes chunks, as in `octavo serve`",
+        metavar="P",
+        help="percentile that must meet the targets (default: 99). --itl-slo-ms also limits chunks, as in octavo serve",
     )
     group.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="OPTION=V,V,…",
-        help="each value of an engine option, of kv_bits or num_devices: kv_cache_memory=1GiB,4GiB; repeatable",
+        help="simulate each value of an engine option, kv_bits or num_devices: kv_cache_memory=1GiB,4GiB; repeatable",
     )
-    group.add_argument("--rates", metavar="X,X,…", help="each of these rates in turn")
+    group.add_argument("--rates", metavar="X,X,…", help="simulate each of these request rates")
     group.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="latency over throughput, a line for each variant of --sweep, a point for each of --rates "
+        help="plot latency over throughput: a line for each variant of --sweep, a point for each of --rates "
         "(needs octavo[plot])",
     )
 

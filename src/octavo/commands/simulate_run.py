@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -98,15 +99,17 @@ def _demand(args: argparse.Namespace) -> Demand:
 
 
 def _points(args: argparse.Namespace, plan: Plan, demand: Demand, targets: Targets) -> Iterator[dict[str, Any]]:
-    """A run for each variant and rate, or the answer for each variant."""
+    """Yield the results of each variant and rate, or the answer to the question for each variant."""
     sweeps = [parse_sweep(text) for text in args.sweep]
     rates = None if args.rates is None else _rates(args.rates)
     for changes, variant in variants(plan, sweeps):
         head = {"variant": changes, "num_blocks": variant.num_blocks}
         if args.find_rate:
             found = find_rate(variant, demand, targets)
-            answer = {"largest_rate": None if found is None else round(found.value, 4)}
-            answer["missed_at"] = None if found is None or found.missed_at is None else round(found.missed_at, 4)
+            unbounded = found is not None and math.isinf(found.value)
+            answer: dict[str, Any] = {"largest_rate": round(found.value, 4) if found and not unbounded else None}
+            answer["missed_at"] = round(found.missed_at, 4) if found and found.missed_at is not None else None
+            answer |= {"met_all_at_once": True} if unbounded else {}
             yield head | answer | _report(None if found is None else found.results)
         elif args.find_replicas:
             replicas = find_replicas(variant, demand, targets)
@@ -130,10 +133,10 @@ def _rates(text: str) -> list[float]:
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """'max_num_seqs=16,64' -> ('max_num_seqs', [16, 64]), the values as the option's flag takes them.
+    """Parse a sweep, its values as the option's flag does: 'max_num_seqs=16,64' -> ('max_num_seqs', [16, 64]).
 
     Raises:
-        ConfigError: no such option, or not a value of it.
+        ConfigError: there is no such option, or a value is invalid.
     """
     name, equals, values = text.partition("=")
     name = name.removeprefix("--").replace("-", "_")
@@ -171,10 +174,12 @@ def _tables(result: Mapping[str, Any]) -> Iterator[str]:
             )
     else:
         yield from report.columns(_HEADING, [_row(point) for point in points])
-    if any("largest_rate" in point and point["largest_rate"] is None for point in points):
-        yield "the targets are not kept at any rate: even a request alone takes longer"
+    if any("met_all_at_once" in point for point in points):
+        yield "no largest rate: the targets are met with all requests at once; simulate more of them (--num-requests)"
+    if any(point.get("largest_rate", 0) is None and "met_all_at_once" not in point for point in points):
+        yield "the targets are not met at any rate: even a request alone takes longer"
     if any("replicas" in point and point["replicas"] is None for point in points):
-        yield "no number of replicas keeps the targets: even a request alone takes longer"
+        yield "no number of replicas meets the targets: even a request alone takes longer"
 
 
 _HEADING = ("variant", "asked", "req/s", "out tok/s", "ttft p50", "p99 ms", "itl p50", "p99 ms", "hits", "preempted")

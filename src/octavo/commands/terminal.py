@@ -1,6 +1,6 @@
-"""Lines from the terminal, with editing and a history.
+"""Reads lines from the terminal, with editing and a history.
 
-The standard library's readline does it: it costs no start-up, and has the keys that the user's ~/.inputrc says.
+Uses the standard library's readline, which takes no start-up time and respects the user's ~/.inputrc.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ MAX_HISTORY = 1000
 
 
 def history_file() -> Path:
-    """By the XDG base directory specification: a state, which need not be backed up."""
+    """Return the path of the history, following the XDG base directory specification."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "octavo" / "chat_history"
 
 
 class Terminal:
-    """Reads lines; where standard input is no terminal, without prompts, editing and history.
+    """Reads lines; without prompts, editing and history if standard input is not a terminal.
 
     Args:
-        history: where lines are kept from one time to the next; None: nowhere.
-        commands: words that the tabulator key completes at the beginning of a line.
+        history: file in which lines are kept between sessions; None to keep none.
+        commands: words that the Tab key completes at the beginning of a line.
     """
 
     def __init__(self, history: Path | None = None, commands: Sequence[str] = ()) -> None:
@@ -40,7 +40,7 @@ class Terminal:
             return self
         try:
             import readline
-        except ImportError:  # a Python that was built without it
+        except ImportError:  # Python was built without readline
             return self
         self._readline = readline
         readline.set_history_length(MAX_HISTORY)
@@ -61,7 +61,7 @@ class Terminal:
         self._readline.set_completer(None)
 
     def read(self, prompt: str) -> str:
-        """The next line; raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        """Return the next line; raise EOFError at the end, and KeyboardInterrupt on Ctrl-C."""
         return input(prompt if self.is_interactive else "")
 
     def _complete(self, text: str, state: int) -> str | None:
@@ -72,7 +72,7 @@ class Terminal:
         assert self._readline is not None
         folder = Path(path).parent
         folder.mkdir(parents=True, exist_ok=True)
-        # What was said to a model is nobody else's business.
+        # Conversations are private, so only the user may read the file.
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
         self._readline.write_history_file(path)
 

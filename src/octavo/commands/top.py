@@ -1,4 +1,4 @@
-"""`octavo top`: the live page of a running server, in a terminal."""
+"""`octavo top`: show the live page of a running server in a terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from octavo.commands.base import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="of the server (default: %(default)s)"
+        "url",
+        nargs="?",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="URL of the server (default: %(default)s)",
     )
     parser.add_argument(
-        "--admin-key", metavar="KEY", help="where the server has keys (default: the variable OCTAVO_ADMIN_KEY)"
+        "--admin-key", metavar="KEY", help="admin key, if the server has API keys (default: $OCTAVO_ADMIN_KEY)"
     )
     parser.add_argument("--once", action="store_true", help="print the current state and exit")
 
@@ -28,5 +32,5 @@ COMMAND = Command(
     "watch a server's cache and requests in the terminal",
     add_arguments,
     run,
-    "Show the KV cache, the requests and the latencies of a running server, like its page at /. Press Ctrl-C to quit.",
+    "Show the KV cache, requests and latencies of a running server, like its live page. Press Ctrl-C to quit.",
 )

@@ -22,10 +22,10 @@ from rich.text import Text
 from octavo.config import format_bytes
 from octavo.errors import ConfigError, OctavoError
 
-# Rates and percentiles are of so many seconds.
+# Period in seconds over which rates and percentiles are computed.
 _WINDOW_S = 5.0
 _RETRY_S = 1.0
-# Okabe and Ito's colours: free, cached, pinned, active, shared.
+# Okabe and Ito's colours, for free, cached, pinned, active and shared blocks.
 _COLOURS = ("white", "#56b4e9", "#f0e442", "#e69f00", "#d55e00")
 _NAMES = ("free", "cached", "pinned", "active", "shared")
 
@@ -33,14 +33,17 @@ _NAMES = ("free", "cached", "pinned", "active", "shared")
 def run(args: argparse.Namespace) -> int:
     parts = urlsplit(args.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{args.url!r} is no URL of a server: write http://127.0.0.1:8000")
+        raise ConfigError(f"{args.url!r} is not the URL of a server: write http://127.0.0.1:8000")
     key = args.admin_key or os.environ.get("OCTAVO_ADMIN_KEY")
     console = Console()
     if args.once:
         state = State()
-        # What the server is, and all there is.
-        for news in itertools.islice(_events(args.url, key), 2):
-            state.take(news)
+        # The first event describes the server, and the second has the whole state.
+        try:
+            for news in itertools.islice(_events(args.url, key), 2):
+                state.take(news)
+        except OSError as error:
+            raise OctavoError(f"no connection to {args.url}: {error.strerror or error}") from error
         console.print(state.shown(console.height))
         return 0
     with Live(Text(f"connecting to {args.url} …"), console=console, screen=True, auto_refresh=False) as live:
@@ -51,16 +54,17 @@ def run(args: argparse.Namespace) -> int:
                     state.take(news)
                     live.update(state.shown(console.height), refresh=True)
             except OSError as error:
-                live.update(Text(f"no connection to {args.url} ({error}); asking again …"), refresh=True)
+                reason = error.strerror or error
+                live.update(Text(f"no connection to {args.url}: {reason}; trying again …"), refresh=True)
             time.sleep(_RETRY_S)
 
 
 def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
-    """What the server sends, until it ends.
+    """Yield the server's events, until the connection ends.
 
     Raises:
-        OctavoError: it refuses, and why.
-        OSError: no connection, or it broke.
+        OctavoError: the server refuses the request; the message has its reason.
+        OSError: the connection could not be made, or it broke.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -84,12 +88,12 @@ def _message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return "no server of Octavo's, or an old one"
+        return "it is not an Octavo server, or an old version"
 
 
 @dataclass
 class State:
-    """The server as far as its events have told."""
+    """The state of the server, built from its events."""
 
     head: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +102,7 @@ class State:
     history: deque[dict[str, Any]] = field(default_factory=deque)
 
     def take(self, news: dict[str, Any]) -> None:
-        """Take in one event."""
+        """Apply one event."""
         if "model" in news:
             self.head = news
             return
@@ -116,13 +120,13 @@ class State:
                 self.requests[request_id]["cache"] = progress[4]
         for request_id in news.get("gone", ()):
             self.requests.pop(request_id, None)
-        self.history.append({name: news[name] for name in ("at", "totals", "ttft", "itl", "counters")})
+        self.history.append({name: news[name] for name in ("at", "totals", "ttft", "itl", "counters", "tiers")})
         while len(self.history) > 2 and news["at"] - self.history[1]["at"] > _WINDOW_S:
             self.history.popleft()
 
     def shown(self, height: int) -> Group:
-        """The screen."""
-        return Group(self._figures(), self._blocks(), self._requests(max(3, height - 12)))
+        """Return the screen's contents."""
+        return Group(self._figures(), self._blocks(), self._requests(max(3, height - 14)))
 
     def _figures(self) -> Text:
         now, before = self.history[-1], self.history[0]
@@ -157,7 +161,7 @@ class State:
         return text
 
     def _blocks(self) -> Text:
-        """A bar of the cache's blocks by state, and their numbers."""
+        """Return a bar of the cache's blocks by state, and their numbers."""
         tally = [0] * len(_NAMES)
         for code in self.codes[1:]:
             tally[min(code, len(_NAMES) - 1)] += 1
@@ -168,6 +172,15 @@ class State:
             bar.append("█" * round(width * count / total), style=colour)
         for name, count, colour in zip(_NAMES, tally, _COLOURS, strict=True):
             bar.append(f"  {name} {count:,} ({format_bytes(count * size)})", style=colour)
+        now = self.history[-1]
+        if host := self.spec.get("host_blocks", 0):
+            bar.append(
+                f"\nhost    {now['counters'][3]:,} of {host:,} blocks ({format_bytes(now['counters'][3] * size)})"
+            )
+        for name, is_open, stored, loaded in now["tiers"]:
+            bar.append(
+                f"\n{name:7} {stored:,} blocks written, {loaded:,} read{'' if is_open else ' (closed after errors)'}"
+            )
         return bar
 
     def _requests(self, most: int) -> Table:
@@ -194,7 +207,7 @@ class State:
 
 
 def percentile(counts: Sequence[int], bounds: Sequence[float], q: float) -> float | None:
-    """The q-th quantile of a histogram's counts, linear within its bucket; None of nothing."""
+    """Return the q-th quantile of a histogram's counts, interpolated within its bucket; None without counts."""
     left = sum(counts) * q
     if not left:
         return None

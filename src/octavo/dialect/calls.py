@@ -1,4 +1,4 @@
-"""Reads runs of calls, in each of the forms of `formats.py`, and passes them on as events.
+"""Parses runs of calls, in all the formats of `formats.py`, into events.
 
 hermes      <tool_call> {"name": "f", "argu   ments": {"a"   : 1}} </tool_call>
 events                       held back        CallBegins  Arguments
@@ -15,16 +15,16 @@ from octavo.dialect.values import JSON, PYTHON, Characters, MalformedError, Read
 
 
 class CallReader:
-    """Reads the calls of one completion.
+    """Parses the calls of one completion.
 
     Args:
-        chars: of the whole text.
-        pass_on: takes each event.
-        tools: for each tool, the types of its parameters.
+        chars: the characters of the whole text.
+        pass_on: called with each event.
+        tools: types of the parameters of each tool.
 
     Attributes:
-        num_begun: calls that have begun.
-        takes_arguments: takes the arguments of a call that has begun, until they are complete.
+        num_begun: number of calls that have begun.
+        takes_arguments: receives the arguments of the open call; None if no call is open.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CallReader:
         self.takes_arguments: Take | None = None
 
     def run(self, calls: CallFormat, *, marked: bool) -> Reader[None]:
-        """A run of calls, after its opening mark; raises `MalformedError` where it is none, or breaks off."""
+        """Parse a run of calls, after its opening mark; raise `MalformedError` if it is not one, or breaks off."""
         first = yield from self._chars.skip_space()
         body = next((body for body in calls.bodies if may_begin(body, first)), None)
         if body is None:
@@ -58,7 +58,7 @@ class CallReader:
             self._chars.settle()
 
     def _begin(self, name: str, *, known_only: bool = False) -> Take:
-        """A call begins; returns what takes its arguments. Everything before it is accounted for."""
+        """Begin a call, and return the function that receives its arguments. Everything before it is settled."""
         if not name or (known_only and name not in self._tools):
             raise MalformedError
         index = self.num_begun
@@ -75,7 +75,7 @@ class CallReader:
         return take
 
     def _complete(self) -> None:
-        """A call's arguments are complete."""
+        """End a call, whose arguments are complete."""
         self._chars.settle()
         self.takes_arguments = None
 
@@ -125,7 +125,7 @@ class CallReader:
             self._complete()
 
     def _early(self, first: str) -> Reader[str]:
-        """Arguments that come before the name, or as JSON within a string."""
+        """Parse arguments that come before the name, or as JSON within a string."""
         pieces: list[str] = []
         if first == '"':
             text = yield from self._chars.string(JSON, _drop)
@@ -188,7 +188,7 @@ class CallReader:
         self._complete()
 
     def _xml_value(self, take: Take, kind: str | None) -> Reader[None]:
-        """A parameter that is no text: known once it is whole."""
+        """Parse a parameter that is not a string, and so can only be passed on once it is complete."""
         pieces: list[str] = []
         try:
             yield from self._xml_text(pieces.append)
@@ -198,17 +198,17 @@ class CallReader:
         take(_typed(json.loads("".join(pieces)), kind))
 
     def _xml_text(self, take: Take) -> Reader[None]:
-        """A parameter's text as a JSON string: without one line break at either end."""
+        """Parse a parameter's text into a JSON string, without one line break at either end."""
         chars = self._chars
         take('"')
         closing = "</parameter>"
-        # What may be the end: a line break, and the closing tag's beginning.
+        # Text that may be the end: a line break, and the beginning of the closing tag.
         held = ""
         first = True
         while True:
             character = yield from chars.next()
             if not character:
-                # Cut off here: nothing of the text is lost.
+                # The output was cut off here: pass on what was held back.
                 take(json.dumps(held, ensure_ascii=False)[1:-1])
                 raise MalformedError
             chars.settle()
@@ -261,11 +261,11 @@ class CallReader:
 
 
 def _drop(text: str) -> None:
-    """Take nothing."""
+    """Ignore a piece of JSON."""
 
 
 def may_begin(body: object, first: str) -> bool:
-    """Whether a run of calls of that form may begin with a character."""
+    """Return whether a run of calls in this form may begin with the character `first`."""
     if isinstance(body, JsonCalls):
         return first == (body.brackets[0] or "{")
     if isinstance(body, XmlCall):
@@ -276,12 +276,12 @@ def may_begin(body: object, first: str) -> bool:
 
 
 def _typed(text: str, kind: str | None) -> str:
-    """A parameter's text as JSON: as what it reads, unless its type says text."""
+    """Return a parameter's text as JSON: parsed if possible, unless its type is string."""
     if kind != "string":
-        # Models write Python's words too.
+        # Models also write Python's words.
         words = {"True": "true", "False": "false", "None": "null"}
         try:
             return json.dumps(json.loads(words.get(text.strip(), text)), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            pass  # it reads as nothing but text
+            pass  # not valid JSON, so it is text
     return json.dumps(text, ensure_ascii=False)

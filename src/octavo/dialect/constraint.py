@@ -1,4 +1,4 @@
-"""A grammar for answers that must call: made from the same description of a format that reads them."""
+"""Grammars for answers that must call a tool, made from the same descriptions of formats that the parser uses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
 from octavo.structured_outputs import ReasoningPart, json_rule
 
-# Calls of one answer.
+# Maximum number of calls of one answer.
 MOST_CALLS = 16
-# The arguments of a function that declares none.
+# The parameters of a function that declares none.
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# Text that holds no closing tag.
+# Text without a closing tag.
 _TEXT = r"/([^<]|<[^\/])*/"
 
 
@@ -24,11 +24,12 @@ def calls_grammar(
     parallel: bool = True,
     reasoning: ReasoningPart | None = None,
 ) -> str:
-    """A grammar in llguidance's Lark: one call of these functions, or several.
+    """Return a grammar, in llguidance's Lark, for one or several calls of these functions.
 
     Args:
-        functions: OpenAI's function objects: `name` and `parameters`.
-        reasoning: what the answer may begin with.
+        functions: OpenAI's function objects, with `name` and `parameters`.
+        parallel: whether the answer may have several calls.
+        reasoning: the reasoning with which the answer may begin.
     """
     body = calls.bodies[0]
     rules = [_rule(body, number, function) for number, function in enumerate(functions)]
@@ -63,7 +64,7 @@ def _repeated(rule: str, parallel: bool) -> str:
 
 
 def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
-    """The rules `call_N` and what it needs."""
+    """Return the rule `call_N` of a function, and the rules that it needs."""
     name, schema = str(function["name"]), function.get("parameters") or _NOTHING
     head = f"call_{number}:"
     if isinstance(body, JsonCalls):
@@ -87,13 +88,13 @@ def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
         ]
         inside = " ".join([_quoted(f"<function={name}>\n"), *parts, _quoted("</function>")])
         return "\n".join([f"{head} {inside}", *rules])
-    # What must be given comes first, so that commas stand between arguments only.
+    # Required arguments come first, so that commas only appear between arguments.
     order = sorted(range(len(named)), key=lambda i: list(named)[i] not in needed)
     keys = list(named)
     texts: list[str] = []
     for place, i in enumerate(order):
         argument = f"{_quoted(keys[i] + '=')} value_{number}_{i}"
-        # Without any that must be given, at most the first of the others can stand alone.
+        # If none is required, only the first optional argument can stand without a comma before it.
         comma = f"{_quoted(', ')} " if place else ""
         texts.append(argument if place == 0 and keys[i] in needed else f"{comma}{argument}")
     inside = ""
@@ -112,7 +113,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _with_definitions(part: Any, schema: Mapping[str, Any]) -> Any:
-    """A property's schema, with what it may refer to."""
+    """Return a property's schema with the definitions that it may refer to."""
     if not isinstance(part, Mapping):
         return part
     return {**part, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}}

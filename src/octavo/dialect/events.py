@@ -1,27 +1,33 @@
-"""What the parser finds in an answer, piece by piece."""
+"""The events into which the parser turns an answer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for whoever asked."""
+    """Text of the answer itself, a contiguous piece of what the model wrote.
+
+    Attributes:
+        end: number of characters that the model wrote up to the end of this piece.
+    """
 
     text: str
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model tells itself."""
+    """Text of the model's reasoning; as `Content`."""
 
     text: str
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The model calls a tool; its arguments follow."""
+    """The beginning of a tool call; its arguments follow."""
 
     index: int
     name: str

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and reasoning, as data; and which of them a chat template speaks.
+"""The formats in which models write tool calls and reasoning, as data, and their detection in chat templates.
 
     hermes        <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
     qwen3_xml     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Calls as objects, in any order of their members; others than these are passed over.
+    """Calls as JSON objects, whose members may be in any order; unknown members are ignored.
 
     Attributes:
-        arguments: the names that the arguments may have; the first is the model's own.
-        brackets: what opens and closes the run of calls.
-        separator: what stands between two calls of a run; "" where a run is one call.
+        arguments: names that the member with the arguments may have; the first is the model's own.
+        brackets: the brackets around a run of calls.
+        separator: separator between two calls of a run; "" if a run is one call.
     """
 
     arguments: tuple[str, ...]
@@ -31,19 +31,19 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedJsonCall:
-    """`f[ARGS]{…}`: a name, a tag that may be missing, and the arguments as an object."""
+    """Calls as `f[ARGS]{…}`: a name, a tag that may be missing, and the arguments as an object."""
 
     tag: str
 
 
 @dataclass(frozen=True, slots=True)
 class XmlCall:
-    """`<function=f><parameter=a>1</parameter></function>`."""
+    """Calls as `<function=f><parameter=a>1</parameter></function>`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """`[f(a=1), g()]`."""
+    """Calls as `[f(a=1), g()]`."""
 
 
 Body = JsonCalls | NamedJsonCall | XmlCall | PythonCalls
@@ -54,13 +54,13 @@ class CallFormat:
     """How a model writes its calls.
 
     Attributes:
-        opening: the text before a run of calls; "" where nothing precedes it.
-        bodies: what may follow it; the first is what a model is held to that must call.
-        closing: the text after a run of calls.
-        unmarked: a run may begin the answer without `opening`. What names no tool of the request is no call then.
-        marks_are_special: the marks are special tokens, which text leaves out unless it is asked not to.
-        id_length: characters of a call's id, where the chat template insists on a number.
-        template_marks: of these texts one is in the chat template of a model that writes so.
+        opening: the mark before a run of calls; "" if there is none.
+        bodies: forms that the calls may have; the first is enforced if the model must call a tool.
+        closing: the mark after a run of calls.
+        unmarked: whether a run may begin the answer without `opening`; such calls must name a tool of the request.
+        marks_are_special: whether the marks are special tokens, which are left out of the text by default.
+        id_length: length of a call's id, if the chat template requires one; otherwise None.
+        template_marks: texts of which at least one is in the chat template of a model with this format.
     """
 
     name: str
@@ -75,7 +75,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands around a model's reasoning."""
+    """The marks around a model's reasoning."""
 
     name: str
     opening: str
@@ -83,7 +83,7 @@ class ReasoningFormat:
     marks_are_special: bool = False
 
 
-# In the order in which a template is asked: the more special marks first.
+# In the order in which they are looked for in a template: the more specific marks first.
 CALL_FORMATS = (
     CallFormat(
         "qwen3_xml",
@@ -140,7 +140,7 @@ REASONING_PARSERS = tuple(sorted([*(each.name for each in REASONING_FORMATS), *_
 
 
 def call_format(name: str, template: str | None) -> CallFormat | None:
-    """The format called `name`; "auto": the one that the chat template speaks; None if there is none."""
+    """Return the format called `name`, or the one found in the chat template if it is "auto"; None if there is none."""
     wanted = _OTHER_CALL_NAMES.get(name, name)
     if wanted == "auto":
         text = template or ""
@@ -149,7 +149,7 @@ def call_format(name: str, template: str | None) -> CallFormat | None:
 
 
 def reasoning_format(name: str, template: str | None) -> ReasoningFormat | None:
-    """The same for reasoning."""
+    """Return the format of reasoning called `name`, or the one found in the template if it is "auto"; None if none."""
     wanted = _OTHER_REASONING_NAMES.get(name, name)
     if wanted == "auto":
         return next((each for each in REASONING_FORMATS if each.closing in (template or "")), None)

@@ -1,12 +1,12 @@
-"""One streaming parser for every format: text in, as it is generated; content, reasoning and tool calls out.
+"""A streaming parser for all formats, from text as it is generated to content, reasoning and tool calls.
 
     text      Let me <think> see.\\n<tool_call>{"name": "f", "argu   ments": {"a"   : 1}}</tool_call>
     events    Content                            held back            CallBegins     Arguments
 
-A call begins once its name is known and its arguments follow, and these come as they are read, always as JSON. What
-only looks like a call until then is content, whole; where the arguments of one that has begun break off, they end
-there, and what follows is content. Spaces beside a mark are dropped with it. In which pieces a text comes makes no
-difference: it is read character by character.
+A call begins once its name is known and its arguments follow, which are passed on as they are read, always as JSON.
+Text that turns out not to be a call before that is content; if the arguments of a call that has begun break off, they
+end there, and what follows is content. Spaces next to a mark are dropped with it. The result does not depend on the
+pieces in which the text arrives, because it is read character by character.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from octavo.structured_outputs import ReasoningPart
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a parser must know of the model and the request.
+    """What a parser must know about the model and the request.
 
     Attributes:
-        calls: None where the text is not searched for calls.
-        reasoning: None where it is not searched for reasoning.
-        in_reasoning: the prompt ended within reasoning.
-        has_reasoned: the prompt ended with reasoning that is over.
-        tools: for each tool, the types of its parameters as its schema names them: what XML spells alike.
+        calls: the format of calls; None if the text is not searched for calls.
+        reasoning: the format of reasoning; None if the text is not searched for reasoning.
+        in_reasoning: whether the prompt ended within reasoning.
+        has_reasoned: whether the prompt ended with complete reasoning.
+        tools: types of each tool's parameters, as in its schema; needed for XML, which writes all types alike.
     """
 
     calls: CallFormat | None = None
@@ -41,14 +41,14 @@ class Dialect:
 
     @property
     def reasoning_part(self) -> ReasoningPart | None:
-        """The reasoning with which an answer may begin, for its grammar."""
+        """The reasoning with which an answer may begin, for its grammar; None if there is none."""
         if self.reasoning is None or self.has_reasoned:
             return None
         return ReasoningPart(self.reasoning.opening, self.reasoning.closing, self.in_reasoning)
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the text must hold special tokens, for they are the marks."""
+        """Whether the text must include special tokens, because they are the marks."""
         return any(each is not None and each.marks_are_special for each in (self.calls, self.reasoning))
 
     def __bool__(self) -> bool:
@@ -68,19 +68,19 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """The number of calls that have begun."""
         return self._calls.num_begun
 
     def feed(self, text: str) -> list[Event]:
-        """The events that `text` completes."""
+        """Parse more text, and return the events that it completes."""
         for character in text:
             self._text.send(character)
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The last events, once no text follows."""
+        """Return the last events, when no text follows."""
         for _ in range(2):
-            # Twice: what is given back at the end is read again.
+            # Twice, because characters that are given back at the end are read again.
             try:
                 self._text.send("")
             except StopIteration:
@@ -111,13 +111,13 @@ class OutputParser:
                 self._break_off(begun=self._calls.num_begun > before)
 
     def _break_off(self, *, begun: bool) -> None:
-        """What was read is no call; or the text ended within one, or the next does not follow."""
+        """Handle text that is not a call after all, ends within a call, or follows one without being another."""
         text = self._chars.unsettled()
         if begun and self._chars.at_end:
             if (take := self._calls.takes_arguments) is not None:
                 take(text)
         elif text:
-            self._events.append(Content(text))
+            self._events.append(Content(text, self._chars.num_read))
         self._calls.takes_arguments = None
 
     def _reasoning(self, reasoning: ReasoningFormat) -> Reader[None]:
@@ -138,7 +138,7 @@ class OutputParser:
         chars.settle()
 
     def _content(self, calls: CallFormat | None, *, at_beginning: bool) -> Reader[str]:
-        """Text up to a run of calls, which is "marked" or "unmarked"; "" at the end of the text."""
+        """Pass on text up to a run of calls; return "marked" or "unmarked", or "" at the end of the text."""
         if calls is not None and calls.unmarked and at_beginning:
             first = yield from self._chars.skip_space()
             if any(may_begin(body, first) for body in calls.bodies):
@@ -147,9 +147,9 @@ class OutputParser:
         return "marked" if found else ""
 
     def _until(self, mark: str, kind: type[Content] | type[Reasoning]) -> Reader[bool]:
-        """Pass on text up to a mark; False where the text ends first.
+        """Pass on text up to a mark; return False if the text ends first.
 
-        What has been read and not accounted for is spaces, and then what may become the mark.
+        Unsettled characters are spaces, followed by text that may become the mark.
         """
         chars = self._chars
         while (yield from chars.next()):
@@ -157,9 +157,9 @@ class OutputParser:
             while rest := held.lstrip(SPACES):
                 if mark and mark.startswith(rest):
                     break
-                # A space longer, so that what follows may begin a mark again.
+                # The first character after the spaces begins no mark; a mark may begin after it.
                 size = len(held) - len(rest) + 1
-                self._events.append(kind(held[:size]))
+                self._events.append(kind(held[:size], chars.num_read - len(held) + size))
                 held = held[size:]
             chars.taken[:] = [held]
             if rest and rest == mark:
@@ -167,12 +167,12 @@ class OutputParser:
         held = chars.unsettled()
         # Spaces at the end of an answer that called a tool belong to the call.
         if held and not (self._calls.num_begun and not held.strip(SPACES)):
-            self._events.append(kind(held))
+            self._events.append(kind(held, chars.num_read))
         return False
 
 
 def _merged(events: list[Event]) -> Iterator[Event]:
-    """Neighbours of one kind in one."""
+    """Merge adjacent events of one kind."""
     pieces: list[str] = []
     for place, event in enumerate(events):
         if isinstance(event, CallBegins):
@@ -185,4 +185,4 @@ def _merged(events: list[Event]) -> Iterator[Event]:
         ):
             text = "".join(pieces)
             pieces.clear()
-            yield Arguments(event.index, text) if isinstance(event, Arguments) else type(event)(text)
+            yield Arguments(event.index, text) if isinstance(event, Arguments) else type(event)(text, event.end)

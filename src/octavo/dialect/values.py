@@ -1,7 +1,7 @@
-"""Values read character by character and passed on as JSON: from JSON as models write it, or from Python's literals.
+"""Parses values character by character, from JSON as models write it or Python literals, and passes them on as JSON.
 
-A reader is a generator that is sent one character at a time, and "" when the text ends, so that it makes no difference
-in which pieces a text comes. What it has passed on stays; the first character that cannot follow raises
+A reader is a generator that is sent one character at a time, and "" when the text ends, so that the pieces in which a
+text arrives make no difference. Output that was passed on is not revoked; the first invalid character raises
 `MalformedError`.
 """
 
@@ -15,11 +15,11 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 Reader = Generator[None, str, T]
-"""Reads characters; `return`s what it made of them."""
+"""Reads characters and `return`s the parsed result."""
 
-# Arrays and objects within each other.
+# Maximum nesting of arrays and objects.
 MAX_DEPTH = 64
-# Characters of a name or a key.
+# Maximum length of a name or a key.
 MAX_NAME = 256
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -30,7 +30,7 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 class MalformedError(Exception):
-    """A text is not what its beginning promised. Never leaves this room."""
+    """The text is not valid in the format that its beginning suggested. Never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Syntax:
     """How values are written.
 
     Attributes:
-        quotes: what a string may stand between.
-        words: what a bare word means, in JSON.
-        lists: opening -> closing.
-        escapes: what a character after a backslash stands for.
-        keeps_unknown_escapes: a backslash before any other character is itself.
-        trailing_comma: one may end a list or an object.
+        quotes: characters that may enclose a string.
+        words: JSON of each bare word.
+        lists: closing bracket of a list by its opening bracket.
+        escapes: meaning of each character after a backslash.
+        keeps_unknown_escapes: whether a backslash before any other character stands for itself.
+        trailing_comma: whether a list or an object may end with a comma.
     """
 
     quotes: str
@@ -73,43 +73,47 @@ PYTHON = Syntax(
 )
 
 Take = Callable[[str], None]
-"""Takes the next piece of JSON."""
+"""Receives the next piece of JSON."""
 
 
 class Characters:
     """The characters of a text, which may be given back and read again.
 
     Attributes:
-        taken: those that were read and not yet accounted for by `settle`.
-        at_end: the text has ended.
+        taken: characters that were read, but not yet settled with `settle`.
+        at_end: whether the text has ended.
+        num_read: number of characters read since the beginning of the text, without those that were given back.
     """
 
     def __init__(self) -> None:
         self.taken: list[str] = []
         self.at_end = False
+        self.num_read = 0
         self._back: list[str] = []
 
     def next(self) -> Reader[str]:
-        """The next character, or "" at the end of the text."""
+        """Read the next character, or "" at the end of the text."""
         if self._back:
             character = self._back.pop()
         else:
             character = yield
             self.at_end = not character
+        self.num_read += len(character)
         self.taken.append(character)
         return character
 
     def give_back(self) -> None:
-        """Read the last character again."""
+        """Give the last character back, to be read again."""
         self._back.append(self.taken.pop())
+        self.num_read -= len(self._back[-1])
 
     def give_back_all(self) -> None:
-        """Read all again that has not been accounted for."""
+        """Give all unsettled characters back, to be read again."""
         while self.taken:
             self.give_back()
 
     def settle(self) -> None:
-        """What was read has been understood."""
+        """Mark the characters read so far as consumed, so that they are not given back."""
         self.taken.clear()
 
     def unsettled(self) -> str:
@@ -118,7 +122,7 @@ class Characters:
         return text
 
     def skip_space(self) -> Reader[str]:
-        """The first character that is no space, which is read again."""
+        """Skip spaces, and return the next character, which will be read again."""
         while (character := (yield from self.next())) in _SPACE:
             pass
         self.give_back()
@@ -130,7 +134,7 @@ class Characters:
                 self.fail()
 
     def until(self, ends: str) -> Reader[str]:
-        """A name: the characters before the first of `ends`, which is read again."""
+        """Read a name: the characters before the first of `ends`, which will be read again."""
         name: list[str] = []
         while (character := (yield from self.next())) not in ends:
             if not character.isprintable() or len(name) == MAX_NAME:
@@ -142,12 +146,12 @@ class Characters:
         return "".join(name)
 
     def fail(self) -> NoReturn:
-        """The last character may begin something else."""
+        """Give the last character back, which may begin something else, and raise `MalformedError`."""
         self.give_back()
         raise MalformedError
 
     def value(self, syntax: Syntax, take: Take, depth: int = 0) -> Reader[str]:
-        """A value, passed on as JSON as it comes; returns its first character."""
+        """Read a value and pass it on as JSON piece by piece; return its first character."""
         first = yield from self.skip_space()
         if first and first in syntax.quotes:
             yield from self.string(syntax, take)
@@ -165,7 +169,7 @@ class Characters:
         return first
 
     def string(self, syntax: Syntax, take: Take) -> Reader[str]:
-        """A quoted string, passed on as JSON; returns what it says. Lone surrogates become U+FFFD."""
+        """Read a quoted string, pass it on as JSON, and return its text. Lone surrogates become U+FFFD."""
         quote = yield from self.next()
         if not quote or quote not in syntax.quotes:
             self.fail()
@@ -237,7 +241,7 @@ class Characters:
         take("]")
 
     def _comma(self, syntax: Syntax, take: Take, end: str) -> Reader[str]:
-        """The first character of the next part, or `end`, which is read again."""
+        """Read a comma; return the first character of the next part, or `end`, which will be read again."""
         if (yield from self.skip_space()) == end:
             return end
         yield from self.expect(",")

@@ -1,4 +1,4 @@
-"""Writes calls in a model's format, and tells a model of tools whose chat template cannot."""
+"""Writes calls in a model's format, and describes tools to models whose chat template does not support them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ To call a function, answer in this form and with nothing else:
 
 
 def write_calls(calls: CallFormat, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Calls, names with arguments, as a model of that format writes them."""
+    """Return calls, given as names and arguments, as a model with this format writes them."""
     body = calls.bodies[0]
     if isinstance(body, JsonCalls) and body.brackets[0]:
         separator = f"{body.separator} "
@@ -50,8 +50,11 @@ def _json(value: Any) -> str:
 def with_tools_described(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], calls: CallFormat
 ) -> list[dict[str, Any]]:
-    """A chat for a template that knows no tools: they are described in its system message, calls written out in the
-    assistant's messages, and results given as the user's."""
+    """Return a chat for a template without support for tools.
+
+    Tools are described in the system message, calls are written out in the assistant's messages, and results become
+    messages of the user.
+    """
     example = write_calls(calls, [("function_name", {"parameter_name": "value"})])
     text = _INTRODUCTION.format(tools="\n".join(map(_json, tools)), example=example)
     chat = [_plain(message, calls) for message in messages]

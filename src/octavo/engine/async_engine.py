@@ -1,12 +1,12 @@
-"""The engine behind an event loop: the step loop runs in its own thread and wakes the event loop once per step.
+"""The asyncio front end of the engine: steps run in their own thread, which wakes the event loop once per step.
 
 event loop                                          engine thread
 generate() ── add / abort ──> inbox ──────────────> take in, step, step, …
-   ^                                                   │ all news of one step
+   ^                                                   │ results of one step
    └── stream <── outputs <── Delivery <── call_soon_threadsafe
 
-The engine's thread does what decides the next step. Text and outputs are made on the event loop while that step is
-computed, stop strings apart: they end their sequence in the very step (`engine/stopping.py`).
+The engine's thread does the work that decides the next step. Text and outputs are produced on the event loop while that
+step is computed. Stop strings are the exception: they end their sequence within the step (`engine/stopping.py`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ logger = logging.getLogger(__name__)
 
 IDLE_AUDIT_SECONDS = 1.0
 IDLE_COLLECT_SECONDS = 60.0
-# An idle audit computes for the one, then leaves the processor, and the interpreter's lock, alone for the other: a
-# client that comes meanwhile waits for one slice, and the event loop for none.
+# An idle audit alternates between a slice of work and a pause without the GIL, so that a client that arrives waits for
+# one slice at most, and the event loop not at all.
 AUDIT_SLICE_SECONDS = 0.0003
 AUDIT_PAUSE_SECONDS = 0.001
-# How long a step may be put off by requests that come in, and how long by such that are given up: until that is known,
-# steps are computed for clients who have left.
+# How long new requests, and how long aborts, may delay a step. Aborts may take longer, because until they are processed
+# steps are computed for clients that have left.
 TAKE_IN_SECONDS = 0.001
 GIVE_UP_SECONDS = 0.002
-# Characters or token ids of a prompt from which on its request is made in a thread; so is any with a grammar, or with
-# bad words, which are tokenised: 128 of them took the event loop 9 ms.
+# Prompts with at least this many characters or token ids are processed in a thread. So are requests with a grammar, and
+# with bad words, which must be tokenised: 128 of them took 9 ms.
 _MADE_AT_ONCE = 1024
 
 _T = TypeVar("_T")
@@ -62,10 +62,10 @@ class AsyncEngine:
     """One `EngineCore` shared by many callers. All methods must be called from the event loop that called `start`.
 
     Args:
-        idle_audit_seconds: how long nothing must run before the block accounting is proven once. A mismatch is logged,
-            counted, and told by `/health`; it does not stop the engine.
-        watchdog_seconds: how long a step may take before it is reported; None: as long as it likes.
-        idle_collect_seconds: how long nothing must run after that before all of Python's garbage is collected once.
+        idle_audit_seconds: idle time after which the block accounting is audited once. A mismatch is logged, counted
+            and reported by `/health`, but does not stop the engine.
+        idle_collect_seconds: further idle time after which a full garbage collection runs once.
+        watchdog_seconds: how long a step may take before it is reported; if None, steps are not watched.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class AsyncEngine:
         self._idle_audit_seconds = idle_audit_seconds
         self._idle_collect_seconds = idle_collect_seconds
         self._delivery = Delivery(core.outputs, self.abort, lambda *failure: self._send(OutputFailed(*failure)))
-        # One queue for both, so that what is said of one id arrives in the order it was said.
+        # One queue for all messages, so that those about one request stay in order.
         self._inbox: deque[Message] = deque()
-        # What went into the inbox, counted by the event loop, and what came out, by the engine's thread.
+        # Requests put into the inbox, counted by the event loop, and taken out, counted by the engine's thread.
         self._sent = Tally()
         self._taken = Tally()
         self._answers: set[asyncio.Future[Any]] = set()
@@ -140,15 +140,15 @@ class AsyncEngine:
 
     @property
     def is_planning(self) -> bool:
-        """Whether the engine's thread is at a step, and not at the part of it that the model computes.
+        """Whether the engine's thread is in a step, but outside the model's computation.
 
-        It then needs the interpreter, and waits for it after each of a hundred calls that let go of it.
+        It then needs the GIL, and has to wait for it after each of about a hundred calls that release it.
         """
         return self._watchdog.began is not None and not self.core.runner.is_computing
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the engine's thread is at a step, which may need every core."""
+        """Whether the engine's thread is in a step, which may need every core."""
         return self._watchdog.began is not None
 
     async def start(self) -> None:
@@ -167,10 +167,10 @@ class AsyncEngine:
         """Yield the outputs of one request as they arrive. Closing the iterator aborts the request within one step.
 
         Raises:
-            RequestError: from the first step of the iterator; nothing has been queued then.
-            OverloadedError: in the same way, where the queue, or the tenant's part of it, has no room.
-            UnreadError: more than `delivery.MAX_UNREAD` was waiting to be taken, so the request was ended.
-            EngineDeadError: the step loop died, or the engine is shut down.
+            RequestError: the request is invalid; raised from the first step of the iterator, with nothing queued.
+            OverloadedError: the queue, or the tenant's share of it, is full; raised in the same way.
+            UnreadError: more than `delivery.MAX_UNREAD` of output was left unread, so the request was ended.
+            EngineDeadError: the step loop died, or the engine is shutting down.
         """
         self._require_alive()
         self._check_room(0 if isinstance(prompt, str) else len(prompt), context)
@@ -179,7 +179,7 @@ class AsyncEngine:
         else:
             request = await asyncio.to_thread(self.core.make_request, prompt, params, context)
             self._require_alive()
-        # Nothing is awaited from here until it is queued, so what was counted stays true.
+        # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)
         stream = self._delivery.open(request.request_id)
         self._sent.add(request)
@@ -196,45 +196,45 @@ class AsyncEngine:
             self._delivery.close(request.request_id, stream)
 
     def abort(self, request_id: str) -> None:
-        """Abort a request before the next step; its stream gets the remaining output, with the reason "abort".
+        """Abort a request before the next step; its stream gets the remaining output, with the finish reason "abort".
 
-        Unknown ids are ignored: it may just have finished.
+        Unknown ids are ignored, because the request may just have finished.
         """
         self._send(Abort(RequestId(request_id)))
 
     async def kv_report(self) -> dict[str, Any]:
-        """The ledger, ready for JSON: see `engine.inspection`."""
+        """Return the cache report, ready for JSON; see `engine.inspection.kv_report`."""
         return await self._ask(lambda core: core.kv_report())
 
     async def inspect(self, look: Callable[[Scheduler], _T]) -> _T:
-        """What a function finds that looks at the scheduler, and changes nothing, between two steps."""
+        """Call a function that only reads the scheduler, between two steps, and return its result."""
         return await self._ask(lambda core: look(core.scheduler))
 
     async def pins(self) -> list[PinInfo]:
-        """Every pin, the soonest to expire first."""
+        """Return all pins, the soonest to expire first."""
         return await self._ask(lambda core: core.pins())
 
     async def unpin(self, pin_id: str) -> bool:
-        """Let a pin go; False where there is none of that id."""
+        """Remove a pin; False if there is none with that id."""
         return await self._ask(lambda core: core.unpin(pin_id))
 
     def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
-        """Tenants' floors and caps in blocks of this engine's cache; raises `ConfigError` where they do not fit."""
+        """Convert tenants' floors and caps to blocks; raises `ConfigError` if they do not fit the cache."""
         return self.core.scheduler.resolve_limits(amounts)
 
     async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Tenants' floors and caps from now on; may be called before `start`."""
+        """Set the tenants' floors and caps; may be called before `start`."""
         if self._loop is None:
             self.core.set_kv_limits(limits)
         else:
             await self._ask(lambda core: core.set_kv_limits(limits))
 
     async def reset_prefix_cache(self) -> int:
-        """Give up every cached block that is neither used nor pinned; returns how many."""
+        """Evict every cached block that is neither in use nor pinned, and return their number."""
         return await self._ask(lambda core: core.reset_prefix_cache())
 
     async def _ask(self, question: Callable[[EngineCore], _T]) -> _T:
-        """Run a call in the engine's thread between two steps, where the accounting does not change."""
+        """Run a call in the engine's thread between two steps, when the accounting does not change."""
         self._require_alive()
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._answers.add(answer)
@@ -243,7 +243,7 @@ class AsyncEngine:
         return await answer
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest, stop the thread."""
+        """Accept no more requests, let running ones finish for `drain_seconds`, abort the rest and stop the thread."""
         self._closing = True
         deadline = time.monotonic() + drain_seconds
         while self._delivery and self.is_alive and time.monotonic() < deadline:
@@ -287,7 +287,7 @@ class AsyncEngine:
             while self._step():
                 pass
             self.core.close()
-        except Exception as error:  # whatever it is, callers must hear of it
+        except Exception as error:  # callers must learn of any failure
             logger.critical("the step loop died: no request can be served any more", exc_info=error)
             cause = error.__cause__ or error if isinstance(error, EngineDeadError) else error
             self._error = cause
@@ -299,7 +299,7 @@ class AsyncEngine:
 
     def _step(self) -> bool:
         """Accept new requests, compute one step or wait; returns whether to continue."""
-        # Cleared before anything is looked at: what comes later, a stop too, sets it again.
+        # Clear it before reading the inbox and the stop flag, so that whatever comes later sets it again.
         self._wake.clear()
         if self._stopping:
             return False
@@ -313,7 +313,7 @@ class AsyncEngine:
         elif not self.core.has_work and not self._wake.wait(self._idle_audit_seconds):
             self._audit()
             if not self._wake.wait(self._idle_collect_seconds):
-                # The server's settings leave this to such a moment: it may take tens of milliseconds.
+                # A full collection may take tens of milliseconds, so the server's settings defer it until idle.
                 gc.collect()
                 self._wake.wait()
         return True
@@ -334,13 +334,13 @@ class AsyncEngine:
             self.stats.on_audit(str(error))
 
     def _take_in(self) -> list[Ended]:
-        """Add and abort requests from the inbox; returns those aborted."""
+        """Process the messages in the inbox; returns the requests that were aborted."""
         aborted = []
         began = time.monotonic()
         while self._inbox:
             most = GIVE_UP_SECONDS if isinstance(self._inbox[0], Abort) else TAKE_IN_SECONDS
             if time.monotonic() - began > most:
-                # Who runs shall not wait for a crowd to come in; and nobody waits for another wake-up.
+                # Many new requests must not delay the running ones; the rest is processed before the next step.
                 self._wake.set()
                 break
             message = self._inbox.popleft()
@@ -368,7 +368,7 @@ class AsyncEngine:
 
     def _call_in_loop(self, callback: Callable[[_T], None], argument: _T) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread
-        # A loop that was closed under the engine has nobody left to tell.
+        # If the loop has been closed, there is nobody left to notify.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, argument)
 

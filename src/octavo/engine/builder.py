@@ -1,4 +1,4 @@
-"""Build an engine from options: a runner where it is wanted, the tokenizer, the cache and the scheduler."""
+"""Builds an engine from options: the runner, in this process or another, the tokenizer, the cache, the scheduler."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ from octavo.tiers.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
 
-# Characters of a chat template.
+# The maximum length of a chat template in characters.
 _MOST_TEMPLATE = 1024 * 1024
 
 
 def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> EngineCore:
-    """Load `config.model` and make an engine of it.
+    """Load `config.model` and build an engine for it.
 
     Args:
-        prepare_grammars: read the tokenizer for structured outputs while the model is loaded. That takes a third of a
-            second, in which no other Python code runs; else the first structured output waits for it, and all others.
+        prepare_grammars: whether to prepare structured outputs while the model is loaded. This takes a third of a
+            second in which no other Python code runs; otherwise the first structured output, and every request running
+            at that time, waits for it.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -55,13 +56,14 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
     pooling = model_pooling(config.pooling, source)
     runner, facts, (tokenizer, grammars), host = _start_runner(config, source, prepare_grammars)
     if isinstance(runner, ModelRunner):
-        runner.grammars = grammars  # one compiles for both
+        runner.grammars = grammars  # shared with the engine
     try:
         if config.record_plans is not None:
             runner = RecordingExecutor(runner, PlanLog(config.record_plans, _recorded_facts(config, facts)))
-        # Quantised products round activations: their keys and values are not those of the dequantised weights.
+        # Products in another dtype, and quantised ones, which round activations, give other keys and values.
         identity = (
             model_fingerprint(Path(source.path)),
+            facts.dtype,
             facts.spec.dtype,
             config.quantization,
             facts.layout,
@@ -114,9 +116,11 @@ _Text = tuple[Tokenizer | None, GrammarCompiler]
 def _start_runner(
     config: EngineConfig, source: ModelSource, prepare_grammars: bool
 ) -> tuple[Executor, RunnerFacts, _Text, HostTier | None]:
-    """The runner where `config.executor` wants it, the tokenizer, read meanwhile, and the host memory of the runner.
+    """Start the runner in the process that `config.executor` asks for, and load the tokenizer meanwhile.
 
-    That of another process is here only where stores read and write it.
+    Returns:
+        The runner, its facts, the tokenizer with the grammar compiler, and the runner's host memory, which is None for
+        another process unless stores read and write it.
     """
 
     def load_text(model: ModelConfig | RunnerFacts) -> _Text:
@@ -143,7 +147,7 @@ def _start_runner(
 def _build_runner_apart(
     config: EngineConfig, file: SharedFile | None, prepare_grammars: bool
 ) -> tuple[ModelRunner, RunnerFacts]:
-    """`build_runner` in a process of its own, which reads the tokenizer itself for grammars."""
+    """Call `build_runner` in another process, which loads the tokenizer itself for grammars."""
     source = resolve_model(config.model)
 
     def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
@@ -165,10 +169,10 @@ def _load_beside(
     build: Callable[[], tuple[_Runner, RunnerFacts]],
     load: Callable[[ModelConfig | RunnerFacts], _Loaded],
 ) -> tuple[_Runner, RunnerFacts, _Loaded]:
-    """What `build` and `load` return, in two threads where that can be."""
+    """Return the results of `build` and `load`, run in two threads if possible."""
     model_config = load_model_config(source)
     if not model_config.runs_natively:
-        # One after the other: both may import transformers, whose lazy modules two threads would import at once.
+        # Sequentially, because both may import transformers, whose lazy modules two threads must not import at once.
         runner, facts = build()
         return runner, facts, load(facts)
     with ThreadPoolExecutor(max_workers=1) as beside:
@@ -190,7 +194,7 @@ def _grammar_compiler(
 
 
 def _recorded_facts(config: EngineConfig, facts: RunnerFacts) -> dict[str, Any]:
-    """What a reader of recorded plans must know of the engine that executed them."""
+    """Return what a reader of recorded plans must know about the engine that executed them."""
     return {
         "model": config.model,
         "block_size": facts.spec.block_size,
@@ -219,8 +223,10 @@ def _read_template(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             template = file.read(_MOST_TEMPLATE + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"chat_template: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template: {path} is not UTF-8 text: {error}") from error
     if len(template) > _MOST_TEMPLATE:
         raise ConfigError(f"chat_template: {path} has more than {_MOST_TEMPLATE} characters")
     check_template(template, path)

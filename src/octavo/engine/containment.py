@@ -1,12 +1,12 @@
-"""What is tried after a step has failed, so that nobody ends but the one request that cannot be computed.
+"""Finds the request that made a step fail, so that only that request ends.
 
-    all ──fails──> all once more ──fails──> one half ──fails──> … ──fails──> one alone ──fails twice──> the culprit
+    all ──fails──> all once more ──fails──> one half ──fails──> … ──fails──> a single one ──fails twice──> the culprit
      ^                  │                      └──succeeds──> the other half, and so on
-     └─────succeeds─────┴───────── all have got past where they failed ──────────┘
+     └─────succeeds─────┴───────── all have passed the point of failure ─────────┘
 
-A step that fails once costs nobody anything: it is computed again. One that fails for the same requests again is cut
-down. Between two of its successes a request takes part in at most 3 + ceil(log2(requests)) failed steps, so that
-something ends or moves on within a bounded number of tries.
+A step that fails once is simply computed again, and no request ends. If it fails again for the same requests, they are
+split in halves. Between two successes a request takes part in at most 3 + ceil(log2(requests)) failed steps, so that
+within a bounded number of tries some request ends or progresses.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Mapping
 from octavo.request import RequestId
 
 Progress = Callable[[RequestId], int | None]
-"""How many tokens of a request are computed (of its longest sequence); None where it has ended."""
+"""Returns how many tokens of a request (of its longest sequence) are computed; None if it has ended."""
 
 
 class Containment:
-    """Which requests may take part in the next step. Pure bookkeeping: names and numbers.
+    """Decides which requests may take part in the next step; knows them only by their ids.
 
-    A suspect is cleared once it has got past the tokens that the failed step would have computed, or has ended. What
-    merely had another chunk of its prompt computed may yet fail where it failed before.
+    A suspect is cleared once it has computed all tokens that the failed step would have computed, or has ended. A
+    smaller chunk of its prompt does not clear it, because it may still fail at the same token.
     """
 
     def __init__(self) -> None:
-        self._once: dict[RequestId, int] = {}  # of the last failed step, with the tokens to get past
-        self._groups: list[dict[RequestId, int]] = []  # the last one is being tried, all others are held back
-        self._alone: RequestId | None = None  # has failed once while nobody else ran
+        self._once: dict[RequestId, int] = {}  # requests of the last failed step, with their goals
+        self._groups: list[dict[RequestId, int]] = []  # the last group is being tried, the others are held back
+        self._alone: RequestId | None = None  # has failed once while no other ran
 
     @property
     def is_calm(self) -> bool:
@@ -40,13 +40,14 @@ class Containment:
         return not self._groups or request_id in self._groups[-1]
 
     def failed(self, goals: Mapping[RequestId, int]) -> RequestId | None:
-        """A step has failed.
+        """Record a failed step, and decide what to try next.
 
         Args:
-            goals: who took part in it, and how many tokens of each would have been computed after it; not empty.
+            goals: the requests that took part, with the number of computed tokens that each would have had after it;
+                not empty.
 
         Returns:
-            The culprit, where it was alone; it is no suspect any more.
+            The culprit, if it failed twice alone, which is then no longer a suspect; else None.
         """
         if self._groups:
             group = self._groups.pop()
@@ -70,7 +71,7 @@ class Containment:
         return None
 
     def advance(self, progress: Progress) -> bool:
-        """Clear whoever has got past where it failed; whether others may run now than before."""
+        """Clear requests that have passed the point of failure; returns whether other requests may run now."""
         self._once = _uncleared(self._once, progress)
         changed = False
         while self._groups and not (left := _uncleared(self._groups[-1], progress)):

@@ -1,13 +1,13 @@
-"""The engine core: requests in, one step at a time, outputs out. Single-threaded."""
+"""The engine core: takes requests, computes one step at a time, and returns outputs. Single-threaded."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.input_processor import InputProcessor, Prompt
@@ -48,27 +48,25 @@ from octavo.tiers.lower import LowerTiers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """A plan that was handed over, and what waits for its result."""
+class _StepInFlight(NamedTuple):
+    """A plan that was handed to the runner, and the function that waits for its result."""
 
     plan: StepPlan
     collect: Collect
 
 
 class EngineCore:
-    """One model, its cache, its scheduler.
+    """One model with its cache and its scheduler.
 
-    Where plans are made ahead, a step is handed over and the next one planned while it is computed
-    (`scheduler/ahead.py`); whatever comes between two steps then finds one in flight.
+    With `plans_ahead`, the next step is planned while a step is being computed (`scheduler/ahead.py`), so that calls
+    between two steps find one in flight.
 
     Args:
-        eos_token_ids: ids that end every request which does not ignore them.
-        max_model_len: longest prompt + output, in tokens.
-        grammars: compiles structured outputs; None: none is served.
-        default_sampling: keywords of `SamplingParams` for whoever gives none, as the model's makers recommend.
-        hidden_size: numbers of an embedding.
-        pooling: what makes an embedding where nobody says otherwise.
+        eos_token_ids: ids that end every request that does not ignore them.
+        grammars: compiles structured outputs; if None, they are not supported.
+        default_sampling: default keyword arguments of `SamplingParams`, as recommended by the model's authors.
+        hidden_size: dimension of an embedding.
+        pooling: default pooling of embeddings.
     """
 
     def __init__(
@@ -117,13 +115,13 @@ class EngineCore:
         self._stop_strings = StopStrings(tokenizer, self._finish_sequence)
         self._recovery = Recovery(scheduler, runner, self.stats)
         self._plans_ahead = plans_ahead
-        self._ahead: _StepInFlight | None = None  # handed over while the step before it was computed
+        self._ahead: _StepInFlight | None = None  # handed over while the previous step was computed
         scheduler.on_admitted = self._book_admission
         self._went_on_at: float | None = None  # when the last step ended, if another was to follow
 
     @property
     def summary(self) -> str:
-        """One line for people: the model, how long its context is, and what takes how much memory."""
+        """A one-line summary for people: the model, its context length, and the memory of weights and cache."""
         spec, num_blocks = self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
         return (
             f"{self.config.model}: {self.max_model_len:,} tokens of context, {format_bytes(self._weight_bytes)} of "
@@ -143,16 +141,16 @@ class EngineCore:
         *,
         add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and validate a request, as `InputProcessor.make_request`; thread-safe."""
+        """Tokenise and validate a request; see `InputProcessor.make_request`. Thread-safe."""
         return self.inputs.make_request(prompt, params, context, add_special_tokens=add_special_tokens)
 
     def add(self, request: Request, *, prompt: str | None = None, kind: OutputKind = OutputKind.FINAL) -> None:
-        """Queue a request that `make_request` made, whose outputs `step` and `abort` return."""
+        """Queue a request from `make_request`; `step` and `abort` return its outputs."""
         self.queue(request)
         self.outputs.add(request, prompt, kind)
 
     def queue(self, request: Request) -> None:
-        """Queue a request whose outputs somebody else makes, of what `advance` and `end` return."""
+        """Queue a request whose outputs the caller makes, from the results of `advance` and `end`."""
         self.scheduler.add(request)
         if not self._recovery.may_run(request.request_id):
             self.scheduler.hold(request)
@@ -162,7 +160,7 @@ class EngineCore:
         """Abort a request and free its blocks at once; returns its last output, or None if it has already ended."""
         if (ended := self.end(request_id)) is not None:
             return next(iter(self._present(StepNews(ended=[ended]))), None)
-        # A step that was interrupted may have ended it without telling anyone.
+        # An interrupted step may have ended it without an output.
         self.outputs.forget(request_id)
         return None
 
@@ -177,21 +175,21 @@ class EngineCore:
         return Ended(request)
 
     def step(self) -> list[RequestOutput]:
-        """`advance`, and one output for each request with new tokens."""
+        """Compute one step; returns one output for each request with new tokens. See `advance`."""
         return self._present(self.advance())
 
     def advance(self) -> StepNews:
         """Compute one step.
 
-        An exception in it ends no request but the one that causes it, with `FinishReason.ERROR`: the step is computed
-        again, and cut down where that does not help (`engine/recovery.py`).
+        An exception ends only the request that causes it, with `FinishReason.ERROR`: the step is computed again, and if
+        that fails too, its requests are split (`engine/recovery.py`).
 
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
         """
-        # A stream's client waits from step to step, whatever is done in between.
+        # Time from the end of the previous step, because that is what a streaming client waits for.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
-        # Whatever is raised below gives up a step that was planned ahead as well.
+        # Any exception below also discards a step that was planned ahead.
         step, self._ahead = self._ahead, None
         try:
             if step is None:
@@ -208,7 +206,7 @@ class EngineCore:
             rows = None if step is None else live_rows(step.plan, self.scheduler.planned)
             return StepNews(ended=self._fail(self._recovery.step_failed(rows, error)))
         planned = self.scheduler.planned
-        # Between two calls, a request may have ended that a step planned ahead computes.
+        # A request in a step planned ahead may have ended between two calls.
         rows = live_rows(step.plan, planned) if step.plan.ahead else None
         try:
             updates = self.scheduler.update(step.plan, result)
@@ -219,32 +217,34 @@ class EngineCore:
         news = self._report(updates)
         ended = time.perf_counter()
         self.scheduler.observe(step.plan, ended - began)
-        self._went_on_at = ended if self.scheduler.has_work else None
-        self._release()
+        if self.scheduler.has_work:
+            self._went_on_at = ended
+        else:
+            self._release()
         return news
 
     def _begin(self, plan: StepPlan) -> _StepInFlight | None:
-        """Hand a plan over, if there is anything in it."""
+        """Hand a plan to the runner, unless it is empty."""
         if not plan:
             return None
         if not self._plans_ahead:
-            # Nothing is done meanwhile: it may be computed when its result is wanted.
+            # Nothing is done in the meantime, so compute the step when its result is wanted.
             return _StepInFlight(plan, partial(self.runner.execute, plan))
         try:
             collect = self.runner.launch(plan)
         except Exception as error:
-            collect = partial(_raise, error)  # when it is this step's turn
+            collect = partial(_raise, error)  # raise it when this step's result is wanted
         return _StepInFlight(plan, collect)
 
     def _begin_ahead(self) -> _StepInFlight | None:
-        """Hand over the step after the one in flight, where it can be planned by now."""
-        # What has failed is tried again one step at a time.
+        """Hand over the step after the one in flight, if it can already be planned."""
+        # After a failure, steps are tried one at a time.
         if not self._plans_ahead or not self._recovery.is_calm:
             return None
         return self._begin(self.scheduler.schedule_ahead())
 
     def output_failed(self, request: Request, error: Exception) -> None:
-        """Making a request's output raised: end it, if it runs yet. Its caller has been told."""
+        """End a request whose output could not be made, if it is still running; its caller has been told."""
         self._recovery.log(error, [request.request_id], "making its output failed: it ends")
         self.end(request.request_id, FinishReason.ERROR)
         self._recovery.audit()
@@ -256,7 +256,7 @@ class EngineCore:
         return outputs
 
     def _report(self, updates: list[SequenceUpdate]) -> StepNews:
-        """The news of a step, requests that fail only now among them."""
+        """Return the results of a step, including requests that failed while its tokens were processed."""
         failures = self.scheduler.take_failures() + self._stop_strings.find(updates)
         if failures:
             updates = _without(updates, failures)
@@ -278,9 +278,9 @@ class EngineCore:
             logger.exception("the statistics of an admission are lost")
 
     def kv_report(self) -> dict[str, Any]:
-        """Who holds which bytes of the cache, and how much it helped, ready for JSON: see `engine.inspection`.
+        """Return who holds which bytes of the cache, and how much it helped, ready for JSON; see `engine.inspection`.
 
-        The statistics say the same from then on: looking lets go of expired pins.
+        Also refreshes the statistics, because making the report releases expired pins.
         """
         report = kv_report(self.scheduler)
         if (host := self.scheduler.kv.hierarchy.host).num_prefix_slots:
@@ -290,7 +290,7 @@ class EngineCore:
         return report
 
     def pins(self) -> list[PinInfo]:
-        """Every pin, the soonest to expire first."""
+        """Return all pins, the soonest to expire first."""
         found = list_pins(self.scheduler.kv)
         self._recorder.on_changed()
         return found
@@ -302,19 +302,19 @@ class EngineCore:
         return found
 
     def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Tenants' floors and caps from now on, as `Scheduler.set_limits`; the statistics say them too."""
+        """Replace the tenants' floors and caps, also in the statistics; see `Scheduler.set_limits`."""
         self.scheduler.set_limits(limits)
         size = self.scheduler.kv.spec.block_bytes
         self.stats.kv_limits = {tenant: limits_in_bytes(limit, size) for tenant, limit in limits.items()}
 
     def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is not pinned; returns how many."""
+        """Evict every cached block that is neither in use nor pinned, and return their number."""
         count = self.scheduler.kv.reset_prefix_cache()
         self._recorder.on_changed()
         return count
 
     def close(self) -> None:
-        """Abort all that is queued or running, and close the runner."""
+        """Abort all requests, and close the stores and the runner."""
         for request_id in self.scheduler.request_ids:
             self.end(request_id)
             self.outputs.forget(request_id)
@@ -324,11 +324,11 @@ class EngineCore:
         self.runner.close()
 
     def _release(self) -> None:
-        """Once nothing is left to compute, nothing is left of any grammar, and no block waits to be stored."""
+        """Once no request is left, store pending blocks and make the runner forget all sequences and grammars."""
+        if self.scheduler.has_work:
+            return
         if self._ahead is not None:
-            if self.scheduler.has_work:
-                return
-            # It is computed for nobody.
+            # All its requests have ended.
             self._ahead = None
             self.scheduler.abandon_step()
         self._flush()
@@ -352,15 +352,15 @@ class EngineCore:
             self.scheduler.flushed(done=True)
 
     def _fail(self, requests: list[Request]) -> list[Ended]:
-        """The news of requests that have ended with an error."""
+        """Record requests that have ended with an error."""
         for request in requests:
             self._stop_strings.forget(request.request_id)
             self._recorder.on_ended(request, FinishReason.ERROR)
         return [Ended(request, STEP_FAILED) for request in requests]
 
     def _end_faulty(self, error: LogitsError) -> StepNews:
-        """End the requests whose logits cannot be sampled; the step is computed anew for all others."""
-        # As text: a handler may keep its record, and the error's traceback holds the step.
+        """End the requests whose logits cannot be sampled; the step is recomputed for all others."""
+        # Log it as text, because a handler may keep the record, and the traceback would keep the step alive.
         logger.error("%s", str(error))
         self.scheduler.abandon_step()
         ended = [self.end(RequestId(name), FinishReason.ERROR) for name in error.request_ids]

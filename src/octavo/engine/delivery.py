@@ -1,4 +1,4 @@
-"""From the news of a step to the streams of its callers, on the event loop."""
+"""Delivers the results of steps to the callers' streams, on the event loop."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from octavo.engine.processor import OutputProcessor
 from octavo.errors import OctavoError, RequestError, UnreadError
 from octavo.request import Request, RequestId
 
-# Sequences whose news become outputs before other callbacks of the event loop have a turn.
+# Number of sequences processed before other callbacks of the event loop get a turn.
 DELIVERED_AT_ONCE = 64
-# Tokens and alternatives of them (each about 100 bytes) that wait for one request's caller before the request is ended.
+# Unread tokens and their alternatives (about 100 bytes each) at which a request is ended.
 MAX_UNREAD = 262_144
 
 
 class Stream(asyncio.Queue["RequestOutput | OctavoError"]):
-    """One request's outputs on their way to its caller.
+    """The queue of one request's outputs for its caller.
 
     Attributes:
-        unread: how much waits in it, in tokens and alternatives.
+        unread: unread tokens and alternatives in the queue.
     """
 
     unread = 0
@@ -31,7 +31,7 @@ class Stream(asyncio.Queue["RequestOutput | OctavoError"]):
         self.put_nowait(output)
 
     async def next(self) -> RequestOutput:
-        """Raises the error that was put in place of an output."""
+        """Return the next output; raises if an error was queued instead."""
         output = await self.get()
         if isinstance(output, OctavoError):
             raise output
@@ -49,12 +49,12 @@ def _num_objects(output: RequestOutput) -> int:
 
 
 class Delivery:
-    """The open streams, and the news that have not become outputs yet. Every method runs on the event loop.
+    """Turns results into outputs for the open streams. Every method runs on the event loop.
 
     Args:
-        outputs: makes outputs of news.
-        abort: ends a request that nobody reads.
-        output_failed: ends a request whose output could not be made, with the exception.
+        outputs: makes outputs from the results of a step.
+        abort: ends a request whose outputs are not read.
+        output_failed: ends a request whose output could not be made, given the exception.
     """
 
     def __init__(
@@ -66,42 +66,42 @@ class Delivery:
         self._outputs = outputs
         self._abort = abort
         self._output_failed = output_failed
-        # From a request's start to its last output, which the engine owes for each; None once its caller has left.
+        # Every request until its last output; None once its caller has left.
         self._streams: dict[RequestId, Stream | None] = {}
         self._undelivered: deque[StepNews] = deque()
 
     def __bool__(self) -> bool:
-        """Whether the engine still owes an output to anyone, callers that have left among them."""
+        """Whether any request has yet to get its last output, including those whose caller has left."""
         return bool(self._streams)
 
     def open(self, request_id: RequestId) -> Stream:
-        """Raises `RequestError` where the id is in use."""
+        """Open the stream of a request; raises `RequestError` if its id is in use."""
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         stream = self._streams[request_id] = Stream()
         return stream
 
     def close(self, request_id: RequestId, stream: Stream) -> None:
-        """The caller has left: ends its request, unless that has happened."""
+        """Abort the request of a caller that has left, unless it has ended."""
         if self._streams.get(request_id) is stream:
             self._streams[request_id] = None
             self._abort(request_id)
 
     def deliver(self, news: StepNews) -> None:
-        """Make outputs of a step's news, and put them into their streams."""
+        """Turn a step's results into outputs, and put these into their streams."""
         self._undelivered.append(news)
         if len(self._undelivered) == 1:
             self._deliver_some()
 
     def refuse(self, request_id: RequestId, error: OctavoError) -> None:
-        """The request was never queued."""
+        """Report that the request was never queued."""
         self._outputs.forget(request_id)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
             stream.put_nowait(error)
 
     def fail(self, error: OctavoError) -> None:
-        """Deliver what there is, then end every stream with `error`."""
+        """Deliver pending results, then end every stream with `error`."""
         while self._undelivered:
             self._deliver_some()
         for stream in self._streams.values():
@@ -110,9 +110,9 @@ class Delivery:
         self._streams.clear()
 
     def _deliver_some(self) -> None:
-        """Some of the oldest news; the rest after other tasks have had their turn."""
+        """Deliver some of the oldest results, and schedule the rest after other callbacks."""
         if not self._undelivered:
-            return  # by `fail`
+            return  # `fail` has delivered everything
         news = self._undelivered[0]
         some = news.take(DELIVERED_AT_ONCE)
         if not news:
@@ -127,7 +127,7 @@ class Delivery:
                 continue
             stream.hand_over(output)
             if stream.unread > MAX_UNREAD and not output.finished:
-                # The engine computes for nobody, and its outputs would fill the memory.
+                # The outputs are not read and would fill the memory.
                 self._streams[output.request_id] = None
                 stream.put_nowait(UnreadError(f"{stream.unread} tokens were not read: the request was ended"))
                 self._abort(output.request_id)
@@ -138,9 +138,9 @@ class Delivery:
 
 
 def _let_go(news: StepNews, outputs: list[RequestOutput]) -> None:
-    """Part the requests that have ended from their sequences, which refer back to them.
+    """Break the reference cycles between ended requests and their sequences.
 
-    Together they would be garbage that only a collection of everything finds, which a busy server puts off.
+    Otherwise only a full garbage collection would free them, and a busy server defers it.
     """
     finished = {output.request_id for output in outputs if output.finished and output.error is None}
     for update in news.updates:

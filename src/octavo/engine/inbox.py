@@ -1,4 +1,4 @@
-"""What the event loop says to the engine's thread: messages of one queue, in the order they were sent."""
+"""Messages from the event loop to the engine's thread, in one queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Tally:
-    """Requests and prompt tokens; only ever grows, written by one thread."""
+    """A count of requests and prompt tokens that only increases and has a single writer thread."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -34,7 +34,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request to give up."""
+    """A request to abort."""
 
     request_id: RequestId
 

@@ -23,16 +23,16 @@ from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
-# The scheduler computes a prompt only to sample after it; what it samples is of no interest.
+# The scheduler computes a prompt only to sample after it; the sampled token is not used.
 _EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
 class InputProcessor:
-    """Makes the requests of one engine, on any thread: it changes nothing of the engine but the state of its seeds.
+    """Makes the requests of one engine, on any thread: it changes no state except that of its seeds.
 
     Args:
-        eos_token_ids: ids that end every request which does not ignore them.
-        grammars: compiles structured outputs; None: none is served.
+        eos_token_ids: ids that end every request that does not ignore them.
+        grammars: compiles structured outputs; if None, they are not supported.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class InputProcessor:
     ) -> Request:
         """Tokenise and validate a request.
 
-        Where `context` asks for an embedding, `params` is of no consequence.
+        If `context` asks for an embedding, `params` is ignored.
 
         Raises:
-            RequestError: empty prompt, ids outside the vocabulary, text without a tokenizer.
-            ContextLengthError, CapacityError: it could never be served; the message has the numbers.
+            RequestError: the prompt is empty, has ids outside the vocabulary, or is text for a model without a
+            tokenizer;
+                or a parameter is out of range.
+            ContextLengthError, CapacityError: the request could never be served; the message has the numbers.
         """
         if context.pooling is not None:
             params = _EMBEDDING
@@ -81,21 +83,7 @@ class InputProcessor:
         check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
         check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
         bad_word_ids = self._bad_word_ids(params.bad_words)
-        if params.min_tokens and len(self.eos_token_ids.union(params.stop_token_ids)) >= self.vocab_size:
-            raise RequestError(
-                f"stop_token_ids and the model's end-of-sequence are all {self.vocab_size} tokens of the vocabulary: "
-                f"nothing is left for the first {params.min_tokens} tokens (min_tokens)",
-                param="stop_token_ids",
-            )
-        if params.allowed_token_ids is not None:
-            ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
-            never = ends.union(ids[0] for ids in bad_word_ids if len(ids) == 1)
-            if never.issuperset(params.allowed_token_ids):
-                raise RequestError(
-                    f"none of the {len(params.allowed_token_ids)} allowed_token_ids could be drawn: bad_words, or "
-                    "min_tokens where they end the output, rule them all out",
-                    param="allowed_token_ids",
-                )
+        self._check_choice(params, bad_word_ids)
         if params.use_beam_search and params.num_sequences > self.vocab_size:
             raise RequestError(
                 f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
@@ -126,11 +114,30 @@ class InputProcessor:
             bad_word_ids=bad_word_ids,
             pooled=pooled,
         )
-        # Here, because the thread that steps shall not do it.
+        # Done here to keep it out of the engine's thread.
         if params.structured_outputs is not None:
             request.grammar = self._compile(params.structured_outputs)
-        self.scheduler.kv.hash_prompt(request)
+        self.scheduler.kv.holdings.hash_prompt(request)
         return request
+
+    def _check_choice(self, params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> None:
+        """Refuse parameters that leave no token to draw."""
+        ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
+        never = ends.union(ids[0] for ids in bad_word_ids if len(ids) == 1)
+        if (allowed := params.allowed_token_ids) is not None:
+            if never.issuperset(allowed):
+                raise RequestError(
+                    f"none of the {len(allowed)} allowed_token_ids could be drawn: bad_words, or min_tokens where they "
+                    "end the output, rule them all out",
+                    param="allowed_token_ids",
+                )
+        elif len(never) >= self.vocab_size and never.issuperset(range(self.vocab_size)):
+            raise RequestError(
+                f"none of the {self.vocab_size} tokens of the vocabulary could be drawn: bad_words of one token, or "
+                f"stop_token_ids and the model's end-of-sequence before min_tokens ({params.min_tokens}), rule them "
+                "all out",
+                param="stop_token_ids" if ends else "bad_words",
+            )
 
     def _bad_word_ids(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         if not words:
@@ -142,14 +149,14 @@ class InputProcessor:
         return found
 
     def _longest_output(self, num_prompt_tokens: int, tenant: str) -> int:
-        """Output tokens that fit beside a prompt: as many as the model's length, the cache and a tenant's cap allow."""
+        """Return the number of output tokens that the model's length, the cache and the tenant's cap leave room for."""
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_model_len} tokens, "
                 f"but the prompt alone has {num_prompt_tokens}",
                 param="prompt",
             )
-        # A prompt that fills the cache is refused by the scheduler's check for one output token, with its numbers.
+        # If the prompt fills the cache, one token makes `Capacity.check` refuse it, with the numbers.
         return max(1, self.scheduler.capacity.max_sequence_tokens(tenant) - num_prompt_tokens)
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> array[int]:
@@ -173,6 +180,6 @@ class InputProcessor:
 
 
 def _hash_salt(cache_salt: str) -> str:
-    """A salt of a fixed length in place of a client's own, to which every cached block of its requests refers."""
+    """Hash a client's salt to a fixed length, because every cached block of its requests refers to it."""
     encoded = cache_salt.encode(errors="surrogatepass")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest() if encoded else ""

@@ -1,6 +1,6 @@
 """The reports of `/debug/kv` and `/debug/pins` as JSON-ready values, for operators rather than clients.
 
-To be called where the scheduler stands still: between two steps, in the thread that drives it.
+They must be made between two steps, in the thread that drives the scheduler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
 
 STATES = (BlockState.ACTIVE, BlockState.CACHED, BlockState.PINNED)
-# No state of a block of the pool: in host memory, beside them.
+# Not a state of a block in the pool: it is in host memory.
 SWAPPED = "swapped"
 
 
@@ -29,8 +29,8 @@ class PinInfo:
     """The present state of one pin.
 
     Attributes:
-        num_blocks: over all groups; blocks that several pins hold count for each.
-        expires_in: seconds.
+        num_blocks: number of blocks in all groups; a block held by several pins counts for each.
+        expires_in: seconds until it expires.
     """
 
     pin_id: str
@@ -43,7 +43,7 @@ class PinInfo:
 
 
 def list_pins(kv: KVCacheManager) -> list[PinInfo]:
-    """Every unexpired pin, the soonest to expire first."""
+    """Return all unexpired pins, the soonest to expire first."""
     kv.pins.expire()
     now, size = kv.pins.clock(), kv.spec.block_bytes
     return [
@@ -61,11 +61,11 @@ def list_pins(kv: KVCacheManager) -> list[PinInfo]:
 
 
 def kv_report(scheduler: Scheduler) -> dict[str, Any]:
-    """Bytes by state, in total and by tenant; the blocks of each unfinished request; prefix cache totals.
+    """Return bytes by state, in total and by tenant; the blocks of each unfinished request; prefix cache totals.
 
-    The active, cached and pinned bytes of the tenants and the free ones add up to the whole cache; swapped ones are
-    beside it, in host memory, and with its free ones add up to the swap space. `queried_tokens` are the cached and
-    uncached ones. O(blocks).
+    The tenants' active, cached and pinned bytes and the free bytes add up to the whole cache. Swapped bytes are in host
+    memory, and with its free bytes add up to the swap space. `queried_tokens` is the sum of cached and uncached tokens.
+    O(blocks).
     """
     kv = scheduler.kv
     kv.pins.expire()
@@ -128,13 +128,13 @@ def kv_report(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]:
-    """A tenant's floor and cap for JSON; a cap of null is none."""
+    """Return a tenant's floor and cap in bytes, for JSON; a cap of null means none."""
     cap = None if limits.cap is None else limits.cap * block_bytes
     return {"floor_bytes": limits.floor * block_bytes, "cap_bytes": cap}
 
 
 def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
-    """What lies below the device, and what went wrong there: bytes, blocks since the start, misses by reason."""
+    """Report on host memory and the stores below: bytes, blocks moved since the start, misses by reason."""
     counters = host.counters
     by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}
     report: dict[str, Any] = {
@@ -153,13 +153,16 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
     for store in stores:
         report[store.name] = {
             "open": store.is_open,
+            "writable": store.is_writable,
             "loaded": store.counters.loaded,
             "stored": store.counters.stored,
             "read_bytes": store.counters.read_bytes,
             "written_bytes": store.counters.written_bytes,
             "read_misses": {reason.value: count for reason, count in store.counters.read_misses.items()},
             "write_misses": {reason.value: count for reason, count in store.counters.write_misses.items()},
-            "closings": store.num_closings,
+            "closings": {work.value: count for work, count in store.num_closings.items()},
+            "load_latency_seconds": store.speed.per_load,
+            "load_seconds_per_byte": store.speed.per_byte,
             "latency_bounds": list(LATENCY_BOUNDS),
             "read_latency": list(store.counters.read_latency),
             "write_latency": list(store.counters.write_latency),
@@ -168,7 +171,7 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
 
 
 def report_fields(report: CacheReport) -> dict[str, Any]:
-    """A cache report for JSON; `reason` is null where all that can be cached was."""
+    """Return a cache report for JSON; `reason` is null if everything that can be cached was."""
     complete = report.outcome is CacheOutcome.COMPLETE
     fields: dict[str, Any] = {
         "prompt_tokens": report.num_prompt_tokens,

@@ -1,9 +1,9 @@
-"""What the live page shows: the state of every block and request, as changes since the last look.
+"""The data of the live page: the state of every block and request, as changes since the last look.
 
-To be called where the scheduler stands still. A look at 100,000 blocks is a few array operations; requests cost a
-microsecond each, and those that wait are shown up to `MOST_WAITING`.
+It must be collected between two steps. A look at 100,000 blocks is a few array operations; requests cost a microsecond
+each, and of the waiting ones at most `MOST_WAITING` are shown.
 
-    code    0 free   1 cached   2 pinned   3 active, held once   4 … 10: by 2 … 8 and more
+    code    0 free   1 cached   2 pinned   3 active, with one holder   4 … 10: with 2 … 8 or more
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FREE, CACHED, PINNED, ACTIVE = 0, 1, 2, 3
 MOST_HOLDERS = 8
 MOST_WAITING = 200
 
-# A page that has so much to repaint gets everything anew: shorter than as many changes.
+# If a larger share of the blocks has changed, sending all of them takes fewer bytes.
 _MOST_CHANGES = 0.3
-# Tokens of a block that its details show; more would be a prompt.
+# The number of tokens in a block's details; more would disclose a prompt.
 _SHOWN_TOKENS = 64
 
 Codes = npt.NDArray[np.uint8]
 
 
 def block_codes(kv: KVCacheManager) -> Codes:
-    """A code for each block, the null block first. O(blocks), a few array operations."""
+    """Return a code for each block, the null block first. O(blocks), a few array operations."""
     pool = kv.pool
     counts = np.frombuffer(cast(Any, pool.ref_counts), np.int32)
     codes = np.minimum(counts, MOST_HOLDERS).astype(np.uint8)
@@ -45,7 +45,7 @@ def block_codes(kv: KVCacheManager) -> Codes:
 
 
 class LiveView:
-    """What one page has been shown."""
+    """The state that one page has been sent."""
 
     def __init__(self) -> None:
         self._codes: Codes | None = None
@@ -54,10 +54,10 @@ class LiveView:
         self._requests: dict[str, list[int]] = {}
 
     def look(self, scheduler: Scheduler) -> dict[str, Any]:
-        """The changes since the last look, ready for JSON; the first is all there is.
+        """Return the changes since the last look, ready for JSON; the first look returns everything.
 
-        `blocks` is [first block, …] pairs of (block, code, tenant's number) side by side, or `all` where it is shorter
-        to send every block's code and tenant as text of a character each.
+        `blocks` is a flat list of (block, code, tenant's number) triples. If that would be longer, `all` holds two
+        strings instead, with one character per block for its code and for its tenant.
         """
         shown: dict[str, Any] = {}
         codes, owners = block_codes(scheduler.kv), self._owners_of(scheduler)
@@ -78,7 +78,7 @@ class LiveView:
         return shown | self._requests_of(scheduler) | {"counters": _counters(scheduler)}
 
     def _owners_of(self, scheduler: Scheduler) -> npt.NDArray[np.uint16]:
-        """The number of the tenant that held each block last, as far as this view has seen it held."""
+        """Return the number of the tenant last seen to hold each block."""
         kv = scheduler.kv
         if self._owners is None:
             owners = np.zeros(kv.pool.num_blocks, np.uint16)
@@ -100,7 +100,7 @@ class LiveView:
         return self._tenants.setdefault(tenant, len(self._tenants))
 
     def _requests_of(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Requests that came, with all that stays as it is; progress of those that moved; and who has gone."""
+        """Return new requests with their constant fields, the progress of moved ones, and the ids of those gone."""
         came, moved, now = [], [], dict[str, list[int]]()
         num_waiting = 0
         for request in scheduler.requests:
@@ -121,7 +121,7 @@ class LiveView:
 
 
 def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | None:
-    """The block tables of a request's sequences; None where it has ended."""
+    """Describe a request and the block tables of its sequences; None if it has ended."""
     request = next((one for one in scheduler.requests if one.request_id == request_id), None)
     if request is None:
         return None
@@ -144,7 +144,7 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
 
 
 def describe_block(scheduler: Scheduler, block_id: int) -> dict[str, Any] | None:
-    """Who holds a block and what it is; None where there is no such block. `token_ids` where it can be found."""
+    """Describe a block and its holders; None if there is no such block. `token_ids` is null if it is not published."""
     kv = scheduler.kv
     if not 0 < block_id < kv.pool.num_blocks:
         return None
@@ -189,7 +189,7 @@ def _cache(request: Request) -> dict[str, Any] | None:
 
 
 def _progress(request: Request) -> list[int]:
-    """[running or not, tokens computed, tokens put out, preemptions], over its sequences."""
+    """Return [whether any sequence runs, most computed tokens, output tokens, preemptions] of a request."""
     sequences = request.sequences
     running = any(seq.status is SequenceStatus.RUNNING for seq in sequences)
     computed = max(seq.num_computed for seq in sequences)
@@ -206,18 +206,18 @@ def _spec(kv: KVCacheManager) -> dict[str, Any]:
         "num_blocks": kv.pool.num_blocks,
         "block_size": kv.spec.block_size,
         "block_bytes": kv.spec.block_bytes,
-        "host_blocks": kv.hierarchy.host.num_swap_slots,
+        "host_blocks": kv.hierarchy.host.num_slots,
     }
 
 
 def _counters(scheduler: Scheduler) -> list[int]:
-    """[running, waiting, swapped, host blocks held, evictions, preemptions]."""
-    kv = scheduler.kv
+    """Return [running, waiting, swapped, blocks in host memory, evictions, preemptions]."""
+    kv, host = scheduler.kv, scheduler.kv.hierarchy.host
     return [
         scheduler.num_running,
         scheduler.num_waiting,
         scheduler.num_swapped,
-        kv.hierarchy.host.claims.num_slots,
+        host.num_slots - host.num_free,
         kv.num_evicted,
         scheduler.counters.num_preemptions,
     ]

@@ -14,24 +14,24 @@ GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
 
 
 class OutputKind(Enum):
-    """What each `RequestOutput` of a request holds."""
+    """What each `RequestOutput` of a request contains."""
 
-    DELTA = "delta"  # only what is new since the one before
-    FINAL = "final"  # one output, when all is done
+    DELTA = "delta"  # what is new since the previous output
+    FINAL = "final"  # a single output, at the end
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion, or what is new of it.
+    """One completion, or the new part of it.
 
     Attributes:
         index: which of the request's `n` completions.
         token_ids: generated ids; a stop or end-of-sequence token is included, as in vLLM.
-        text: without the stop string, never half a character.
-        cumulative_logprob: sum over all chosen tokens so far, where logprobs were asked for, and where completions were
-            chosen by it: `best_of`, beam search (there after penalties and biases).
-        logprobs: one entry per token of `token_ids`, where asked for.
-        finish_reason: None while it goes on.
+        text: text without the stop string, and with complete characters only.
+        cumulative_logprob: sum over all tokens so far, if logprobs were requested or completions were chosen by it:
+            `best_of`, and beam search (there after penalties and biases).
+        logprobs: one entry per token of `token_ids`, if requested.
+        finish_reason: None until it ends.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence.
     """
 
@@ -46,21 +46,21 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request's completions, or what is new of them.
+    """One request's completions, or the new parts of them.
 
     Attributes:
-        prompt: the text, where the prompt came as text.
-        prompt_ids: its token ids, as the engine has them; to read, not to change.
-        prompt_logprobs: None for the first prompt token, then one entry per token; only where asked for.
-        outputs: all `n` completions (FINAL), or those that have something new (DELTA).
-        num_cached_tokens: prompt tokens that came from the prefix cache.
-        cached_by_tier: the same by where they were: "device", "host", "disk", "remote".
-        finished: nothing follows.
-        cache_report: why no more of the prompt came from the cache, as its tenant may know; once finished.
-        error: where a request failed, the code of why: `UNUSABLE_LOGITS`, `STEP_FAILED` or `GRAMMAR_TOO_COMPLEX`.
-        error_reason: what its client may be told of that beside the code.
-        pins: what became of the prefixes that were to be pinned; once finished.
-        embedding: of the prompt, where it was asked for; once finished.
+        prompt: the prompt's text; None if it was given as token ids.
+        prompt_ids: the prompt's token ids, shared with the engine: read-only.
+        prompt_logprobs: None for the first prompt token, then one entry per token; only if requested.
+        outputs: all `n` completions (FINAL), or those with something new (DELTA).
+        num_cached_tokens: number of prompt tokens that came from the prefix cache.
+        cached_by_tier: the same number by tier: "device", "host", "disk", "remote".
+        finished: whether this is the last output.
+        cache_report: why no more of the prompt came from the cache, as far as its tenant may know; set when finished.
+        error: code of the failure if the request failed: `UNUSABLE_LOGITS`, `STEP_FAILED` or `GRAMMAR_TOO_COMPLEX`.
+        error_reason: explanation of the failure that the client may see.
+        pins: results for the prefixes to be pinned; set when finished.
+        embedding: embedding of the prompt, if requested; set when finished.
     """
 
     request_id: RequestId
@@ -79,23 +79,24 @@ class RequestOutput:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's token ids as a list, made anew each time: few callers look at them."""
+        """The prompt's token ids as a list, built on each access because few callers need it."""
         return list(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """One prompt's embedding: `hidden_size` numbers, of length 1 together."""
+    """One prompt's embedding: a unit vector of `hidden_size` numbers."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """What `LLM.embed` returns for a prompt.
+    """The result of `LLM.embed` for a prompt.
 
     Attributes:
-        num_cached_tokens: prompt tokens that came from the prefix cache: none where all tokens' states are pooled.
+        num_cached_tokens: number of prompt tokens that came from the prefix cache; 0 if the states of all tokens are
+            pooled.
     """
 
     request_id: RequestId
@@ -106,7 +107,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that was ended between two steps: given up by its client, or failed with the code `error`."""
+    """A request that ended between two steps: aborted by its client, or failed with the code `error`."""
 
     request: Request
     error: str | None = None
@@ -115,11 +116,11 @@ class Ended:
 
 @dataclass(slots=True)
 class StepNews:
-    """What a step has brought, before outputs are made of it (`engine/processor.py`).
+    """The results of a step, from which outputs are made (`engine/processor.py`).
 
     Attributes:
         updates: tokens that sequences have gained.
-        ended: requests whose last tokens were in the news before.
+        ended: requests that ended without new tokens.
     """
 
     updates: list[SequenceUpdate] = field(default_factory=list)
@@ -129,7 +130,7 @@ class StepNews:
         return bool(self.updates or self.ended)
 
     def take(self, most: int) -> StepNews:
-        """Remove and return the first of them, in their order: news of at most `most` sequences, or of one request."""
+        """Remove and return the first results, in order: of at most `most` sequences, or of one request."""
         updates, self.updates = self.updates[:most], self.updates[most:]
         left, count = most - len(updates), 0
         for ended in self.ended:

@@ -1,7 +1,7 @@
-"""Turn tokens into outputs: detokenised text, deltas or whole completions.
+"""Turns tokens into outputs: detokenised text, as deltas or whole completions.
 
-Nothing here touches the scheduler or a sequence that runs: behind a server it is done on the event loop, while the
-engine's thread is at the next step (`engine/async_engine.py`).
+It does not touch the scheduler or running sequences, so a server runs it on the event loop while the engine's thread is
+in the next step (`engine/async_engine.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Completion:
 
     def take(self, index: int) -> CompletionOutput:
         """Return the pending output and reset it."""
-        # By position: this is done for each token of each stream.
+        # Positional arguments are faster, and this runs for each token of each stream.
         output = CompletionOutput(
             index,
             "".join(self.text),
@@ -84,13 +84,13 @@ class OutputProcessor:
         self._failed: list[tuple[Request, Exception]] = []
 
     def add(self, request: Request, prompt: str | None, kind: OutputKind) -> None:
-        """Track a request; one whose completions are chosen at its end has no deltas."""
+        """Start tracking a request. If its completions are chosen at the end, it has no deltas."""
         params = request.params
         chooses, wants_logprobs = params.chooses, params.logprobs is not None
         kind = OutputKind.FINAL if chooses else kind
-        # A beam search ends with the `n` that are returned.
+        # At its end, a beam search leaves only the `n` sequences to return.
         sequences = request.sequences[: params.n] if params.use_beam_search else request.sequences
-        # What a prompt ends in is looked up once for all its sequences.
+        # The end of the prompt is processed once, then copied for all sequences.
         detokenizer = self._make_detokenizer(request)
         completions = [
             _Completion(seq, detokenizer and detokenizer.copy(), wants_logprobs, wants_logprobs or chooses)
@@ -99,9 +99,9 @@ class OutputProcessor:
         self._tracked[request.request_id] = _Tracked(request, prompt, kind, chooses, completions, len(completions))
 
     def process(self, news: StepNews) -> list[RequestOutput]:
-        """One output per request with news; what is said of requests that are not tracked is passed over.
+        """Return one output per request with news; requests that are not tracked are ignored.
 
-        Where making it raises, a request's output says that it failed, and `take_failures` why.
+        If making an output raises, the output reports a failure, and `take_failures` returns the exception.
         """
         outputs: list[RequestOutput | None] = []
         touched: dict[RequestId, _Tracked] = {}
@@ -117,7 +117,7 @@ class OutputProcessor:
                 touched[tracked.request.request_id] = tracked
         for request_id, tracked in touched.items():
             if request_id not in self._tracked:
-                continue  # it failed with a later update
+                continue  # a later update of it failed
             try:
                 outputs.append(self._output(tracked))
             except Exception as error:
@@ -126,7 +126,7 @@ class OutputProcessor:
         return [output for output in outputs if output is not None]
 
     def take_failures(self) -> list[tuple[Request, Exception]]:
-        """Requests whose output could not be made: whoever steps is to end them."""
+        """Return the requests whose output could not be made, which the caller must end."""
         failures, self._failed = self._failed, []
         return failures
 
@@ -154,7 +154,7 @@ class OutputProcessor:
         for index, completion in enumerate(_best(tracked) if tracked.chooses else tracked.completions):
             if finished or completion.token_ids or (completion.finish_reason and not completion.delivered_end):
                 news.append(completion.take(index))
-        # By position, as in `take`.
+        # Positional arguments, as in `take`.
         output = RequestOutput(
             request.request_id,
             tracked.prompt,
@@ -177,7 +177,7 @@ class OutputProcessor:
         return output
 
     def _end(self, ended: Ended) -> RequestOutput | None:
-        """The last output of a request that was ended between two steps, or None if it had ended before."""
+        """Return the last output of a request that ended between two steps; None if it had ended before."""
         tracked = self._tracked.get(ended.request.request_id)
         if tracked is None:
             return None
@@ -196,7 +196,7 @@ class OutputProcessor:
         return self._failed_output(tracked)
 
     def _failed_output(self, tracked: _Tracked) -> RequestOutput:
-        """Without text, whose making may have failed."""
+        """Return the output of a failed request, without text, because making it may be what failed."""
         request = tracked.request
         self.forget(request.request_id)
         ended = [CompletionOutput(i, finish_reason=FinishReason.ERROR) for i in range(request.params.n)]
@@ -206,7 +206,7 @@ class OutputProcessor:
 
 
 def _best(tracked: _Tracked) -> list[_Completion]:
-    """The `n` to return of a request that has ended: as a beam search left them, else by logprob per token."""
+    """Return the `n` completions of an ended request, in the order of beam search or by logprob per token."""
     params = tracked.request.params
     if params.use_beam_search:
         return tracked.completions

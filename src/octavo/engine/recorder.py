@@ -1,9 +1,8 @@
-"""Statistics of each step: admissions, token times, finished requests."""
+"""Records the statistics of each step: admissions, token times, finished requests."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypedDict
 
@@ -11,6 +10,10 @@ from octavo.observe.stats import EngineStats
 from octavo.request import FinishReason, Request, RequestId, SequenceId
 from octavo.scheduler.plan import SequenceUpdate
 from octavo.scheduler.scheduler import Scheduler
+
+GAUGE_SECONDS = 0.05
+"""How old gauges may be while steps only add tokens to streams. Reading them takes as long as all else in a step's
+statistics."""
 
 
 class _Queues(TypedDict):
@@ -22,18 +25,22 @@ class _Queues(TypedDict):
 
 
 class StatsRecorder:
-    """Feeds `EngineStats` from the step loop."""
+    """Updates `EngineStats` from the step loop."""
 
     def __init__(self, stats: EngineStats, scheduler: Scheduler) -> None:
         self._stats = stats
         self._scheduler = scheduler
         self._last_token: dict[SequenceId, float] = {}
         self._preemptions = 0
+        self._seen: tuple[int, ...] = ()
+        self._gauges_due = 0.0
+        self._usage = 0.0
         self._on_cache()
 
     def on_admitted(self, request: Request) -> None:
         """Record a request's first admission, before it is computed."""
         now = time.monotonic()
+        self._gauges_due = now
         self._stats.waiting.leave(request.request_id)
         if self._stats.tracer is not None:
             self._stats.tracer.on_admitted(request, now)
@@ -43,7 +50,7 @@ class StatsRecorder:
             hit_tokens=request.num_cached_tokens or 0,
         )
         if request.cache_report is not None:
-            # As its tenant may know it: anybody may read the metrics.
+            # Only what its tenant may know, because the metrics are open to everyone.
             self._stats.on_cache_report(request.cache_report.as_told_to(request.tenant))
 
     def on_step(self, updates: Iterable[SequenceUpdate]) -> None:
@@ -51,15 +58,15 @@ class StatsRecorder:
         now = time.monotonic()
         prompt_tokens = generation_tokens = 0
         last_token = self._last_token
-        # Most sequences had their last token in the same step: one observation serves them all.
-        last_tokens: defaultdict[float, int] = defaultdict(int)
+        # Most sequences got their previous token in the same step, so they share one observation.
+        last_tokens: dict[float, int] = {}
         finished: dict[RequestId, tuple[Request, FinishReason]] = {}
         for update in updates:
             seq = update.seq
             generation_tokens += len(update.token_ids)
             last = last_token.get(seq.seq_id)
             if last is not None:
-                last_tokens[last] += 1
+                last_tokens[last] = last_tokens.get(last, 0) + 1
             elif seq.index == 0:
                 prompt_tokens += len(seq.request.prompt_token_ids)
                 self._stats.on_first_token(now - seq.request.arrival_time)
@@ -75,16 +82,18 @@ class StatsRecorder:
             self._on_finished(request, reason, now)
         for last, times in last_tokens.items():
             self._stats.on_tokens(now - last, times)
-        self._on_cache()
-        self._stats.on_step(**self._queues(), prompt_tokens=prompt_tokens, generation_tokens=generation_tokens)
+        self._stats.on_step(prompt_tokens, generation_tokens)
+        if finished or now >= self._gauges_due or self._scheduler.counters.num_preemptions != self._preemptions:
+            self.on_changed()
+            self._gauges_due = now + GAUGE_SECONDS
 
     def on_ended(self, request: Request, reason: FinishReason) -> None:
-        """Record a request that was ended between two steps."""
+        """Record a request that ended between two steps."""
         self._on_finished(request, reason, time.monotonic())
         self.on_changed()
 
     def on_changed(self) -> None:
-        """Refresh the gauges after a change to the cache or the queues between two steps."""
+        """Refresh the gauges after a change to the cache or the queues."""
         self._on_cache()
         self._stats.on_queues(**self._queues())
 
@@ -103,11 +112,17 @@ class StatsRecorder:
 
     def _on_cache(self) -> None:
         kv = self._scheduler.kv
-        size, host = kv.spec.block_bytes, kv.hierarchy.host
+        pool, host = kv.pool, kv.hierarchy.host
+        moved = host.claims.counters
+        in_host = (moved.blocks_out, moved.blocks_in, host.claims.num_slots)
+        seen = (pool.num_free, pool.num_cached, pool.num_pinned, kv.num_evicted, *in_host)
+        if seen == self._seen:
+            return  # the usual case: a stream takes a block only every `block_size` tokens
+        self._seen, self._usage, size = seen, kv.usage, kv.spec.block_bytes
         self._stats.on_blocks(kv.bytes_by_state(), kv.num_evicted)
         self._stats.on_swapped(
-            bytes_out=host.claims.counters.blocks_out * size,
-            bytes_in=host.claims.counters.blocks_in * size,
+            bytes_out=moved.blocks_out * size,
+            bytes_in=moved.blocks_in * size,
             bytes_held=host.claims.num_slots * size,
         )
 
@@ -119,6 +134,6 @@ class StatsRecorder:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "num_swapped": scheduler.num_swapped,
-            "kv_usage": scheduler.kv.usage,
+            "kv_usage": self._usage,
             "preemptions": preemptions,
         }

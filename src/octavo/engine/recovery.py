@@ -1,7 +1,7 @@
-"""What the engine does after a step that failed: who ends, and from where the others go on.
+"""Recovery after a failed step: ends the requests at fault, and restarts the others.
 
-`Containment` decides who is tried next; this carries it out on the scheduler, and finds out with a request of nobody's
-whether anything can be computed at all.
+`Containment` decides which requests are tried next. `Recovery` applies that to the scheduler, and probes with a request
+of its own whether anything can be computed at all.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from octavo.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Row = tuple[Sequence, int, int]
-"""A sequence, and the tokens from .. to that a step computes of it."""
+"""A sequence, with the first token and the end of the range that a step computes."""
 
-# How often the engine tries to compute a token of its own before it takes itself for dead.
+# How often the engine tries to compute a token of its own before it declares itself dead.
 PROBES = 3
-# Requests that a message in the log names.
+# The maximum number of requests named in a log message.
 _MAX_NAMED = 20
 
 
 class Recovery:
-    """Ends whoever a failed step cannot be computed with, and starts over with all others.
+    """Ends the requests that make a step fail, and starts over with all others.
 
-    The methods return the requests that they have ended, with `FinishReason.ERROR`.
+    Methods that handle a failure return the requests that they have ended, with `FinishReason.ERROR`.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Executor, stats: EngineStats) -> None:
@@ -50,19 +50,19 @@ class Recovery:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing has failed that has not been got past."""
+        """Whether every request has passed the point where it failed."""
         return self._containment.is_calm
 
     def advance(self) -> None:
-        """Before a step: let others run where those that were tried have got past where they failed."""
+        """Let other requests run if those being tried have passed the point of failure; called before each step."""
         if self._containment.advance(self._num_computed):
             self._scheduler.restart(self._containment.may_run)
 
     def step_failed(self, rows: list[Row] | None, error: Exception) -> list[Request]:
-        """A step raised before anything was made of its result: see to it that it is tried again, or who ends.
+        """Handle a step that raised before its result was used: it is tried again, or a request ends.
 
         Args:
-            rows: of those that have not ended; None where there is no plan yet.
+            rows: rows of the plan whose requests have not ended; None if the step failed before it was planned.
 
         Raises:
             EngineDeadError: nothing can be computed any more, or the block accounting is broken.
@@ -85,13 +85,13 @@ class Recovery:
         return [] if request is None else [request]
 
     def update_failed(self, rows: list[Row], error: Exception) -> list[Request]:
-        """Taking in a result raised outside any one request: whoever was touched may have lost tokens, and ends.
+        """Handle an update that raised outside any single request; requests it changed may have lost tokens, and end.
 
         Args:
-            rows: of those that had not ended before.
+            rows: rows of the plan whose requests had not ended before.
 
         Raises:
-            EngineDeadError: as `step_failed` does.
+            EngineDeadError: see `step_failed`.
         """
         touched: dict[RequestId, Request] = {}
         for seq, start, _ in rows:
@@ -107,20 +107,20 @@ class Recovery:
         return list(touched.values())
 
     def audit(self, error: Exception | None = None) -> None:
-        """Go on only if no block was lost; raises `EngineDeadError`."""
+        """Audit the block accounting after a failure; raises `EngineDeadError` if it is wrong."""
         try:
             self._scheduler.kv.audit()
         except CacheError as broken:
             raise EngineDeadError(f"a step failed, and the block accounting with it: {broken}") from (error or broken)
 
     def log(self, error: Exception, request_ids: list[RequestId], outcome: str) -> None:
-        """Count a failed step, and say in the log what becomes of its requests."""
+        """Count a failed step, and log what happens to its requests."""
         self._stats.num_failed_steps += 1
         named = ", ".join(request_ids[:_MAX_NAMED]) + (", …" if len(request_ids) > _MAX_NAMED else "")
         logger.error("a step of %d requests (%s) failed: %s", len(request_ids), named, outcome, exc_info=error)
 
     def _restart(self, error: Exception) -> None:
-        """Start over from the requests alone; where even that fails, nothing can be relied on."""
+        """Start over from the requests alone; raises `EngineDeadError` if even that fails."""
         try:
             self._scheduler.restart(self._containment.may_run)
         except Exception as failure:
@@ -128,12 +128,12 @@ class Recovery:
         self.audit(error)
 
     def _probe(self, error: Exception) -> None:
-        """Find out whether anything can be computed at all: one token, nobody's, while nothing else runs."""
+        """Compute one token of a dummy request; raises `EngineDeadError` if nothing can be computed at all."""
         scheduler = self._scheduler
         for attempt in range(1, PROBES + 1):
             scheduler.restart(lambda _: False)
             request = Request(RequestId(f"probe-{next(self._ids)}"), [0], SamplingParams(max_tokens=1))
-            # Nobody's: it is not booked.
+            # With a cache report, the ledger does not count it.
             request.cache_report = CacheReport(1, 0, CacheOutcome.BYPASSED)
             scheduler.add(request)
             try:
@@ -144,13 +144,13 @@ class Recovery:
             except LogitsError:
                 return  # it was computed
             except Exception:
-                logger.warning("attempt %d of %d to compute a token of nobody's failed too", attempt, PROBES)
+                logger.warning("attempt %d of %d to compute a token for no request failed too", attempt, PROBES)
             finally:
                 scheduler.end_request(request.request_id)
         raise EngineDeadError(f"nothing can be computed any more: {error}") from error
 
     def _runnable_tokens(self) -> dict[RequestId, int]:
-        """The tokens of every request that could have been planned: the step failed before it said whom it took."""
+        """Return the number of tokens of every request that a step which failed before it was planned could contain."""
         return {
             request.request_id: max(seq.num_tokens for seq in request.sequences)
             for request in self._scheduler.requests
@@ -163,18 +163,18 @@ class Recovery:
 
 
 def planned_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
-    """The rows of a plan."""
+    """Return the rows of a plan."""
     rows = zip(planned, plan.starts, plan.lengths, strict=True)
     return [(seq, start, start + length) for seq, start, length in rows]
 
 
 def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
-    """The rows of a plan whose sequences have not ended meanwhile."""
+    """Return the rows of a plan whose sequences have not ended in the meantime."""
     return [row for row in planned_rows(plan, planned) if not row[0].finished]
 
 
 def _planned_tokens(rows: Iterable[Row]) -> dict[RequestId, int]:
-    """How many tokens of each planned request would have been computed."""
+    """Return how many tokens of each planned request would have been computed after the step."""
     tokens: dict[RequestId, int] = {}
     for seq, _, end in rows:
         request_id = seq.request.request_id

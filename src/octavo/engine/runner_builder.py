@@ -1,4 +1,4 @@
-"""Build the device side of an engine: load the model, size the cache, and join them in a runner."""
+"""Builds the device side of an engine: loads the model, sizes the cache, and joins them in a runner."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from octavo.checkpoint.model_source import ModelSource, load_model_config, resol
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.sizing import size_before_loading, size_loaded
 from octavo.errors import ConfigError
+from octavo.kvcache.block import NULL_BLOCK
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.models.kv_scales import choose_scales
@@ -29,6 +30,7 @@ from octavo.runner.graphs import Capture, CudaCapture
 from octavo.runner.restore_speed import measure_restore_speed
 from octavo.runner.runner import ModelRunner
 from octavo.runner.warm_up import warm_up
+from octavo.sampling.fastest_choice import warm_up_choice
 from octavo.scheduler.assembly import needs_restore_speed
 from octavo.scheduler.preemption import RestoreSpeed
 from octavo.storage.arena import KVArena
@@ -37,16 +39,20 @@ from octavo.tiers.shared_file import SharedFile
 
 logger = logging.getLogger(__name__)
 
+# The maximum time spent on recording decode steps at start-up.
+_RECORDING_S = 20.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
-    """What the engine needs to know of a runner, wherever that is.
+    """What the engine needs to know about a runner in this or another process.
 
     Attributes:
-        layout: of a block's bytes, which other engines must share to read them.
-        kv_scales: what tells blocks of other scales apart; empty where the codec has none of its own.
-        restore_speed: measured where the choice between swapping and computing again depends on it.
-        device: what it computes on, as torch calls it ("cpu", "cuda").
+        dtype: torch's name of the dtype that the model computes in.
+        layout: layout of a block's bytes; engines can share blocks only if it is the same.
+        kv_scales: identifies the scales with which blocks are coded; empty if the codec has no chosen scales.
+        restore_speed: measured speed; None unless the choice between swapping and recomputation depends on it.
+        device: torch's name of the device type ("cpu", "cuda").
     """
 
     spec: KVCacheSpec
@@ -59,6 +65,7 @@ class RunnerFacts:
     eos_token_ids: frozenset[int]
     weight_bytes: int
     attention: str
+    dtype: str
     layout: str
     kv_scales: str
     restore_speed: RestoreSpeed | None
@@ -66,15 +73,14 @@ class RunnerFacts:
 
 
 def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[ModelRunner, RunnerFacts]:
-    """Load the model, and give it its cache: in whichever process this is called.
+    """Load the model and allocate its cache, in the process that calls this.
 
     Args:
-        file: for host memory, where another process is to have it too.
+        file: shared file for host memory; if None, the memory is private to this process.
 
     Raises:
         ModelError, ConfigError: see `build_engine`.
     """
-    num_threads = config.num_threads or default_num_threads()
     device = _device(config)
     if config.deterministic and device.type != "cpu":
         raise ConfigError(
@@ -84,20 +90,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
     source = resolve_model(config.model)
     model_config = load_model_config(source)
     sizing = size_before_loading(config, source, model_config, _dtype(config, device), device)
-    # Loading is thousands of short steps: with several threads each would wait for the slowest, which on a busy machine
-    # took four times as long.
-    torch.set_num_threads(1)
-    try:
-        model = _load(config, source, model_config, device)
-    finally:
-        torch.set_num_threads(num_threads)
-    if kernels.available():
-        kernels.set_num_threads(num_threads)
-    if isinstance(model, NativeDecoder):
-        # Torch's threads spin behind each of its own short steps, on cores that the kernels' threads need.
-        torch.set_num_threads(1)
-        if not config.deterministic:
-            model.allow_rounding()
+    model = _load_with_threads(config, source, model_config, device)
     sizing = size_loaded(sizing, config, model)
     max_model_len, spec, pool = sizing.max_model_len, sizing.spec, sizing.pool()
     sizing.warn_if_short(pool)
@@ -108,15 +101,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
     sizing.warn_if_swap_is_short(num_host_blocks)
     if config.deterministic:
         _require_deterministic(model, arena, attention)
-    kv_scales = ""
-    if calibrated := arena.calibrated_layers:
-        kv_scales = choose_scales(
-            calibrated, source, spec.dtype, file=config.kv_scales, calculate=config.calculate_kv_scales
-        )
-    elif config.kv_scales is not None:
-        raise ConfigError(
-            f"kv_scales is for fp8 and nvfp4; a KV cache in {spec.dtype} has no scales that are chosen beforehand"
-        )
+    kv_scales = _choose_scales(config, source, arena)
     runner = ModelRunner(
         model,
         arena,
@@ -140,23 +125,32 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         eos_token_ids=model.eos_token_ids,
         weight_bytes=model.weight_bytes,
         attention=attention.name,
+        dtype=str(model.dtype).removeprefix("torch."),
         layout=arena.layout.value,
         restore_speed=_restore_speed(config, runner, host, num_host_blocks),
         device=device.type,
     )
-    for layer in calibrated.values():
-        # Only now: what was computed to measure speeds was no text.
+    for layer in arena.calibrated_layers.values():
+        # Only from now on, because the steps computed for measuring speeds held no real text.
         layer.finds_scales = config.calculate_kv_scales
     return runner, facts
 
 
 def _warm_up(config: EngineConfig, runner: ModelRunner) -> None:
-    """Compile kernels and record decodes now, so that no request waits for it."""
+    """Compile kernels and record decode steps now, so that no request waits for either."""
     started = time.perf_counter()
     arena = runner.arena
     max_tokens = min(config.max_num_batched_tokens, runner.max_model_len)
     warm_up(runner, arena.spec, arena.num_blocks, max_num_seqs=config.max_num_seqs, max_tokens=max_tokens)
+    # Forks and preempted sequences copy blocks, and structured outputs draw under masks: more kernels to compile.
+    arena.copy_blocks([(NULL_BLOCK, NULL_BLOCK)])
+    warm_up_choice(runner.model.vocab_size, runner.model.device)
     logger.info("the first steps of each kind were computed in %.1f s", time.perf_counter() - started)
+    if runner.graphs is not None:
+        started = time.perf_counter()
+        count = runner.graphs.record(_RECORDING_S)
+        logger.info("%d sizes of decodes were recorded in %.1f s", count, time.perf_counter() - started)
+        torch.cuda.empty_cache()  # what steps took on the stream that records
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -165,6 +159,44 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
+
+
+def _load_with_threads(
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device
+) -> CausalLM:
+    """Load the model, and set the numbers of threads that loading it and running it take."""
+    num_threads = config.num_threads or default_num_threads()
+    # Loading consists of thousands of short operations. With several threads each waits for the slowest, which took
+    # four times as long on a busy machine.
+    torch.set_num_threads(1)
+    try:
+        model = _load(config, source, model_config, device)
+    finally:
+        torch.set_num_threads(num_threads)
+    if kernels.available():
+        kernels.set_num_threads(num_threads)
+    if isinstance(model, NativeDecoder):
+        # Torch's threads spin after each of its short operations, on cores that the kernels' threads need.
+        torch.set_num_threads(1)
+        if not config.deterministic:
+            model.allow_rounding()
+    return model
+
+
+def _choose_scales(config: EngineConfig, source: ModelSource, arena: KVArena) -> str:
+    """Choose the scales of calibrated codecs; returns what identifies them, empty if there are none.
+
+    Raises:
+        ConfigError: scales are given for a cache that has none.
+    """
+    dtype = arena.spec.dtype
+    if calibrated := arena.calibrated_layers:
+        return choose_scales(calibrated, source, dtype, file=config.kv_scales, calculate=config.calculate_kv_scales)
+    if config.kv_scales is not None:
+        raise ConfigError(
+            f"kv_scales is for fp8 and nvfp4; a KV cache in {dtype} has no scales that are chosen beforehand"
+        )
+    return ""
 
 
 def _load(config: EngineConfig, source: ModelSource, model_config: ModelConfig, device: torch.device) -> CausalLM:
@@ -182,9 +214,9 @@ def _load(config: EngineConfig, source: ModelSource, model_config: ModelConfig, 
 
 
 def _ops(config: EngineConfig) -> LayerOps | None:
-    """The row-wise steps that go with a backend that was asked for; None: the fastest."""
+    """Return the row-wise operations that match the requested backend; None for the fastest."""
     if config.attention_backend == "reference":
-        # What the fast paths are held to: it takes no kernel anywhere.
+        # The reference for the fast paths, so it uses no kernels at all.
         return LayerOps()
     if config.attention_backend == "triton" and importlib.util.find_spec("triton") is not None:
         from octavo.models.triton_ops import TritonLayerOps
@@ -194,7 +226,7 @@ def _ops(config: EngineConfig) -> LayerOps | None:
 
 
 def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, device: torch.device) -> Capture | None:
-    """What records decode steps on a GPU, where nothing in them waits for the host: where all layers have kernels."""
+    """Return what records decode steps on a GPU; None if a layer lacks kernels, so that steps wait for the host."""
     if device.type != "cuda" or config.enforce_eager or attention.name != "triton":
         return None
     from octavo.attention.triton.backend import TritonAttention
@@ -212,7 +244,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    # Without hardware bf16 a CPU emulates it, several times slower than float32.
+    # A CPU without bf16 instructions emulates it, several times slower than float32.
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return torch.bfloat16

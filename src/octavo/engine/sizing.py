@@ -1,4 +1,4 @@
-"""How an engine divides the memory of its device."""
+"""Divides the memory of the device between weights and cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.config import EngineConfig
@@ -22,10 +24,10 @@ from octavo.planner.startup import StartSizing
 def size_before_loading(
     config: EngineConfig, source: ModelSource, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> StartSizing:
-    """Sizes from the configuration alone, so that a model that cannot fit is refused before it is read.
+    """Compute the sizes from the configuration alone, so that a model that cannot fit is refused before it is loaded.
 
     Raises:
-        ConfigError: max_model_len is over what the model supports, or the memory does not suffice.
+        ConfigError: max_model_len exceeds what the model supports, or there is too little memory.
     """
     on_cpu = device.type == "cpu"
     packed = PackedLinear.supports(torch.empty(0, dtype=dtype, device=device))
@@ -48,7 +50,7 @@ def size_before_loading(
 
 
 def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> StartSizing:
-    """The sizes with the actual memory of the loaded model."""
+    """Return the sizes with the actual memory of the loaded model."""
     shape = replace(sizing.shape, kv_layers=model.kv_layers, max_position_embeddings=model.max_position_embeddings)
     return replace(
         sizing,
@@ -59,17 +61,17 @@ def size_loaded(sizing: StartSizing, config: EngineConfig, model: CausalLM) -> S
 
 
 def _stored_bytes(config: EngineConfig, source: ModelSource, dtype: torch.dtype) -> int | None:
-    """Bytes of quantised weights that are used as they are, about the size of their file; None if dequantised."""
+    """Return the bytes of weights that stay quantised; None if they are dequantised."""
     if source.format is not ModelFormat.GGUF or config.quantization == "none" or dtype is torch.float32:
         return None
-    return source.path.stat().st_size
+    return loaded_bytes(GGUFFile(source.path))
 
 
 def _promised_shape(source: ModelSource, model_config: ModelConfig) -> ModelShape:
     try:
         return shape_of_source(source, model_config)
     except ModelError:
-        # Whether such a model can be loaded is for the loader to say; it is sized once it is there.
+        # Leave it to the loader to refuse such a model; otherwise it is sized once it is loaded.
         return shape_of_checkpoint(source.name, model_config, 0)
 
 

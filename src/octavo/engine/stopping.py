@@ -1,4 +1,4 @@
-"""Stop strings, found in the step that completes them: so no token is computed after one."""
+"""Finds stop strings in the step that completes them, so that no token is computed after one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FinishSequence = Callable[[Sequence, FinishReason, int | str | None], None]
 
 
 def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> str:
-    """The text that an update adds; of one that ends its sequence all that was held back too."""
+    """Return the text that an update adds, including all text held back if it ends its sequence."""
     # The token that ended the sequence is not part of its text, unless the request wants it.
     keeps_end = update.seq.request.params.include_stop_str_in_output
     ended_by_token = update.finish_reason is FinishReason.STOP and not keeps_end
@@ -24,7 +24,7 @@ def read(detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> str:
 class StopStrings:
     """Detokenises the sequences of requests with stop strings, and ends them.
 
-    All other requests are detokenised elsewhere, when the next step is under way already (`engine/processor.py`).
+    All other requests are detokenised while the next step is already being computed (`engine/processor.py`).
     """
 
     def __init__(self, tokenizer: Tokenizer | None, finish: FinishSequence) -> None:
@@ -33,21 +33,21 @@ class StopStrings:
         self._detokenizers: dict[RequestId, list[IncrementalDetokenizer]] = {}
 
     def add(self, request: Request) -> None:
-        """Watch a request, if it has stop strings and its text is made at all."""
+        """Watch a request, if it has stop strings and is detokenised."""
         params = request.params
         if params.stop and params.detokenize and (tokenizer := self._tokenizer) is not None:
             detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, params)
             self._detokenizers[request.request_id] = [detokenizer.copy() for _ in request.sequences]
 
     def forget(self, request_id: RequestId) -> None:
-        """A request has ended."""
+        """Stop watching a request that has ended."""
         self._detokenizers.pop(request_id, None)
 
     def find(self, updates: Iterable[SequenceUpdate]) -> list[tuple[Request, Exception]]:
         """Read a step's tokens and end the sequences in which a stop string is complete.
 
         Returns:
-            The requests for which that raised; all their sequences are ended.
+            The requests for which this raised, with the exceptions; all their sequences have been ended.
         """
         failed: dict[RequestId, tuple[Request, Exception]] = {}
         if not self._detokenizers:
@@ -70,7 +70,7 @@ class StopStrings:
         seq = update.seq
         if (found := detokenizer.stop_string) is not None:
             self._finish(seq, FinishReason.STOP, found)
-            # It may have run into its length limit with the very token that completed the stop string.
+            # The token that completed the stop string may also have reached the length limit.
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, found
             update.note_end()
         if seq.request.finished:

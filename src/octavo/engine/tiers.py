@@ -1,12 +1,11 @@
-"""Attach the stores below host memory to an engine, according to its options."""
+"""Attaches the stores below host memory to an engine, according to its options."""
 
 from __future__ import annotations
 
+import sys
 import time
 from hashlib import blake2b
 from pathlib import Path
-
-import xxhash
 
 from octavo import kernels
 from octavo.config import EngineConfig
@@ -17,7 +16,6 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.base import LAYOUT_VERSION, Medium
-from octavo.tiers.disk import DiskMedium
 from octavo.tiers.host import HostTier
 from octavo.tiers.lower import LowerTiers
 from octavo.tiers.store import MOST_WRITE_BYTES, Store
@@ -26,16 +24,18 @@ _READ_BYTES = 8 << 20
 
 
 def tier_identity(config: EngineConfig, path: Path, layout: str) -> tuple[str, ...]:
-    """What the bytes of a block depend on beyond what they do within one process; nothing where none leaves it.
+    """Return what a block's bytes depend on that may differ between processes; empty if no block leaves this one.
 
     Args:
-        path: of the model's weights, which are read whole: two fine-tunes may differ in the middle alone.
-        layout: of a block's bytes, as the attention backend wants them.
+        path: path of the model's weights, which are read completely, because fine-tunes may differ anywhere in them.
+        layout: layout of a block's bytes, which the attention backend determines.
     """
     if not config.has_stores:
         return ()
     exact = f"deterministic on {kernels.isa() if kernels.available() else 'torch'}" if config.deterministic else ""
-    return (f"layout {LAYOUT_VERSION}", layout, _digest_of_weights(path), exact)
+    # Keys and headers are little-endian everywhere, but a block's bytes are as the machine has them.
+    swapped = () if sys.byteorder == "little" else (sys.byteorder,)
+    return (f"layout {LAYOUT_VERSION}", layout, _digest_of_weights(path), exact, *swapped)
 
 
 def join_stores(
@@ -45,18 +45,18 @@ def join_stores(
     host: HostTier | None,
     identity: tuple[str, ...],
 ) -> LowerTiers | None:
-    """Open the stores that the options name; None where they name none.
+    """Open the stores that the options name; None if they name none.
 
     Args:
         host: the runner's host memory, which the stores read and write.
 
     Raises:
-        ConfigError: one cannot be used: the message says why.
+        ConfigError: a store cannot be used; the message says why.
     """
     if not config.has_stores or host is None:
         return None
     memory = kv.hierarchy.host
-    # What waits to be written is held in host memory, and half of that is left for what is read.
+    # Blocks waiting to be written are held in host memory; leave half of it for blocks that are read.
     most_write_bytes = memory.num_prefix_slots * kv.spec.block_bytes // 2
     stores = _open_stores(config, kv.spec, identity, most_write_bytes)
     lower = LowerTiers(memory, stores, host.row, kv.spec.block_bytes, time.monotonic)
@@ -72,6 +72,8 @@ def _open_stores(
     fingerprint = blake2b("\0".join(parts).encode(), digest_size=16).digest()
     stores: list[Store] = []
     if config.kv_disk is not None:
+        from octavo.tiers.disk import DiskMedium
+
         assert isinstance(config.kv_disk_size, int)
         describe = {"model": config.model, "dtype": spec.dtype, "block_size": str(spec.block_size)}
         medium = DiskMedium(
@@ -86,7 +88,7 @@ def _open_stores(
     if config.kv_remote is not None:
         try:
             remote = _open_remote(config, config.kv_remote, fingerprint, spec.block_bytes)
-            # More threads than the disk's: an answer is mostly waited for.
+            # More threads than for the disk, because they mostly wait for answers.
             stores.append(Store(remote, num_threads=4, most_write_bytes=most_write_bytes))
         except BaseException:
             for store in stores:
@@ -104,6 +106,8 @@ def _open_remote(config: EngineConfig, url: str, fingerprint: bytes, block_bytes
 
 
 def _digest_of_weights(path: Path) -> str:
+    import xxhash  # imported here, because an engine without stores does not need it
+
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in (".json", ".safetensors"))
     digest = xxhash.xxh3_128()
     for file in files:

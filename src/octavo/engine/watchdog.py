@@ -1,4 +1,4 @@
-"""Reports a step that does not end. What to do about it is the operator's decision: nothing is ended here."""
+"""Reports a step that does not end. It ends nothing, because that is the operator's decision."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Looks at the engine's thread from one of its own.
+    """Watches the engine's thread from a thread of its own.
 
     A step that has not ended after `seconds` is logged with the thread's stack, counted, and shown in the statistics
-    until it ends. It is logged again each time that its age has doubled.
+    until it ends. It is logged again each time its age has doubled.
 
     Args:
-        seconds: how long a step may take; None: nothing is watched.
+        seconds: how long a step may take; if None, steps are not watched.
 
     Attributes:
-        began: when the present step began, by `time.monotonic`; None between two steps. Set by the engine's thread.
+        began: start of the current step by `time.monotonic`; None between two steps. Set by the engine's thread.
     """
 
     def __init__(self, thread: threading.Thread, stats: EngineStats, seconds: float | None) -> None:
@@ -31,7 +31,7 @@ class Watchdog:
         self._thread = thread
         self._stats = stats
         self._seconds = seconds
-        self._reported: float | None = None  # the step that was reported, by when it began
+        self._reported: float | None = None  # start of the step that was reported
         self._report_at = 0.0
         self._stopped = threading.Event()
 
@@ -48,7 +48,7 @@ class Watchdog:
             self.check(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Report the present step if it has taken too long, or the end of one that was reported."""
+        """Report the current step if it has taken too long, or the end of one that was reported."""
         assert self._seconds is not None
         began = self.began
         if self._reported not in (None, began):

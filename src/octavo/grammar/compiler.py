@@ -1,7 +1,7 @@
-"""Grammars compiled for one tokenizer by llguidance, each once.
+"""Compiles grammars for one tokenizer with llguidance, each once.
 
-    compile ──> [cache: description -> future] ──> CompiledGrammar ──start──> GrammarState, one a sequence
-                          └─ worker thread: llguidance lets go of the interpreter's lock meanwhile
+    compile ──> [cache: description -> future] ──> CompiledGrammar ──start──> GrammarState, one per sequence
+                          └─ worker thread: llguidance releases the interpreter's lock meanwhile
 
 llguidance is imported with the first grammar.
 """
@@ -26,26 +26,27 @@ from octavo.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What the cache keeps, in compiled grammars and in bytes of their descriptions, whoever uses them.
+# Limits of the cache, in compiled grammars and in bytes of their descriptions.
 _KEPT, _KEPT_BYTES = 256, 1 << 20
-# Items of a parse, and steps of a lexer, that one mask may take: about a millisecond of the former, 14 of the latter.
+# Maximum numbers of parser items and lexer steps for one mask: about 1 ms of the former and 14 ms of the latter.
 STEP_ITEMS, STEP_FUEL = 20_000, 200_000
-# Items at one place of a parse. Time grows with their cube: with llguidance's 2,000, an ambiguous grammar took 730 ms a
-# token, with 500 it takes 17. Schemas with 900 properties, and 300 tools at once, need less than 250.
+# Maximum number of parser items in one row. Time grows with their cube: with llguidance's 2,000, an ambiguous
+# grammar took 730 ms per token, with 500 it takes 17 ms. Schemas with 900 properties, and 300 tools at once, need fewer
+# than 250.
 ROW_ITEMS = 500
 _SHOWN_REASON = 300
-# Letters that are rare in names and keywords: a grammar that allows each of them allows free text.
+# Letters that are rare in names and keywords: a grammar that allows all of them is taken to allow free text.
 _PROBES = ("z", "q")
 
 
 class Vocabulary:
-    """The tokens that grammars are made of.
+    """The vocabulary that grammars are compiled for.
 
     Attributes:
-        tokenizer: llguidance's.
-        eos_token_id: what ends an output that cannot go on.
-        eos_token_ids: every token that may end one.
-        probes: tokens that are all allowed in free text, a list of one each; none where a letter has no token.
+        tokenizer: llguidance's tokenizer.
+        eos_token_id: the token that ends an output that cannot continue.
+        eos_token_ids: all tokens that may end an output.
+        probes: tokens that are all allowed in free text, as lists of one token; empty if a letter has no token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -55,13 +56,13 @@ class Vocabulary:
         probes = [tokenizer.greedy_tokenize(letter) for letter in _PROBES]
         are_tokens = [tokenizer.decode_bytes(probe[:1]) for probe in probes] == [letter.encode() for letter in _PROBES]
         self.probes: tuple[list[int], ...] = tuple(probes) if are_tokens else ()
-        self._spells: dict[int, bool] = {}
+        self._spellings: dict[int, bytes] = {}
 
-    def spells(self, token_id: int) -> bool:
-        """Whether a token stands for any bytes: a row of logits beyond the vocabulary does not."""
-        known = self._spells.get(token_id)
+    def spelling(self, token_id: int) -> bytes:
+        """Return a token's bytes; padding beyond the vocabulary has none."""
+        known = self._spellings.get(token_id)
         if known is None:
-            known = self._spells[token_id] = bool(self.tokenizer.decode_bytes([token_id]))
+            known = self._spellings[token_id] = bytes(self.tokenizer.decode_bytes([token_id]))
         return known
 
 
@@ -69,18 +70,20 @@ class CompiledGrammar:
     """A grammar in its initial state.
 
     Attributes:
-        matcher: llguidance's, never advanced: every sequence begins with a copy.
-        vocabulary: of the model.
+        matcher: llguidance's matcher, which is never advanced: every sequence begins with a copy.
+        vocabulary: the model's vocabulary.
+        has_json: whether parts of it are JSON, whose numbers are kept short (`sampling/numbers.py`).
     """
 
     def __init__(self, lark: str, vocabulary: Vocabulary) -> None:
         self._lark = lark
         self.vocabulary = vocabulary
+        self.has_json = "%json" in lark
         self.matcher = self._compiled(lark)
 
     @cached_property
     def without_forcing(self) -> Any:
-        """The matcher of `source.without_forcing`, for outputs of which endlessly much is forced."""
+        """The matcher of the grammar without forcing, for outputs whose forced tokens have no end."""
         return self._compiled(without_forcing(self._lark))
 
     def _compiled(self, lark: str) -> Any:
@@ -96,10 +99,10 @@ class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe.
 
     Args:
-        load_tokenizer: called with the first grammar; None where the model has no tokenizer.
-        vocab_size: rows of the model's logits.
-        eos_token_ids: what ends an output, beside the tokenizer's own.
-        max_ms: how long compiling one grammar may take, in milliseconds.
+        load_tokenizer: called with the first grammar; returns None if the model has no tokenizer.
+        vocab_size: number of the model's logits.
+        eos_token_ids: tokens that end an output, in addition to the tokenizer's own.
+        max_ms: time limit for compiling one grammar, in milliseconds.
     """
 
     def __init__(
@@ -115,28 +118,29 @@ class GrammarCompiler:
         self._max_ms = max_ms
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
-        # Those that fell out of the cache and are still in use.
+        # All compiled grammars in use, including those that have been dropped from the cache.
         self._used: weakref.WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
             weakref.WeakValueDictionary()
         )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="octavo-grammar")
 
     def prepare(self) -> None:
-        """Do what the first grammar would wait for: import llguidance, and let it read the tokenizer.
+        """Import llguidance and let it read the tokenizer, so that the first grammar does not wait for it.
 
-        That holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it while its
-        model is loaded and nobody waits yet. Compiling does not hold it.
+        This holds the interpreter's lock for a third of a second with 49,152 tokens, so a server does it while its
+        model is loaded and nobody waits yet. Compiling does not hold the lock.
         """
         try:
-            self._vocabulary  # noqa: B018  kept
+            self._vocabulary  # noqa: B018  cached
         except RequestError as error:
-            logger.info("no structured outputs: %s", error)  # whoever asks for one is told
+            logger.info("no structured outputs: %s", error)  # requests that need one are refused with this reason
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
-        """The compiled grammar; waits for it.
+        """Compile a grammar, and wait for it.
 
         Raises:
-            RequestError: it cannot be compiled, nothing satisfies it, it takes too long, or the model has no tokenizer.
+            RequestError: the grammar cannot be compiled, nothing satisfies it, compiling takes too long, or the model
+                has no tokenizer.
         """
         try:
             return self.begin(wanted).result(self._max_ms / 1e3)
@@ -148,7 +152,7 @@ class GrammarCompiler:
             ) from None
 
     def begin(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """Begin to compile a grammar, unless that has been done."""
+        """Start compiling a grammar, unless it is cached, in use, or being compiled."""
         with self._lock:
             future = self._compiled.pop(wanted, None)
             if future is None:
@@ -170,9 +174,9 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         lark = to_lark(wanted)
         compiled = CompiledGrammar(without_forcing(lark) if may_force_long_runs(wanted) else lark, self._vocabulary)
-        error = _first_error(compiled.matcher)
+        error = _first_error(compiled.matcher, self._vocabulary.eos_token_ids)
         if error and not compiled.matcher.is_error():
-            error = _first_error(compiled.without_forcing)
+            error = _first_error(compiled.without_forcing, self._vocabulary.eos_token_ids)
         if error:
             raise RequestError(_reason(wanted, error), param="structured_outputs")
         with self._lock:
@@ -196,27 +200,32 @@ class GrammarCompiler:
             )
         try:
             return Vocabulary(LLTokenizer(tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos_token_ids))
-        except Exception as error:  # llguidance raises ValueError, and whatever its readers do
+        except Exception as error:  # llguidance raises ValueError, and any exception of its parsers
             raise RequestError(
                 f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"
             ) from error
 
 
-def _first_error(matcher: Any) -> str:
-    """What the first mask finds out and compiling did not: that nothing matches, or that it is too complex."""
+def _first_error(matcher: Any, ends: frozenset[int]) -> str:
+    """Return the error that only the first mask or token reveals: nothing matches, or the grammar is too complex."""
     first = matcher.deep_copy()
     if not first.is_error():
-        first.compute_bitmask()
+        allowed = int.from_bytes(first.compute_bitmask(), "little")
+        for token_id in ends:
+            allowed &= ~(1 << token_id)
+        # The number of items in the first row is only checked when a token follows; until then, masks may take long.
+        if allowed and not first.is_error():
+            first.consume_tokens([(allowed & -allowed).bit_length() - 1])
     return str(first.get_error())
 
 
 def _reason(wanted: StructuredOutputsParams, error: str) -> str:
-    """llguidance's own words, as far as they are of use to whoever wrote the grammar."""
+    """Return the part of llguidance's message that is useful to the author of the grammar."""
     if error.startswith("NoExtension"):
         return f"nothing satisfies structured_outputs.{wanted.kind}"
     said = error.split("\n<state>")[0].strip()
     if wanted.kind == "json":
-        # Where in its own text llguidance found it says nothing of the schema.
+        # Drop the position, which refers to llguidance's own text and not to the schema.
         said = said.split("\n")[0].split("failed to compile JSON schema: ")[-1]
     said = said if len(said) <= _SHOWN_REASON else said[: _SHOWN_REASON - 1] + "…"
     hint = ""

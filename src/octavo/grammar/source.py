@@ -1,4 +1,4 @@
-"""A structured output in llguidance's own notation: Lark, with JSON Schemas inside."""
+"""Translates structured outputs into llguidance's notation: Lark grammars with embedded JSON Schemas."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.structured_outputs import StructuredOutputsParams, json_rule, whitespace_options
 
-# Formats of strings that llguidance enforces. JSON Schema makes all others mere annotations.
+# Formats of strings that llguidance enforces. All others are only annotations, as JSON Schema allows.
 _ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 # Keywords of a JSON Schema whose values are data, not schemas.
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
-# Characters that a grammar may force in one run. Each mask within it costs a microsecond for every two of them.
+# Maximum number of characters that a grammar may force in one run; a mask within it costs 0.5 µs per character.
 _LONGEST_RUN = 4096
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 def to_lark(wanted: StructuredOutputsParams) -> str:
-    """The grammar that llguidance compiles. It may still refuse it.
+    """Return the grammar for llguidance, which may still refuse it.
 
     Raises:
-        RequestError: a GBNF grammar that cannot be read.
+        RequestError: a GBNF grammar is invalid.
     """
     lark = _output(wanted)
     if (reasoning := wanted.reasoning) is None:
         return lark
-    # In a grammar of its own, whatever its rules are called.
+    # Nested as a separate grammar, so that the names of its rules do not matter.
     return f"start: {reasoning.prefix} octavo_answer\n{reasoning.rules}\noctavo_answer: %lark {{\n{lark}\n}}\n"
 
 
@@ -41,7 +41,7 @@ def _output(wanted: StructuredOutputsParams) -> str:
 
         return f"start: /{regex_to_lark(wanted.regex or '')}/"
     if wanted.kind == "choice":
-        # Lark reads strings as JSON does, but for pairs of \u escapes.
+        # Lark reads strings like JSON, except for pairs of \u escapes.
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
     if wanted.kind == "grammar":
         return _from_grammar(wanted.grammar or "")
@@ -50,7 +50,7 @@ def _output(wanted: StructuredOutputsParams) -> str:
     else:
         assert isinstance(wanted.json, str)
         schema = json.loads(wanted.json)
-        # A large schema takes this and `may_force_long_runs` ten milliseconds, in which no other Python code runs.
+        # Only if needed: with a large schema, this and `may_force_long_runs` hold the interpreter's lock for 10 ms.
         if wanted.disable_additional_properties or '"format"' in wanted.json:
             schema = _as_enforced(schema, closes_objects=wanted.disable_additional_properties)
     return "start: " + json_rule(schema, whitespace_options(wanted), lenient=not wanted.strict)
@@ -63,12 +63,12 @@ def _from_grammar(text: str) -> str:
 
     try:
         return str(gbnf_to_lark(text))
-    except Exception as error:  # whatever its parser raises
-        raise RequestError(f"grammar is no valid GBNF: {error}", param="structured_outputs") from error
+    except Exception as error:  # its parser may raise anything
+        raise RequestError(f"grammar is not valid GBNF: {error}", param="structured_outputs") from error
 
 
 def _as_enforced(schema: Any, *, closes_objects: bool) -> Any:
-    """A schema without formats that only annotate; with `closes_objects`, without unlisted properties either."""
+    """Return a schema without formats that are not enforced and, with `closes_objects`, without unlisted properties."""
     if isinstance(schema, list):
         return [_as_enforced(each, closes_objects=closes_objects) for each in schema]
     if not isinstance(schema, dict):
@@ -84,12 +84,12 @@ def _as_enforced(schema: Any, *, closes_objects: bool) -> Any:
 
 
 def without_forcing(lark: str) -> str:
-    """The same grammar, whose masks allow every way to spell what must come next, not only the tokenizer's own."""
+    """Return the grammar with masks that allow all spellings of forced text, not only the tokenizer's own."""
     return lark if lark.startswith("%llguidance") else _NO_FORCING + lark
 
 
 def may_force_long_runs(wanted: StructuredOutputsParams) -> bool:
-    """Whether so much may have to come next at one place that looking at it would delay a step."""
+    """Return whether the grammar may force so many tokens in one place that finding them would delay a step."""
     texts: Iterator[str] | list[str] = [text for text in (wanted.regex, wanted.grammar) if text is not None]
     if wanted.kind == "choice":
         texts = list(wanted.choice or ())
@@ -101,19 +101,19 @@ def may_force_long_runs(wanted: StructuredOutputsParams) -> bool:
 
 
 def _has_short_strings(text: str) -> bool:
-    """Whether every string of a compact JSON text is short and has no quantifier, as far as a glance tells."""
+    """Return whether, by a quick check, all strings of a compact JSON text are short and without quantifiers."""
     if '\\"' in text or re.search(r'\{[^"}]', text):
         return False
     return all(len(part) <= _LONGEST_RUN for part in text.split('"'))
 
 
 def _repetitions(text: str) -> float:
-    """How often the quantifiers of an expression could repeat something, one inside the other."""
+    """Return how often the quantifiers of an expression could repeat something if they were nested."""
     return math.prod(float(count) for count in re.findall(r"\{\s*(\d{1,300})", text) if int(count))
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value, names of properties too."""
+    """Yield every string of a JSON value, including names of properties."""
     level = [value]
     while level:
         inner: list[Any] = []

@@ -1,10 +1,10 @@
-"""How far a sequence has followed its grammar: what `SamplingTable` keeps for it."""
+"""The state of a sequence's grammar, which `SamplingTable` keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -13,22 +13,23 @@ import numpy.typing as npt
 from octavo.errors import OctavoError, shortened
 from octavo.grammar.compiler import ROW_ITEMS, STEP_FUEL, STEP_ITEMS, CompiledGrammar
 
-# Tokens after which a mask is filled though nobody needs it: llguidance counts a lexer's steps from mask to mask.
+# A mask is computed after this many tokens even if it is not needed, because llguidance counts the lexer's steps from
+# mask to mask.
 _MASK_EVERY = 64
 
 Mask = npt.NDArray[np.uint32]
-"""[ceil(vocab / 32)], a bit for each token, 32 in a word."""
+"""[ceil(vocab / 32)], one bit per token, 32 per word."""
 
 live_states: WeakSet[GrammarState] = WeakSet()
-"""Every state that somebody holds, for tests that none is left behind."""
+"""All states that are referenced, for tests that none is leaked."""
 
 
 class GrammarBroken(OctavoError):  # noqa: N818  not raised to callers: the sampler names the request
     """A grammar cannot be followed any further: it has become too complex, or a token does not match it.
 
     Args:
-        said: by llguidance.
-        num_tokens: of the output until then.
+        said: llguidance's message.
+        num_tokens: number of output tokens up to that point.
     """
 
     def __init__(self, said: str, num_tokens: int) -> None:
@@ -43,21 +44,34 @@ _LIMITS = (
 )
 
 
-class MaskInTheMaking(Protocol):
-    """A mask that another thread is filling, to which the matcher belongs until then."""
+class GrammarFinding(NamedTuple):
+    """What another thread found out about the state of a grammar.
 
-    def result(self) -> Mask | None:
-        """Waits for it; None: it could not be filled."""
+    Attributes:
+        is_followed: whether the matcher has followed the output.
+        in_free_text: like `GrammarState.in_free_text`; None if it was not determined.
+        mask: the tokens that may come next, outside free text; None if it could not be computed.
+    """
+
+    is_followed: bool
+    in_free_text: bool | None
+    mask: Mask | None = None
+
+
+def allows_free_text(matcher: Any, probes: Sequence[list[int]]) -> bool:
+    """Return whether free text may come next, by `Vocabulary.probes`; the matcher may be in error afterwards."""
+    return bool(probes) and all(matcher.validate_tokens(probe) for probe in probes)
 
 
 class GrammarState:
     """The grammar of one sequence after its output so far.
 
-    Made from the tokens alone, on first use: a sequence that was preempted and comes back begins with all it has drawn.
-    The matcher is never given an end-of-sequence: nothing follows one, and llguidance does not count it in a rollback.
+    The matcher is made from the tokens alone, on first use, so that a preempted sequence can resume with all tokens
+    that it has drawn. The matcher is never given an end-of-sequence token: nothing follows one, and llguidance does not
+    count it in a rollback.
 
     Args:
-        grammar: may still be compiled.
+        grammar: the grammar, which may still be compiling.
         token_ids: the sequence's output so far.
     """
 
@@ -66,10 +80,11 @@ class GrammarState:
         "_compiled",
         "_forces",
         "_grammar",
-        "_is_broad",
+        "_in_free_text",
         "_mask",
         "_matcher",
         "_pending",
+        "_place",
         "_since_mask",
         "token_ids",
     )
@@ -79,16 +94,19 @@ class GrammarState:
         self._compiled: CompiledGrammar | None = None
         self._matcher: Any = None
         self._forces = True
-        self._is_broad: bool | None = None
+        self._in_free_text: bool | None = None
         self._since_mask = 0
         self._mask: Mask | None = None
-        self._pending: MaskInTheMaking | None = None
+        # Findings of another thread about several states, and this state's place among them. Until they are ready, the
+        # matcher belongs to that thread.
+        self._pending: Future[list[GrammarFinding]] | None = None
+        self._place = 0
         self.token_ids = list(token_ids)
         live_states.add(self)
 
     @property
     def matcher(self) -> Any:
-        """llguidance's, after the output so far; waits for the grammar where it is still compiled.
+        """llguidance's matcher after the output so far; waits for the grammar if it is still being compiled.
 
         Raises:
             GrammarBroken: the output does not match the grammar.
@@ -111,39 +129,41 @@ class GrammarState:
 
     @property
     def compiled(self) -> CompiledGrammar:
-        """The grammar; waits where it is still compiled."""
-        # Kept: a future's answer takes a lock, and a draw asks for it several times.
+        """The compiled grammar; waits if it is still being compiled."""
+        # Cached, because a future's result takes a lock, and each draw needs it several times.
         if self._compiled is None:
             self._compiled = self._grammar.result()
         return self._compiled
 
     @property
     def is_sound(self) -> bool:
-        """Whether the matcher has followed the output so far; else it is made anew when the next mask is due."""
+        """Whether the matcher has followed the output so far; otherwise it is rebuilt when the next mask is due."""
         return self._matcher is not None
 
     @property
     def mask(self) -> Mask | None:
-        """What may come next, where that has been found out; not to be written to."""
+        """The tokens that may come next, or None if not known; read-only."""
         if self._pending is not None:
             self._settle()
         return self._mask
 
     @property
-    def is_broad(self) -> bool:
-        """Whether free text may come next: a mask would take long and allow nearly everything.
+    def in_free_text(self) -> bool:
+        """Whether free text may come next, so that a mask would take long and allow nearly everything.
 
-        It depends on the output so far alone. Where several letters may come next, nothing is forced.
+        Depends only on the output so far. If several letters may come next, nothing is forced.
 
         Raises:
             GrammarBroken: the output does not match the grammar.
         """
-        if self._is_broad is None:
-            matcher, probes = self.matcher, self.compiled.vocabulary.probes
-            self._is_broad = bool(probes) and all(matcher.validate_tokens(probe) for probe in probes)
-            if not self._is_broad and matcher.is_error():
+        if self._pending is not None:
+            self._settle()
+        if self._in_free_text is None:
+            matcher = self.matcher
+            self._in_free_text = allows_free_text(matcher, self.compiled.vocabulary.probes)
+            if not self._in_free_text and matcher.is_error():
                 self.failed()
-        return self._is_broad
+        return self._in_free_text
 
     @property
     def eos_token_id(self) -> int:
@@ -154,9 +174,9 @@ class GrammarState:
         return self.compiled.vocabulary.eos_token_ids
 
     def follow(self, first: int, token_ids: Sequence[int]) -> None:
-        """Take in output tokens `first ..`; those that it has followed already are passed over.
+        """Follow the output tokens from `first` on, skipping those already followed.
 
-        A fork draws a token of its own where its parent drew another: what differs is rolled back.
+        If a fork drew another token than its parent, the tokens that differ are rolled back.
         """
         known = self.token_ids
         agreed = 0
@@ -171,7 +191,7 @@ class GrammarState:
                 self.failed()
 
     def return_to(self, position: int) -> None:
-        """Roll back to the first `position` tokens of the output: what was forced for a parent is not a fork's."""
+        """Roll back to the first `position` tokens of the output, because a fork does not inherit forced tokens."""
         if len(self.token_ids) > position:
             self._moved()
             surplus = self._without_end(self.token_ids[position:])
@@ -180,9 +200,9 @@ class GrammarState:
                 self._matcher = None
 
     def takes(self, token_id: int, *, follow: bool) -> bool:
-        """Whether a mask would allow a token where the grammar is broad; with `follow`, such a one is taken in.
+        """Return whether a mask would allow a token in free text; with `follow`, advance by the token if so.
 
-        Costs a hundredth of a mask.
+        This takes a hundredth of the time of a mask.
         """
         matcher, vocabulary = self.matcher, self.compiled.vocabulary
         if self._since_mask >= _MASK_EVERY:
@@ -190,7 +210,7 @@ class GrammarState:
             self._since_mask = 0
         if token_id in vocabulary.eos_token_ids:
             taken = bool(matcher.is_accepting())
-        elif not vocabulary.spells(token_id):
+        elif not vocabulary.spelling(token_id):
             return False
         elif follow:
             taken = matcher.try_consume_tokens([token_id]) == 1
@@ -203,40 +223,45 @@ class GrammarState:
         return taken
 
     def drew(self, token_id: int) -> None:
-        """A token was drawn; the matcher has been given it, unless it is an end-of-sequence."""
+        """Record a drawn token, which the matcher has consumed unless it is an end-of-sequence token."""
         self._moved()
         self.token_ids.append(token_id)
         self._since_mask += 1
 
     def keep(self, mask: Mask) -> None:
-        """Remember what may come next."""
+        """Keep the mask of the tokens that may come next."""
         self._mask = mask
         self._since_mask = 0
 
-    def keep_later(self, mask: MaskInTheMaking) -> None:
-        """Remember a mask that is not filled yet."""
-        self._pending = mask
+    def find_later(self, finding: Future[list[GrammarFinding]], place: int) -> None:
+        """Let another thread find out what may come next; the matcher belongs to it until `finding` is ready."""
+        self._pending, self._place = finding, place
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        if (mask := pending.result()) is not None:
-            self.keep(mask)
+        found = pending.result()[self._place]
+        if not found.is_followed:
+            self.failed()
+            return
+        self._in_free_text = found.in_free_text
+        if found.mask is not None:
+            self.keep(found.mask)
 
     def failed(self) -> None:
-        """The matcher refused a token. It is made anew when the next mask is due, which says so if it must."""
+        """Record that the matcher refused a token; it is rebuilt, and may report that, when the next mask is due."""
         self._matcher = None
 
     def give_up_forcing(self) -> bool:
-        """Go on without looking at what must come next, which may be endless; False: that has been done already."""
+        """Stop looking for forced tokens, of which there may be no end; return False if that was done before."""
         gave_up, self._forces, self._matcher = self._forces, False, None
         return gave_up
 
     def fork(self) -> GrammarState:
-        """A copy, for a forked sequence."""
+        """Return a copy, for a forked sequence."""
         child = GrammarState(self._grammar, self.token_ids)
         child._mask = self.mask
-        child._forces, child._is_broad, child._since_mask = self._forces, self._is_broad, self._since_mask
+        child._forces, child._in_free_text, child._since_mask = self._forces, self._in_free_text, self._since_mask
         if self._matcher is not None:
             child._matcher = self._matcher.deep_copy()
         return child
@@ -244,7 +269,7 @@ class GrammarState:
     def _moved(self) -> None:
         if self._pending is not None:
             self._settle()
-        self._is_broad = self._mask = None
+        self._in_free_text = self._mask = None
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:
         eos_token_ids = self.eos_token_ids

@@ -25,13 +25,14 @@ from octavo.kernels.functions import (
 )
 from octavo.kernels.library import available, force_isa, isa, num_threads, set_num_threads, supported_isas
 from octavo.kernels.packed_weight import FLOAT_FORMATS, QUANTISED_FORMATS, PackedWeight, WeightFormat
-from octavo.kernels.sampling import draw_tokens, penalise_repetition, score_tokens
+from octavo.kernels.sampling import add_amounts, draw_tokens, penalise_repetition, score_tokens
 
 __all__ = [
     "FLOAT_FORMATS",
     "QUANTISED_FORMATS",
     "PackedWeight",
     "WeightFormat",
+    "add_amounts",
     "add_rms_norm",
     "argmax",
     "attend",

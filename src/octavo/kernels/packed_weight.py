@@ -1,4 +1,4 @@
-"""Weights in the kernels' order."""
+"""Weight matrices in the order in which the kernels read them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class PackedWeight:
     """A matrix [outputs, inputs] in the kernels' order, and its product with any number of rows.
 
     Quantised formats are GGUF's, byte for byte as large as in the file; activations are then quantised to int8 in
-    groups of 32, each of which has a power of two of its row's scale. A row's result has the same bits whatever the
-    other rows and the threads.
+    groups of 32, each with a scale of its own. A row's result has the same bits whatever the other rows and the
+    threads.
 
     Attributes:
         packed: uint8; panels of 32 outputs or tiles of 16, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.

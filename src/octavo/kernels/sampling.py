@@ -56,6 +56,24 @@ def penalise_repetition(
     native.penalise_repetition(logits, rows, bounds, num_sorted, token_ids, penalties)
 
 
+def add_amounts(
+    logits: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor, token_ids: torch.Tensor, amounts: torch.Tensor
+) -> None:
+    """Add an amount to some tokens of some rows, in place.
+
+    Args:
+        logits: float32 [*, vocab].
+        rows: int64 [n], rising.
+        bounds: int64 [n + 1]; row i's tokens are token_ids[bounds[i] : bounds[i + 1]].
+        token_ids: int64; those outside the vocabulary are passed over.
+        amounts: float32, one a token.
+
+    Raises:
+        ValueError: mismatched shapes or dtypes, a row that there is not, bounds beyond the tokens.
+    """
+    native.add_amounts(logits, rows, bounds, token_ids, amounts)
+
+
 def score_tokens(
     logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

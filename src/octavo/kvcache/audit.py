@@ -1,8 +1,8 @@
 """Incremental audits: invariants are checked in slices, without delaying requests.
 
-A check yields None wherever it may pause, a few hundred entries apart, and a sentence for each violation. What it has
-found when it is left is true; what it has not looked at is unknown. Nothing may change between two slices: whoever
-changes the cache starts its checks anew.
+A check yields None wherever it may pause, a few hundred entries apart, and a sentence for each violation. If it is
+abandoned, its findings so far are valid, and the rest is unknown. Nothing may change between two slices: after any
+change to the cache, its checks must be restarted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.kvcache.block import BlockState
 
 Findings = Iterator[str | None]
 
-# Entries between two pauses: some tenths of a millisecond.
+# Entries between two pauses, which take a few tenths of a millisecond.
 SLICE = 256
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Blocks by state, as found; `num_host` are those of host memory that swapped sequences hold."""
+    """The number of blocks in each state; `num_host` counts the blocks of host memory that swapped sequences hold."""
 
     counts: dict[BlockState, int] = field(default_factory=dict)
     num_sequences: int = 0
@@ -35,19 +35,19 @@ class Audit:
 
 
 def in_slices(items: Iterable[T]) -> Iterator[list[T]]:
-    """The items, `SLICE` at a time."""
+    """Yield the items in lists of `SLICE`."""
     iterator = iter(items)
     while batch := list(islice(iterator, SLICE)):
         yield batch
 
 
 def problems(findings: Findings) -> list[str]:
-    """Every problem that a check finds, without pausing."""
+    """Return every problem that a check finds, without pausing."""
     return [finding for finding in findings if finding is not None]
 
 
 def proven(findings: Findings) -> Generator[None, None, None]:
-    """Every check, with its pauses; raises `CacheError` at the end, listing every violation."""
+    """Run every check, with pauses; raises `CacheError` at the end if there were violations, listing all of them."""
     found: list[str] = []
     for finding in findings:
         if finding is None:
@@ -59,7 +59,7 @@ def proven(findings: Findings) -> Generator[None, None, None]:
 
 
 def counted(states: Iterable[BlockState]) -> Generator[None, None, dict[BlockState, int]]:
-    """How many blocks are in each state, with pauses."""
+    """Count the blocks in each state, with pauses."""
     counts: Counter[BlockState] = Counter()
     for batch in in_slices(states):
         counts.update(batch)

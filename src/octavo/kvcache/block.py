@@ -14,52 +14,59 @@ BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 
 NULL_BLOCK = BlockId(0)
-"""Never allocated, never written: stands in tables where a window has slid past."""
+"""A block that is never allocated or written; it fills the places in tables that a window has slid past."""
 
 
 BlockTable = MutableSequence[BlockId]
-"""One group's block ids of a sequence, in order, as int32 side by side: `new_table` makes one."""
+"""A sequence's block ids in one group, in order, as a compact int32 array; made by `new_table`."""
 
 
-BlockIds = npt.NDArray[np.int32]
+BlockIds = npt.NDArray[np.signedinteger[Any]]
+"""Block ids as an array of `int32` or `intp`; numpy indexes with `intp` directly, and converts others to it first."""
 
 
 def new_table(block_ids: Iterable[int] = ()) -> BlockTable:
-    """A table of these blocks: an `array`, so that it is copied and read by numpy without a look at each entry."""
+    """Return a table of these blocks, as an `array`, which numpy copies and reads without visiting each entry."""
     return cast(BlockTable, array("i", block_ids))
 
 
 def table_of(block_ids: BlockIds) -> BlockTable:
-    """A block table of these ids."""
+    """Return a block table of these ids."""
     table = array("i")
     table.frombytes(np.ascontiguousarray(block_ids, np.int32).tobytes())
     return cast(BlockTable, table)
 
 
 def as_array(block_ids: Sequence[int]) -> BlockIds:
-    """The ids as an array; a view of a table, which cannot grow as long as the view lives."""
+    """Return the ids as an array; for a table this is a view, and the table cannot grow while it exists."""
     if isinstance(block_ids, array):
         return np.frombuffer(cast(Any, block_ids), np.int32)
     return np.array(block_ids, np.int32)
 
 
-def no_null(block_ids: BlockIds) -> BlockIds:
-    """The ids without null blocks: the very array where there is none."""
-    return block_ids if block_ids.all() else block_ids[block_ids != NULL_BLOCK]
+def as_indices(block_ids: Sequence[int]) -> npt.NDArray[np.intp]:
+    """Return the ids without null blocks, as `intp` for repeated indexing."""
+    ids = as_array(block_ids)
+    return (ids if ids.all() else ids[ids != NULL_BLOCK]).astype(np.intp)
+
+
+def where(holds: npt.NDArray[np.bool_], block_ids: BlockIds) -> BlockIds:
+    """Return the blocks selected by a mask; returns the array itself if it selects all."""
+    return block_ids if holds.all() else block_ids[holds]
 
 
 class BlockState(Enum):
     """Every block is in exactly one of these states; see `BlockPool.state`."""
 
     NULL = "null"
-    FREE = "free"  # nobody references it and it holds nothing
-    CACHED = "cached"  # nobody references it but a prefix could
-    PINNED = "pinned"  # nobody references it, a prefix could, and until a time it is not evicted
-    ACTIVE = "active"  # some sequence references it
+    FREE = "free"  # unreferenced, holds nothing
+    CACHED = "cached"  # unreferenced, but a prefix hit could use it
+    PINNED = "pinned"  # cached, and not evicted until its pins expire
+    ACTIVE = "active"  # referenced by at least one sequence
 
 
 class BlockCopy(NamedTuple):
-    """A copy-on-write: all of `source` is copied to `destination` before the step computes."""
+    """A copy-on-write: `source` is copied to `destination` before the step computes."""
 
     source: BlockId
     destination: BlockId

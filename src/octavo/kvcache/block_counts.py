@@ -1,4 +1,4 @@
-"""Reference counts of a set of blocks, in two arrays: a dictionary would take a microsecond for each block."""
+"""Reference counts of a set of blocks, in sorted arrays, because a dictionary would cost a microsecond per block."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class BlockCounts:
         self._counts: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
     def __len__(self) -> int:
-        """How many different blocks are held."""
+        """The number of different blocks."""
         return len(self._ids)
 
     def items(self) -> Iterator[tuple[BlockId, int]]:
         return zip(map(BlockId, self._ids.tolist()), self._counts.tolist(), strict=True)
 
     def add(self, blocks: BlockIds) -> None:
-        """Count one more reference to each of these blocks, which are all different."""
+        """Count one more reference to each of these blocks, which must be distinct."""
         new = np.sort(blocks)
         if not len(self._ids):
             self._ids, self._counts = new, np.ones(len(new), np.int32)
@@ -44,7 +44,7 @@ class BlockCounts:
             self._counts = np.insert(self._counts, places, 1)
 
     def remove(self, blocks: BlockIds) -> None:
-        """Drop a reference to each of these; duplicates count. Raises KeyError if one has too few, changing nothing."""
+        """Drop a reference to each block; duplicates count. Raises KeyError, changing nothing, if one has too few."""
         gone, times = np.unique(blocks, return_counts=True)
         places, known = self._find(gone)
         if not known.all():
@@ -58,11 +58,11 @@ class BlockCounts:
             self._ids, self._counts = self._ids[kept], self._counts[kept]
 
     def num_missing(self, blocks: BlockIds) -> int:
-        """How many of these are not held."""
+        """Return how many of these blocks are not in the set."""
         return len(blocks) - int(self._find(blocks)[1].sum())
 
     def _find(self, blocks: BlockIds) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Where each block stands, or would have to; and whether it does."""
+        """Return the position of each block, or where it would be inserted, and whether it is in the set."""
         places = np.searchsorted(self._ids, blocks)
         if not len(self._ids):
             return places, np.zeros(len(blocks), np.bool_)

@@ -1,11 +1,11 @@
-"""A file that says how each layer keeps its keys and values, and the dtype that the options come to.
+"""Codec tables: TOML files that choose the codecs of keys and values for each layer.
 
-TOML. A codec's name, or one name for each layer; "auto" is the model's own type:
+Each side is one codec's name or a list with one name per layer; "auto" is the model's own type:
 
     keys = ["int8", "int8", "int4"]
     values = "int4"
 
-`octavo calibrate --search` writes such files, with what it measured under [measured], which is not read.
+`octavo calibrate --search` writes such files, with its measurements under [measured], which is not read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST_BYTES = 1 << 20
 
 
 def kv_dtype(option: str, own: str, num_layers: int) -> str:
-    """The dtype of a cache, as `KVCacheSpec.build` takes it.
+    """Return the dtype of a cache, for `KVCacheSpec.build`.
 
     Args:
-        option: `kv_cache_dtype`: a codec's name, "auto", or the path of a table.
-        own: what "auto" is.
+        option: the option `kv_cache_dtype`: a codec's name, "auto", or the path of a table.
+        own: the model's own type, for "auto".
 
     Raises:
-        ConfigError: a table that cannot be read, or is for a model of another number of layers.
+        ConfigError: the table cannot be read, is invalid, or is for a model with another number of layers.
     """
     if option == "auto":
         return own
@@ -61,7 +61,7 @@ def _names(what: str, side: str, given: Any, own: str, num_layers: int) -> list[
 
 
 def write_table(path: Path, keys: list[str], values: list[str], model: str, measured: list[str]) -> None:
-    """Write a table; `measured` are lines of TOML beneath its heading."""
+    """Write a codec table; `measured` are the lines of TOML under [measured]."""
     quoted = model.replace("\\", "\\\\").replace('"', '\\"')
     lines = [
         "# Codecs of the KV cache by layer: octavo serve MODEL --kv-cache-dtype THIS_FILE",

@@ -1,8 +1,8 @@
-"""Which blocks of the device's prefix cache go down to host memory, and when.
+"""Demotion policies: which blocks of the device's prefix cache are copied to host memory, and when.
 
-on_evict         what the device evicts
-on_second_use    of that, what was used twice: found by a request, or computed anew after an eviction
-all              what is published, at once
+on_evict         blocks that the device evicts
+on_second_use    the same, but only blocks used twice: found by a request, or computed again after an eviction
+all              all blocks, as soon as they are published
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Protocol
 from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.hashing import DIGEST_BYTES, TokenChain, group_key
-from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.host_memory import Slot
+from octavo.kvcache.host_transfers import HostTransfers
 from octavo.kvcache.label import Label, label_of
 
 
 class Demotion(Protocol):
-    """Hears of the device's blocks, and stores those in host memory that are worth it."""
+    """Receives events of the device's blocks, and stores those worth keeping in host memory."""
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
-        """Blocks, each with its index and group, are found by their prefixes from now on."""
+        """Called when blocks, each with its index and group, have been published."""
 
     def hit(self, block_ids: Seq[BlockId]) -> None:
-        """A request found these blocks on the device."""
+        """Called when a request has found these blocks on the device."""
 
     def evicted(self, block_id: BlockId) -> None:
-        """The device gives a block's memory to another with the next step; until then it is as it was."""
+        """Called when a block is evicted; its memory does not change before the next step."""
 
 
 class NoDemotion:
-    """What the device evicts is lost."""
+    """No demotion: what the device evicts is lost."""
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         return
@@ -45,14 +46,14 @@ class NoDemotion:
 
 
 class DemoteAll:
-    """Everything that is published, at once."""
+    """Demotes every block as soon as it is published."""
 
-    def __init__(self, host: HostMemory) -> None:
-        self._host = host
+    def __init__(self, transfers: HostTransfers) -> None:
+        self._transfers = transfers
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         for block_id, index, group in blocks:
-            self._host.store_prefix(block_id, label_of(group, chain, index), tenant)
+            self._transfers.store_prefix(block_id, label_of(group, chain, index), tenant)
 
     def hit(self, block_ids: Seq[BlockId]) -> None:
         return
@@ -62,26 +63,26 @@ class DemoteAll:
 
 
 class DemoteEvicted:
-    """What the device evicts, or what it evicts after a second use.
+    """Demotes blocks that the device evicts; optionally only those used twice.
 
     Args:
-        num_blocks: of the device's pool.
-        tokens_of: the packed token ids of a published block.
-        used_twice: only those.
+        num_blocks: number of blocks in the device's pool.
+        tokens_of: returns the packed token ids of a published block.
+        used_twice: whether to demote only blocks used twice.
     """
 
     def __init__(
-        self, host: HostMemory, num_blocks: int, tokens_of: Callable[[BlockId], bytes], *, used_twice: bool
+        self, transfers: HostTransfers, num_blocks: int, tokens_of: Callable[[BlockId], bytes], *, used_twice: bool
     ) -> None:
-        self._host = host
+        self._transfers = transfers
         self._tokens_of = tokens_of
         self._used_twice = used_twice
-        # Of the device's blocks, as they were published.
+        # By device block, recorded when it is published.
         self._keys = bytearray(num_blocks * DIGEST_BYTES)
         self._parents = bytearray(num_blocks * DIGEST_BYTES)
         self._tenants = [""] * num_blocks
         self._used_again = bytearray(num_blocks)
-        # Keys of blocks that were used once and are gone: seen anew, they are used again.
+        # Keys of evicted blocks that were used once; if one is published again, that is its second use.
         self._gone_once = GhostList(1 << max(4, 2 * num_blocks).bit_length())
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
@@ -90,7 +91,7 @@ class DemoteEvicted:
             self._keys[at : at + DIGEST_BYTES] = key
             self._parents[at : at + DIGEST_BYTES] = chain.key(index)
             self._tenants[block_id] = tenant
-            again = self._gone_once.take(key) is not None or self._host.has(key)
+            again = self._gone_once.take(key) is not None or self._transfers.host.state(key) is Slot.READY
             self._used_again[block_id] = again
 
     def hit(self, block_ids: Seq[BlockId]) -> None:
@@ -104,13 +105,15 @@ class DemoteEvicted:
             self._gone_once.add(key, Ghost(0, 0))
             return
         label = Label(key, bytes(self._parents[at : at + DIGEST_BYTES]), self._tokens_of(block_id))
-        self._host.store_prefix(block_id, label, self._tenants[block_id])
+        self._transfers.store_prefix(block_id, label, self._tenants[block_id])
 
 
-def make_demotion(name: str, host: HostMemory, num_blocks: int, tokens_of: Callable[[BlockId], bytes]) -> Demotion:
-    """The demotion of that name to a host memory; none where that has no room for prefixes."""
-    if not host.num_prefix_slots:
+def make_demotion(
+    name: str, transfers: HostTransfers, num_blocks: int, tokens_of: Callable[[BlockId], bytes]
+) -> Demotion:
+    """Return the demotion policy with the given name; `NoDemotion` if the host has no room for prefixes."""
+    if not transfers.host.num_prefix_slots:
         return NoDemotion()
     if name == "all":
-        return DemoteAll(host)
-    return DemoteEvicted(host, num_blocks, tokens_of, used_twice=name == "on_second_use")
+        return DemoteAll(transfers)
+    return DemoteEvicted(transfers, num_blocks, tokens_of, used_twice=name == "on_second_use")

@@ -1,22 +1,22 @@
-"""Bytes per token of each codec, as the allocator, the calculator and the codecs use them; without torch.
+"""The number of bytes per token of each codec, used by the allocator, the calculator and the codecs; without torch.
 
-A codec turns one token's vector of one head into codes, and numbers beside them (fields: a scale, a zero point):
+A codec turns one token's vector of one head into codes, plus extra numbers (fields: a scale, a zero point):
 
     name          codes of keys      of values      fields of a vector            bytes a side at head size 64 / 128
     bfloat16 …    2 (float32: 4) bytes each         none                          128 / 256
-    fp8_e4m3      1 byte             1 byte         none: one scale a head         64 / 128
-    fp8_e5m2      1 byte             1 byte         none: one scale a head         64 / 128
+    fp8_e4m3      1 byte             1 byte         none: one scale per head       64 / 128
+    fp8_e5m2      1 byte             1 byte         none: one scale per head       64 / 128
     int8          1 byte             1 byte         scale (bfloat16)               66 / 130
     int4          4 bits             4 bits         scale (bfloat16), zero (byte)  35 /  67
     k8v4          as int8            as int4        as theirs                      66, 35 / 130, 67
     nvfp4         4 bits             4 bits         scale (e4m3) each 16 elements  36 /  72
 
-`storage/codec/` has the codecs themselves, which are held to these numbers by a test.
+`storage/codec/` contains the codecs themselves; a test checks them against these numbers.
 
-A cache's dtype is the name of one format, or it spells one for each layer, a run of equal layers at a time:
+A cache's dtype is the name of one format, or a list of runs of layers with equal formats:
 
     int8                                every layer
-    int8*2,k8v4*27,int8/fp8_e4m3        30 layers; keys/values where the pair has no name of its own
+    int8*2,k8v4*27,int8/fp8_e4m3        30 layers; keys/values if the pair has no name of its own
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from itertools import groupby
 from octavo.errors import ConfigError
 
 ALIGNMENT = 64
-"""Bytes that a coded layer's part of a block, and every block, is padded to: a cache line."""
+"""A coded layer's part of a block, and every block, is padded to a multiple of this many bytes: a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class CodeFormat:
     """The bytes of one token's vector of one head, on one side of the cache.
 
     Attributes:
-        bits: of one code.
+        bits: bits of one code.
         multiple: dimensions are padded with zeros to a multiple of this.
-        fields: bytes of each number beside the codes.
-        group: elements that share a field of one byte each, beside `fields`; None: no such field.
-        calibrated: codes are multiples of a scale that is chosen before anything is stored.
+        fields: bytes of each extra number per vector.
+        group: number of elements that share an additional one-byte field; None if there is no such field.
+        calibrated: whether codes are multiples of a scale that is chosen before anything is stored.
     """
 
     name: str
@@ -66,7 +66,7 @@ class CodeFormat:
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How a cache keeps keys and values. `plain`: as floats, in the layout of `storage/arena.py`."""
+    """The format of keys and values in a cache; `plain` means floats in the layout of `storage/arena.py`."""
 
     name: str
     keys: CodeFormat
@@ -78,11 +78,11 @@ class KVFormat:
         return self.keys.calibrated or self.values.calibrated
 
     def token_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int) -> int:
-        """Bytes of one token in one layer, without padding between layers."""
+        """Return the bytes of one token in one layer, without padding between layers."""
         return num_kv_heads * (self.keys.vector_bytes(key_dim) + self.values.vector_bytes(value_dim))
 
     def layer_bytes(self, num_kv_heads: int, key_dim: int, value_dim: int, block_size: int) -> int:
-        """Bytes of one layer's part of a block of `block_size` tokens."""
+        """Return the bytes of one layer's part of a block of `block_size` tokens."""
         num_bytes = block_size * self.token_bytes(num_kv_heads, key_dim, value_dim)
         return num_bytes if self.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
@@ -111,10 +111,10 @@ _NAMED = {(format.keys.name, format.values.name): format for format in KV_FORMAT
 
 
 def kv_format(name: str) -> KVFormat:
-    """The format called `name`, which may also be the codec of keys and that of values: `int8/fp8_e4m3`.
+    """Return the format called `name`, which may also be a pair of codecs for keys and values: `int8/fp8_e4m3`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such format or codec.
     """
     if name in KV_FORMATS:
         return KV_FORMATS[name]
@@ -125,10 +125,10 @@ def kv_format(name: str) -> KVFormat:
 
 
 def pair_format(keys: str, values: str) -> KVFormat:
-    """Keys in one code, values in another, under the pair's own name where it has one.
+    """Return the format with these codecs of keys and values, under the pair's own name if it has one.
 
     Raises:
-        ConfigError: one of them is no code.
+        ConfigError: one of the codecs is unknown.
     """
     for side, name in (("keys", keys), ("values", values)):
         if name not in CODES:
@@ -137,7 +137,7 @@ def pair_format(keys: str, values: str) -> KVFormat:
 
 
 def spelled(formats: Sequence[KVFormat]) -> str:
-    """The dtype of a cache whose layers have these formats."""
+    """Return the dtype of a cache whose layers have these formats."""
     runs = [(name, len(list(run))) for name, run in groupby(format.name for format in formats)]
     if len(runs) == 1:
         return runs[0][0]
@@ -146,10 +146,10 @@ def spelled(formats: Sequence[KVFormat]) -> str:
 
 @lru_cache(maxsize=64)
 def layer_formats(dtype: str, num_layers: int) -> tuple[KVFormat, ...]:
-    """The format of each layer.
+    """Return the format of each layer.
 
     Raises:
-        ConfigError: an unknown format, or formats of another number of layers.
+        ConfigError: a format is unknown, or the dtype is for another number of layers.
     """
     if "," not in dtype and "*" not in dtype:
         return (kv_format(dtype),) * num_layers

@@ -2,18 +2,19 @@
 
     root(model, dtype, codec, block size, scope) -> key 0 = H(root, tokens 0..15) -> key 1 = H(key 0, tokens 16..31) …
 
-H is blake2b with a digest of 128 bits. Nothing of a process or machine goes in, so memory, disk, remote store and
-router agree on the keys, across restarts.
+H is blake2b with a digest of 128 bits. The keys do not depend on the process or machine, so memory, disk, remote store
+and router agree on them, also across restarts.
 
-A prompt is hashed once, in whatever thread made the request, and all that is computed of it shares the result:
+A prompt is hashed once, in the thread that made the request, and all users share the result:
 
     FullBlocks of the prompt (never changes) ──┬── TokenChain of sequence 0: + blocks of its own output
                                                ├── TokenChain of sequence 1: + blocks of its own output
-                                               └── pins, by their number of blocks
+                                               └── pins, by number of blocks
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +29,21 @@ from octavo.kvcache.block import BlockHash
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
-# Tokens packed and hashed before other threads get the GIL: about half a millisecond's.
+# Tokens packed and hashed before other threads get the GIL, which takes about half a millisecond.
 _SLICE_TOKENS = 4096
 
+KEY_HALF = np.dtype("<u8")
+TOKEN = np.dtype("<i4")
+
 Keys = npt.NDArray[np.uint64]
-"""[blocks, 2]: 16 bytes each."""
+"""Keys as [blocks, 2] of `KEY_HALF`, 16 bytes per block."""
 
 Tokens = npt.NDArray[np.int32]
-"""[blocks, block_size]"""
+"""Token ids as [blocks, block_size] of `TOKEN`."""
 
 
 def root_hash(*parts: str) -> BlockHash:
-    """Key of the empty prefix; `parts` are length-prefixed, so that no two lists of parts look alike."""
+    """Return the key of the empty prefix; `parts` are length-prefixed, so that different lists never hash alike."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         encoded = part.encode()
@@ -48,28 +52,39 @@ def root_hash(*parts: str) -> BlockHash:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as consecutive little-endian int32."""
-    return array("i", token_ids).tobytes()
+    """Pack token ids as consecutive little-endian int32, so that keys are the same on every machine."""
+    return _packed(token_ids).tobytes()
 
 
-def _is_packed(token_ids: Sequence[int]) -> bool:
-    return isinstance(token_ids, array) and token_ids.typecode == "i"
+def _packed(token_ids: Sequence[int]) -> array[int]:
+    """Return token ids as an array whose bytes are little-endian: their own array, if its bytes are."""
+    if sys.byteorder == "little":
+        is_packed = isinstance(token_ids, array) and token_ids.typecode == "i"
+        return cast("array[int]", token_ids) if is_packed else array("i", token_ids)
+    packed = array("i", token_ids)
+    packed.byteswap()
+    return packed
 
 
 def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
-    """Key of a full block after `parent`."""
+    """Return the key of a full block after `parent`."""
     return BlockHash(blake2b(parent + block_token_bytes, digest_size=DIGEST_BYTES).digest())
 
 
 def group_key(group: int, key: bytes) -> bytes:
-    """The key of a group's block: each group of layers has blocks of its own for the same tokens."""
+    """Return the key of a block in a group, because each group of layers has its own blocks for the same tokens."""
     if not group:
         return key
     return key[:14] + (int.from_bytes(key[14:], "little") ^ group).to_bytes(2, "little")
 
 
+def group_bits(group: int) -> int:
+    """Return the bits that `group_key` flips in a key's second half, read as a little-endian number."""
+    return group << 48
+
+
 def chain_hashes(parent: BlockHash, packed: bytes, block_size: int) -> bytes:
-    """The keys, one after another, of the full blocks that follow `parent`; `packed` holds whole blocks."""
+    """Return the concatenated keys of the full blocks in `packed`, which follow `parent`."""
     width = block_size * TOKEN_BYTES
     keys = []
     key: bytes = parent
@@ -87,8 +102,8 @@ class FullBlocks:
     """The full blocks of a prompt, packed and hashed; shared by all sequences of a request.
 
     Attributes:
-        tokens: packed token ids, `block_size` a block: the prompt's own memory, where that is an `array("i")`.
-        keys: 16 bytes a block.
+        tokens: packed token ids, `block_size` per block; shares the prompt's memory if that is an `array("i")`.
+        keys: keys of 16 bytes per block.
     """
 
     root: BlockHash
@@ -106,9 +121,9 @@ class FullBlocks:
         if not num_blocks:
             return cls(root, block_size)
         width, step = block_size * TOKEN_BYTES, max(1, _SLICE_TOKENS // block_size)
-        packed = token_ids if _is_packed(token_ids) else array("i", token_ids)
-        tokens = memoryview(cast("array[int]", packed)).cast("B")[: num_blocks * width].toreadonly()
-        # Memory that is first touched slice by slice: five megabytes at once take other threads a millisecond or two.
+        tokens = memoryview(_packed(token_ids)).cast("B")[: num_blocks * width].toreadonly()
+        # `np.empty` lets the memory be first touched slice by slice: touching five megabytes at once delays other
+        # threads by a millisecond or two.
         keys = np.empty(num_blocks * DIGEST_BYTES, np.uint8).data
         parent = root
         for start in range(0, num_blocks, step):
@@ -125,7 +140,7 @@ class TokenChain:
     """The full blocks of one sequence and their keys, each packed and hashed once as the sequence grows.
 
     Args:
-        prompt: the blocks that it begins with; they are shared, not copied.
+        prompt: the blocks that the sequence starts with, which are shared rather than copied.
     """
 
     __slots__ = ("_keys", "_last", "_length", "_num_shared", "_shared", "_tokens", "_width", "block_size", "root")
@@ -139,18 +154,18 @@ class TokenChain:
         self._tokens = bytearray()
         self._keys = bytearray()
         self._length = self._num_shared
-        # The key of all blocks, which is asked for several times when a sequence has filled its newest one.
+        # The key of all blocks, which is used several times whenever a sequence has filled a block.
         self._last = BlockHash(bytes(prompt.keys[-DIGEST_BYTES:])) or prompt.root
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the full blocks of `token_ids` that are not in the chain yet."""
+        """Add the full blocks of `token_ids` that are not yet in the chain."""
         self.grow(len(token_ids), lambda start, end: token_ids[start:end])
 
     def grow(self, num_tokens: int, read: Callable[[int, int], Sequence[int]]) -> None:
-        """Take in the full blocks of a sequence of `num_tokens` tokens, of which `read` gives any slice."""
+        """Add the new full blocks of a sequence of `num_tokens` tokens, of which `read` returns any slice."""
         have, size = self._length, self.block_size
         wanted = num_tokens // size
         if wanted > have:
@@ -161,7 +176,7 @@ class TokenChain:
             self._length, self._last = wanted, BlockHash(keys[-DIGEST_BYTES:])
 
     def copy(self) -> Self:
-        """A copy for a fork: the prompt is shared, the blocks of output are copied."""
+        """Return a copy for a fork: the prompt is shared, the blocks of output are copied."""
         twin = type(self)(self._shared)
         twin._tokens = self._tokens[:]
         twin._keys = self._keys[:]
@@ -169,7 +184,7 @@ class TokenChain:
         return twin
 
     def key(self, length: int) -> BlockHash:
-        """Stands for the first `length` full blocks under this root: equal where those are, and else unlike."""
+        """Return the key of the first `length` full blocks under this root; equal if and only if the blocks are."""
         if length == self._length:
             return self._last
         if length == 0:
@@ -181,7 +196,7 @@ class TokenChain:
         return BlockHash(bytes(self._keys[start : start + DIGEST_BYTES]))
 
     def tokens(self, start: int, end: int) -> bytes:
-        """The packed token ids of full blocks `start .. end`."""
+        """Return the packed token ids of full blocks `start .. end`."""
         width, split = self._width, self._num_shared
         if end <= split:
             return bytes(self._shared.tokens[start * width : end * width])
@@ -189,12 +204,12 @@ class TokenChain:
         return own if start >= split else bytes(self._shared.tokens[start * width :]) + own
 
     def rows(self, start: int, end: int) -> Iterator[tuple[Keys, Tokens]]:
-        """Keys and token ids of full blocks `start .. end` as arrays, in one or two pieces."""
+        """Yield keys and token ids of full blocks `start .. end` as arrays, in one or two pieces."""
         split, width = self._num_shared, self._width
         if start < (middle := min(end, split)):
             yield self._rows(self._shared.keys, self._shared.tokens, start, middle)
         if end > (middle := max(start, split)):
-            # Copies: what is exported as an array could not grow.
+            # Copies, because the originals could not grow while an array views them.
             first, last = middle - split, end - split
             keys, tokens = (
                 self._keys[first * DIGEST_BYTES : last * DIGEST_BYTES],
@@ -204,8 +219,8 @@ class TokenChain:
 
     def _rows(self, keys: memoryview, tokens: memoryview, start: int, end: int) -> tuple[Keys, Tokens]:
         return (
-            np.frombuffer(keys[start * DIGEST_BYTES : end * DIGEST_BYTES], np.uint64).reshape(-1, 2),
-            np.frombuffer(tokens[start * self._width : end * self._width], np.int32).reshape(-1, self.block_size),
+            np.frombuffer(keys[start * DIGEST_BYTES : end * DIGEST_BYTES], KEY_HALF).reshape(-1, 2),
+            np.frombuffer(tokens[start * self._width : end * self._width], TOKEN).reshape(-1, self.block_size),
         )
 
 

@@ -1,11 +1,13 @@
-"""All that lies below the device, for the manager of the device's blocks: evict is demote, resume is match.
+"""The tiers below the device, as the cache manager sees them: evicting demotes blocks, resuming matches them.
 
     manager ── published, hit, evicted ──> demotion ──store_prefix──┐
-            ── leave, evicted ───────────> preempted ─store_claimed─┴─> host memory <── stores (tiers/lower.py)
-            ── match ────────────────────> what a sequence left, else the device continued by host memory
-            ── load ─────────────────────> host memory: the loads of the next step
+            ── leave, evicted ───────────> preempted ─store_claimed─┴─> transfers of the next step <─┐
+            ── match ────────────────────> what a sequence left, else the device's blocks, then the host's
+            ── load ─────────────────────────────────────────────────────────────────────────────────┘
 
-A hierarchy without room is one whose host memory has no slot: nothing of it needs a condition.
+    transfers ──> host memory <── stores (tiers/lower.py)
+
+A hierarchy without host memory has zero slots, so no code needs a special case for it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from octavo.kvcache.block import BlockId, BlockTable
 from octavo.kvcache.demotion import Demotion, make_demotion
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.host_transfers import HostTransfers
 from octavo.kvcache.label import Label, label_of
 from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split_tiers
 from octavo.kvcache.pool import BlockPool
@@ -27,13 +30,15 @@ from octavo.kvcache.preempted import Preempted
 from octavo.kvcache.prefix.base import PrefixCache
 from octavo.request import Sequence, SequenceId
 
+_TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
+
 
 class CacheHierarchy:
-    """Host memory, which of the device's blocks go there, and what preempted sequences left.
+    """Host memory, the policy for copying the device's blocks there, and the blocks that preempted sequences left.
 
     Args:
-        pool, prefix_cache: of the device.
-        windows: per group its sliding window, None for full attention.
+        pool, prefix_cache: those of the device.
+        windows: sliding window per group, None for full attention.
         demotion: see `make_demotion`.
     """
 
@@ -47,39 +52,40 @@ class CacheHierarchy:
         demotion: str,
     ) -> None:
         self.host = host
-        self.preempted = Preempted(pool, prefix_cache, host)
+        self.transfers = transfers = HostTransfers(host)
+        self.preempted = Preempted(pool, prefix_cache, transfers)
         self._pool = pool
         self._block_size = block_size
         self._num_groups = len(windows)
-        self._demotion: Demotion = make_demotion(demotion, host, pool.num_blocks, prefix_cache.tokens)
-        # Without slots for prefixes, nobody is to find what others have left there.
+        self._demotion: Demotion = make_demotion(demotion, transfers, pool.num_blocks, prefix_cache.tokens)
+        # Without slots for prefixes, a sequence must not find blocks that others have left there.
         index = TieredIndex(prefix_cache, host) if host.num_prefix_slots else prefix_cache
         self._matcher = PrefixMatcher(index, block_size, windows)
 
     # What happens to the device's blocks
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
-        """Blocks, each with its index and group, are found by their prefixes from now on."""
+        """Called when blocks, each with its index and group, have been published."""
         self._demotion.published(blocks, chain, tenant)
 
     def hit(self, table: BlockTable) -> None:
-        """A request found these blocks on the device."""
+        """Called when a request has found these blocks on the device."""
         self._demotion.hit(table)
 
     def evicted(self, block_id: BlockId) -> None:
-        """The device gives a cached block's memory to another with the next step; until then it is as it was."""
+        """Called when a cached block is evicted; its memory does not change before the next step."""
         self._demotion.evicted(block_id)
         self.preempted.evicted(block_id)
 
-    # Finding and bringing up
+    # Finding and loading blocks
 
     def match(self, seq: Sequence, chain: TokenChain, most: int) -> PrefixHit:
-        """What a preempted sequence left, else the longest prefix of at most `most` blocks on device and host."""
+        """Return what a preempted sequence left, or the longest prefix of at most `most` blocks on device and host."""
         left = self.preempted.find(seq.seq_id)
         return split_tiers(self._matcher.longest(chain, most), self._block_size) if left is None else left
 
     def missing(self, seq: Sequence, chain: TokenChain, most: int) -> Iterator[Label]:
-        """Of the first `most` blocks those that neither device nor host has; what a hit needs first is in front."""
+        """Yield the labels of those of the first `most` blocks that neither device nor host has, in order."""
         if not self.host.num_prefix_slots:
             return
         for index in range(self.match(seq, chain, most).num_tokens // self._block_size, most):
@@ -87,32 +93,38 @@ class CacheHierarchy:
                 yield label_of(group, chain, index)
 
     def tokens_by_tier(self, hit: PrefixHit) -> dict[str, int]:
-        """A hit's tokens by the tier that they come from; where groups of layers differ, the lowest of a block's."""
-        origins = {index: self.host.origin(slot) for _, index, slot in hit.loads}
-        size = self._block_size
-        by_tier = {tier: size * count for tier, count in Counter(origins.values()).items()}
-        return {"device": hit.num_tokens - size * len(origins), **by_tier}
+        """Return a hit's tokens by tier; a block that groups have in different tiers counts for the lowest of them."""
+        depths: dict[int, int] = {}
+        for _, index, slot in hit.loads:
+            depths[index] = max(depths.get(index, 0), _TIERS.index(self.host.origin(slot)))
+        size, by_tier = self._block_size, Counter(device=hit.num_tokens)
+        for index, depth in depths.items():
+            num_tokens = min(size, hit.num_tokens - index * size)
+            by_tier[_TIERS[depth]] += num_tokens
+            by_tier["device"] -= num_tokens
+        return dict(by_tier)
 
     def load(self, seq: Sequence, tables: list[BlockTable], hit: PrefixHit) -> None:
-        """Fill a hit's places in a sequence's tables with new blocks, for what the next step is to load."""
+        """Allocate blocks in a sequence's tables for those blocks of a hit that the next step must load."""
         host, returns = self.host, seq.seq_id in self.preempted
-        # First, because making room evicts blocks, which may take any slot that nobody holds.
+        # Hold the slots first, because allocating evicts blocks, which may take any slot that is not held.
         for _, _, slot in hit.loads:
             host.hold(slot)
         blocks = self._pool.allocate(len(hit.loads), seq.request.tenant)
         for (group, index, slot), block in zip(hit.loads, blocks, strict=True):
             tables[group][index] = block
-            host.plan_load(slot, block, seq.seq_id, returns=returns)
+            self.transfers.plan_load(slot, block, seq.seq_id, returns=returns)
             host.release(slot)
         if returns:
             self.preempted.came_back(seq.seq_id)
 
     def forget(self, seq_id: SequenceId) -> None:
-        """A sequence gives up its blocks, those that it left too; loads that no step has taken will not happen."""
+        """Give up a sequence's blocks, including those it left behind, and cancel loads that no step has taken."""
         self.preempted.give_up(seq_id)
-        self.host.cancel_loads(seq_id)
+        self.transfers.cancel_loads(seq_id)
 
     def check(self) -> Findings:
-        """The invariants of all of it. O(slots ever used, and blocks of preempted sequences)."""
+        """Check all invariants. O(slots ever used + blocks of preempted sequences)."""
         yield from self.host.check()
+        yield from self.transfers.check()
         yield from self.preempted.check()

@@ -1,8 +1,8 @@
-"""Which slots of host memory preempted sequences claim, and what became of the blocks that they claimed.
+"""The slots of host memory that preempted sequences claim, and what became of the blocks in them.
 
 not ──a sequence claims it──> planned ──a step takes the store──> out ──a step takes the load──> back
                                  │                                 │                              │
-                                 └─nobody wants it any more: not   └─: dropped                    └─: came in
+                                 └─last claim removed: not         └─: dropped                    └─: came in
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from octavo.kvcache.audit import Findings, in_slices
 
 
 class _Stage(Enum):
-    """The state of a slot that preempted sequences claim, or claimed until its contents were taken back."""
+    """The state of a slot that preempted sequences claim, or claimed until its contents were loaded back."""
 
     NOT = "not claimed"
-    PLANNED = "planned"  # no step has taken its transfer out
+    PLANNED = "planned"  # no step has taken its store yet
     OUT = "out"
-    BACK = "back"  # at least once
+    BACK = "back"  # loaded back at least once
 
 
 @dataclass(slots=True)
 class ClaimCounters:
-    """Totals since the start of blocks that preempted sequences claimed, as steps took their transfers.
+    """Totals since the start of claimed blocks, counted when steps take their transfers.
 
-    `blocks_out` = `blocks_in` + `blocks_dropped` + those that are still claimed, exactly.
+    `blocks_out` is exactly `blocks_in` + `blocks_dropped` + the blocks that are still claimed.
     """
 
     blocks_out: int = 0
-    blocks_in: int = 0  # and back
-    blocks_dropped: int = 0  # and never back: their sequence ended, or was given up
+    blocks_in: int = 0  # loaded back
+    blocks_dropped: int = 0  # never loaded back: their sequence ended, or was given up
 
 
 class HostClaims:
-    """Claims on slots, as many as may be at once. They count; `HostMemory` holds the slots.
+    """Counts the claims on slots, up to a limit; `HostMemory` holds the slots themselves.
 
     Args:
         most: slots that may be claimed at once.
@@ -49,35 +49,35 @@ class HostClaims:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.num_slots = 0  # that are claimed
+        self.num_slots = 0  # claimed slots
         self.counters = ClaimCounters()
-        # By slot, as far as ever used.
+        # By slot, for slots that were ever used.
         self._claims = array("i")
         self._stages: list[_Stage] = []
-        self._returning = Counter[int]()  # by slot, its planned loads for who claimed it
+        self._returning = Counter[int]()  # by slot, number of planned loads to sequences that claimed it
 
     def grow(self) -> None:
-        """Host memory uses one slot more than ever before."""
+        """Make room for one more slot."""
         self._claims.append(0)
         self._stages.append(_Stage.NOT)
 
     def __getitem__(self, slot: int) -> int:
-        """How many sequences claim a slot."""
+        """The number of sequences that claim a slot."""
         return self._claims[slot]
 
     def total(self) -> int:
-        """Claims on all slots. O(slots)."""
+        """The number of claims on all slots. O(slots)."""
         return sum(self._claims)
 
     def may_add(self, count: int) -> bool:
-        """Whether so many slots more may be claimed."""
+        """Whether `count` more slots may be claimed."""
         return self.num_slots + count <= self.most
 
     def add(self, slot: int, *, planned: bool) -> None:
-        """One more sequence claims a slot.
+        """Add a sequence's claim to a slot.
 
         Args:
-            planned: the store that fills it is one that no step has taken yet.
+            planned: whether no step has taken the store that fills it yet.
         """
         self._claims[slot] += 1
         self.num_slots += self._claims[slot] == 1
@@ -86,7 +86,7 @@ class HostClaims:
             self.counters.blocks_out += not planned
 
     def remove(self, slot: int) -> None:
-        """One sequence less claims a slot. Raises CacheError where none does."""
+        """Remove a sequence's claim from a slot. Raises CacheError if there is none."""
         if self._claims[slot] < 1:
             raise CacheError(f"slot {slot} of host memory is given back more often than claimed")
         self._claims[slot] -= 1
@@ -94,16 +94,16 @@ class HostClaims:
         self._settle(slot)
 
     def plan_return(self, slot: int) -> None:
-        """A load for a sequence that claims the slot is planned."""
+        """Note that a load is planned for a sequence that claims the slot."""
         self._returning[slot] += 1
 
     def cancel_return(self, slot: int) -> None:
-        """No step will take that load."""
+        """Note that such a load was cancelled."""
         self._returning[slot] -= 1
         self._settle(slot)
 
     def moved(self, stores: Iterable[int], loads: Iterable[int]) -> None:
-        """A step has taken all stores and loads that were planned, of these slots."""
+        """Note that a step has taken all planned stores and loads of these slots."""
         for slot in stores:
             if self._stages[slot] is _Stage.PLANNED:
                 self._stages[slot] = _Stage.OUT
@@ -115,10 +115,10 @@ class HostClaims:
             self._settle(slot)
 
     def check(self, holds: Iterable[int]) -> Findings:
-        """Every claimed slot is held, and the counters add up. O(slots).
+        """Check that every claimed slot is held, and that the counters add up. O(slots).
 
         Args:
-            holds: of each slot, claims included; 0 for those that are free.
+            holds: number of holds of each slot, including claims; 0 for free slots.
         """
         num_claimed = num_out = 0
         for slots in in_slices(enumerate(zip(holds, self._claims, self._stages, strict=True))):
@@ -140,7 +140,7 @@ class HostClaims:
             )
 
     def _settle(self, slot: int) -> None:
-        """Where nobody claims a slot any more or is about to load it, count what became of it."""
+        """Count what became of a slot, once there are no claims on it and no planned loads for claimants."""
         if self._claims[slot] or self._returning[slot]:
             return
         was, self._stages[slot] = self._stages[slot], _Stage.NOT

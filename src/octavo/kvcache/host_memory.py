@@ -1,27 +1,28 @@
-"""Host memory for blocks: which slot holds what, and what moves next. Numbers only; the runner moves bytes.
+"""Host memory for blocks: which slot holds what. Bookkeeping only; the runner moves the bytes.
 
-One pool of slots for two uses: prefixes that the device evicted, and what preempted sequences left behind.
+One pool of slots serves two uses: prefixes that the device evicted, and blocks that preempted sequences left behind.
 
-    free ──store_prefix──> storing ──complete──> ready ──evict──> free
-      ├────store_claimed──────^                    ^
-      └────reserve──> filling ──filled─────────────┘          (from a store below: disk, remote)
+    free ──reserve──> storing ──stored──> ready ──evict──> free     a step writes it (`host_transfers.py`)
+      └────reserve──> filling ──filled──────^                       a store below does: disk, remote
 
-A slot is ready only once its bytes are there. One with a full block's key is found by it; one without, a half-filled
-block or what no prefix cache may show, is known to its claimant alone, and free once that lets go of it.
+One index maps the key of a full block to its slot from the moment the slot is reserved, and the slot's state says
+whether the block is coming or there: nobody brings a block that is, and it can be used once it is ready. A slot without
+a key, with a partial block or without prefix caching, is known only to its claimant, and free once that releases it.
 
-A slot that somebody holds, because a step copies it to the device, a store writes it, a request waits for it or a
-preempted sequence claims it, is not evicted: the eviction policy knows only those that nobody holds. Claims are bounded
-by the swap space; prefixes take all slots that are left, and yield them to claims.
+A slot is held while a step copies it to the device, a store writes it out, a request waits for it or a preempted
+sequence claims it. Held slots are not evicted, because the eviction policy knows only the others. Claims are limited by
+the swap space; prefixes take all remaining slots, and yield them to claims.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType
+from itertools import chain
+from typing import NewType
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
@@ -32,29 +33,15 @@ from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES
 from octavo.kvcache.host_claims import HostClaims
 from octavo.kvcache.key_index import KeyIndex
 from octavo.kvcache.label import Label
-from octavo.request import SequenceId
 
 HostBlockId = NewType("HostBlockId", int)
 
 
-class BlockTransfer(NamedTuple):
-    """One block between device and host; its direction is that of the list that contains it."""
-
-    device: BlockId
-    host: HostBlockId
-
-
 class Slot(Enum):
     FREE = "free"
-    STORING = "storing"  # a step writes it
-    FILLING = "filling"  # a store writes it
+    STORING = "storing"  # being written by a step
+    FILLING = "filling"  # being filled by a store
     READY = "ready"
-
-
-class _Load(NamedTuple):
-    slot: HostBlockId
-    seq_id: SequenceId
-    returns: bool  # to a sequence that claimed it
 
 
 @dataclass(slots=True)
@@ -65,24 +52,26 @@ class HostCounters:
     filled: int = 0  # from a store
     loaded: int = 0  # to the device
     evicted: int = 0
-    refused: int = 0  # no slot was free, and none evictable
-    lost: int = 0  # their step failed
+    refused: int = 0  # no slot was free or evictable
+    lost: int = 0  # the step failed
 
 
 class HostMemory:
-    """Slots for blocks in host memory, and the index of those that are found by their key. O(1) an operation.
+    """Slots for blocks in host memory, and an index by key of those that are there or coming. O(1) per operation.
 
-    Slots are used from the first on, so that neither memory nor an audit grows with those that never were.
+    Slots are used in ascending order, so that memory and audits do not grow with slots that were never used.
 
     Args:
-        num_slots: may be 0: a host without room.
-        num_swap_slots: of these, as many as preempted sequences may claim at once. With no more than these, no prefix
-            is kept but for who claims it.
-        eviction: the order in which slots of prefixes are given up.
+        num_slots: number of slots; 0 disables host memory.
+        num_swap_slots: how many of them preempted sequences may claim at once. If it is all of them, prefixes are kept
+            only while a sequence claims them.
+        eviction: policy that chooses which prefix to evict.
 
     Attributes:
-        claims: what preempted sequences claim of it.
-        on_ready: told of each slot with a prefix that a step has just filled, with its label.
+        claims: the claims of preempted sequences on slots.
+        on_ready: called with each slot that a step has just filled with a prefix, and its label.
+        holders: each returns the slots that it holds, once for each time; audits compare them with the holds.
+        writers: each returns the slots that it has reserved and not yet made ready, for audits.
     """
 
     def __init__(self, num_slots: int, num_swap_slots: int, block_size: int, eviction: EvictionPolicy) -> None:
@@ -92,39 +81,35 @@ class HostMemory:
         self.claims = HostClaims(num_swap_slots)
         self.counters = HostCounters()
         self.on_ready: Callable[[HostBlockId, Label], None] = lambda slot, label: None
+        self.holders: list[Callable[[], Iterable[HostBlockId]]] = []
+        self.writers: dict[Slot, Callable[[], Iterable[HostBlockId]]] = {}
         self._keeps_prefixes = num_slots > num_swap_slots
         self._width = block_size * TOKEN_BYTES
         self._eviction = eviction
         self._index = KeyIndex()
-        self._free: list[HostBlockId] = []  # of those that were ever used
-        # By slot, as far as ever used.
+        self._free: list[HostBlockId] = []  # among slots that were ever used
+        # By slot, for slots that were ever used.
         self._states: list[Slot] = []
         self._tenants: list[str] = []
         self._origins: list[str] = []
         self._tokens = bytearray()
-        self._holds = array("i")  # claims included
-        # Of slots that are being written: what they will be found by, if by anything.
+        self._holds = array("i")  # including claims
+        # By slot that is being written: the label by which it will be found, if any. Its key is in the index.
         self._labels: dict[HostBlockId, Label | None] = {}
-        self._coming: dict[bytes, HostBlockId] = {}
-        self._chosen: set[HostBlockId] = set()  # stored whether or not anybody claims them
-        self._out: dict[HostBlockId, BlockId] = {}
-        self._in: dict[BlockId, _Load] = {}
-        self._out_flying: list[HostBlockId] = []
-        self._in_flying: list[HostBlockId] = []
 
     @staticmethod
     def bookkeeping_bytes(block_size: int) -> int:
-        """Of one slot, the device's block that may go there included."""
+        """Return the bookkeeping bytes of one slot, including those for the device's block that may go there."""
         return 4 * KeyIndex.BYTES_PER_ID + 8 * DIGEST_BYTES + TOKEN_BYTES * block_size + 4 * GhostList.BYTES_EACH
 
     @property
     def num_swap_slots(self) -> int:
-        """Slots that preempted sequences may claim at once."""
+        """The number of slots that preempted sequences may claim at once."""
         return self.claims.most
 
     @property
     def num_prefix_slots(self) -> int:
-        """Slots that are left for prefixes, however much is claimed."""
+        """The number of slots left for prefixes even if all swap slots are claimed."""
         return self.num_slots - self.num_swap_slots
 
     @property
@@ -133,25 +118,26 @@ class HostMemory:
 
     @property
     def num_takeable(self) -> int:
-        """Slots that are free, or can be evicted."""
+        """The number of slots that are free or evictable."""
         return self.num_free + len(self._eviction)
 
     @property
     def num_ready(self) -> int:
-        """Slots that are found by their key."""
-        return len(self._index)
+        """The number of ready slots that can be found by key."""
+        return len(self._index) - sum(label is not None for label in self._labels.values())
 
     @property
     def num_held(self) -> int:
-        """Holds on slots that are no claims; none where nothing waits and no step or store is under way."""
+        """The number of holds other than claims; 0 if no request waits and no transfer is in progress."""
         return sum(self._holds) - self.claims.total()
 
     @property
-    def has_transfers(self) -> bool:
-        return bool(self._out or self._in)
+    def being_written(self) -> KeysView[HostBlockId]:
+        """Slots that a step or a store writes."""
+        return self._labels.keys()
 
     def by_tenant(self) -> dict[str, int]:
-        """Slots in use, by the tenant that they count for. O(slots)."""
+        """Return the number of slots in use by tenant. O(slots)."""
         return Counter(
             tenant for tenant, state in zip(self._tenants, self._states, strict=True) if state is not Slot.FREE
         )
@@ -159,31 +145,42 @@ class HostMemory:
     # Looking up and holding
 
     def find(self, label: Label) -> HostBlockId | None:
-        """The ready slot with these tokens after this prefix."""
+        """Return the ready slot with this label's key and tokens, if any."""
         slot = self._index.get(label.key)
-        if slot is None or self._tokens[slot * self._width : (slot + 1) * self._width] != label.tokens:
+        if slot is None or self._states[slot] is not Slot.READY:
             return None
-        return HostBlockId(slot)
+        same = self._tokens[slot * self._width : (slot + 1) * self._width] == label.tokens
+        return HostBlockId(slot) if same else None
 
-    def has(self, key: bytes) -> bool:
-        """Whether some slot is ready with it."""
-        return self._index.get(key) is not None
+    def where(self, key: bytes) -> tuple[HostBlockId, Slot] | None:
+        """Return the slot that has this key or is being written with it, and its state."""
+        slot = self._index.get(key)
+        return None if slot is None else (HostBlockId(slot), self._states[slot])
 
-    def is_coming(self, key: bytes) -> bool:
-        """Whether some slot is being written with it."""
-        return key in self._coming
-
-    def is_filling(self, key: bytes) -> bool:
-        """Whether a store is writing it to some slot."""
-        slot = self._coming.get(key)
-        return slot is not None and self._states[slot] is Slot.FILLING
+    def state(self, key: bytes) -> Slot | None:
+        """Return the state of the slot with this key; None if there is none."""
+        slot = self._index.get(key)
+        return None if slot is None else self._states[slot]
 
     def origin(self, slot: HostBlockId) -> str:
-        """Which tier a slot's bytes came from; once they were used they are the host's."""
+        """Return the tier that a slot's bytes came from; after their first use it is the host."""
         return self._origins[slot]
 
+    def is_held(self, slot: HostBlockId) -> bool:
+        return self._holds[slot] > 0
+
+    def renew(self, slot: HostBlockId) -> None:
+        """Let a slot be evicted as late as if it had been used just now."""
+        if BlockId(slot + 1) in self._eviction:
+            self._eviction.remove(BlockId(slot + 1))
+            self._eviction.add(BlockId(slot + 1))
+
+    def note_hit(self, slot: HostBlockId) -> None:
+        """Note that a prefix in a slot, which is held, is used again."""
+        self._eviction.hit([BlockId(slot + 1)], 0)
+
     def hold(self, slot: HostBlockId) -> None:
-        """Keep a slot from being evicted, until `release`."""
+        """Protect a slot from eviction until `release`."""
         if self._holds[slot] == 0 and self._states[slot] is Slot.READY:
             self._eviction.remove(BlockId(slot + 1))
         self._holds[slot] += 1
@@ -194,84 +191,29 @@ class HostMemory:
         self._holds[slot] -= 1
         self._settle(slot)
 
-    # From the device, for whoever finds it
+    # Writing
 
-    def store_prefix(self, block_id: BlockId, label: Label, tenant: str) -> None:
-        """With the next step, copy a block of the device; it is as it is now until then."""
-        if (known := self._index.get(label.key)) is not None:
-            if BlockId(known + 1) in self._eviction:  # as if it had been used just now
-                self._eviction.remove(BlockId(known + 1))
-                self._eviction.add(BlockId(known + 1))
-            return
-        if (coming := self._coming.get(label.key)) is not None:
-            if self._states[coming] is Slot.STORING:
-                self._chosen.add(coming)
-            return
-        slot = self._take(Slot.STORING, label, tenant)
-        if slot is None:
-            self.counters.refused += 1
-            return
-        self._out[slot] = block_id
-        self._chosen.add(slot)
-
-    # For preempted sequences
-
-    def can_claim(self, count: int, num_held: int = 0) -> bool:
-        """Whether so many slots can be claimed, of which `num_held` are held already."""
-        return self.claims.may_add(count) and count - num_held <= self.num_takeable
-
-    def store_claimed(self, block_id: BlockId, label: Label | None, tenant: str) -> HostBlockId | None:
-        """The slot of a block of the device that a sequence claims, which is copied there if it is not there yet.
+    def reserve(self, label: Label | None, tenant: str, state: Slot = Slot.FILLING) -> HostBlockId | None:
+        """Reserve a slot that a store or a step will write; None if no slot is free or evictable.
 
         Args:
-            label: what it may be found by; None: by nobody.
-
-        Returns:
-            None where none can be claimed.
+            label: label by which others may find it; None if they must not. If another slot has its key, they find
+                that one.
+            state: `Slot.FILLING` if a store will write it, `Slot.STORING` if a step will.
         """
-        if label is not None:
-            known = self.find(label)
-            coming = self._coming.get(label.key)
-            if known is None and coming is not None and self._states[coming] is Slot.STORING:
-                known = coming
-            if known is not None:
-                if not self.claims[known] and not self.claims.may_add(1):
-                    return None
-                self.claim(known)
-                return known
-            if coming is not None or self.has(label.key):
-                label = None
-        if not self.can_claim(1):
-            return None
-        slot = self._take(Slot.STORING, label, tenant)
-        assert slot is not None
-        self._out[slot] = block_id
-        self.claim(slot)
-        return slot
-
-    def claim(self, slot: HostBlockId) -> None:
-        """Keep a slot for a preempted sequence until `unclaim`; within what may be claimed (`can_claim`)."""
-        self.hold(slot)
-        self.claims.add(slot, planned=slot in self._out)
-
-    def unclaim(self, slot: HostBlockId) -> None:
-        self.claims.remove(slot)
-        self.release(slot)
-
-    # From stores below
-
-    def reserve(self, label: Label, tenant: str) -> HostBlockId | None:
-        """A slot for bytes that a store is to fill in; None where none is free or evictable."""
-        slot = self._take(Slot.FILLING, label, tenant)
+        slot = self._take(state, label, tenant)
         self.counters.refused += slot is None
         return slot
 
     def filled(self, slot: HostBlockId, origin: str, *, hold: bool) -> bool:
-        """All bytes of a reserved slot are there, and proven to be its label's; held at once where wanted.
+        """Make a reserved slot ready, once all its bytes have arrived and match its label.
+
+        Args:
+            origin: the tier that the bytes came from.
+            hold: whether to hold the slot at once.
 
         Returns:
-            False where nobody would find it: another slot was filled with the same meanwhile, or all were to be
-            forgotten. It is free then.
+            False if the slot was freed instead, because nobody could find it: `clear` was called, or its key taken.
         """
         if self._become_ready(slot) is None:
             return False
@@ -282,96 +224,59 @@ class HostMemory:
         return True
 
     def give_back(self, slot: HostBlockId) -> None:
-        """A reserved slot was not filled, and nobody writes to it any more."""
+        """Free a reserved slot that was not written and is no longer being written."""
         self._free_slot(slot)
 
-    # With steps
-
-    def plan_load(self, slot: HostBlockId, block_id: BlockId, seq_id: SequenceId, *, returns: bool = False) -> None:
-        """With the next step a slot's bytes go to a block that the sequence has just been given.
+    def stored(self, slot: HostBlockId, *, as_prefix: bool) -> None:
+        """Note that the step that writes a slot is done.
 
         Args:
-            returns: the sequence claims the slot.
+            as_prefix: whether it was stored as a prefix, and not only for its claimants.
         """
-        self.hold(slot)
-        if not returns:
-            self._eviction.hit([BlockId(slot + 1)], 0)
-        else:
-            self.claims.plan_return(slot)
-        self._in[block_id] = _Load(slot, seq_id, returns)
+        label = self._become_ready(slot)
+        if label is not None and as_prefix:
+            self.counters.stored += 1
+            self.on_ready(slot, label)
 
-    def source_of(self, block_id: BlockId) -> HostBlockId | None:
-        """The slot whose bytes go to that block with the next step."""
-        load = self._in.get(block_id)
-        return None if load is None else load.slot
+    def store_failed(self, slot: HostBlockId, *, as_prefix: bool) -> None:
+        """Note that the step that writes a slot has failed: its contents are undefined, so forget its key."""
+        self.counters.lost += as_prefix
+        self._unname(slot)
+        self._become_ready(slot)
 
-    def cancel_loads(self, seq_id: SequenceId) -> None:
-        """A sequence gives up its blocks; what no step has taken yet will not happen."""
-        for block_id in [block for block, load in self._in.items() if load.seq_id == seq_id]:
-            load = self._in.pop(block_id)
-            if load.returns:
-                self.claims.cancel_return(load.slot)
-            self.release(load.slot)
-
-    def take_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
-        """The next step's stores and loads, in flight until `complete` or `fail`."""
-        stores = [BlockTransfer(block, slot) for slot, block in self._out.items()]
-        loads = [BlockTransfer(block, load.slot) for block, load in self._in.items()]
-        self.claims.moved(self._out, (slot for _, slot in loads))
-        self.counters.loaded += sum(not load.returns for load in self._in.values())
-        self._out_flying.extend(self._out)
-        self._in_flying.extend(slot for _, slot in loads)
-        self._out.clear()
-        self._in.clear()
-        return stores, loads
-
-    def complete(self) -> None:
-        """The step is done, and all it moved has arrived."""
-        if not (self._out_flying or self._in_flying):
-            return
-        flying, self._out_flying = self._out_flying, []
-        for slot in flying:
-            chosen = slot in self._chosen
-            label = self._become_ready(slot)
-            if label is not None and chosen:
-                self.counters.stored += 1
-                self.on_ready(slot, label)
-        self._land()
-
-    def fail(self) -> None:
-        """The step failed: what it was to store may be anything, so nobody finds it any more.
-
-        What a sequence claims is left to that: whoever lets it go on knows that the step moved its blocks.
-        """
-        flying, self._out_flying = self._out_flying, []
-        for slot in flying:
-            self.counters.lost += slot in self._chosen
-            self._unname(slot)
-            self._become_ready(slot)
-        self._land()
+    def loaded(self, slot: HostBlockId) -> None:
+        """Note that the step that copied a slot to the device is over, and end its hold."""
+        self._origins[slot] = "host"
+        self.release(slot)
 
     def clear(self) -> None:
-        """Let nobody find any prefix that is here now, or on its way."""
+        """Forget all prefixes, including those being written."""
         for entry in list(self._eviction):
             self._eviction.remove(entry)
             self._index.remove(entry - 1)
             self._free_slot(HostBlockId(entry - 1))
-        for slot in list(self._index):
-            self._index.remove(slot)
         for slot in list(self._labels):
             self._unname(slot)
-            if slot in self._out:
-                self._settle(slot)
+        for entry_id in list(self._index):
+            self._index.remove(entry_id)
 
     def check(self) -> Findings:
-        """Every slot is in exactly one state, and evictable exactly where it is ready and nobody holds it. O(slots)."""
+        """Check every slot, the index, and that somebody answers for each hold and each unfinished slot. O(slots).
+
+        Every slot is in exactly one state, and evictable if and only if ready and not held.
+        """
         num_used = len(self._states)
         free = bytearray(num_used)
         for slot in self._free:
             if free[slot]:
                 yield f"slot {slot} of host memory stands twice in its free list"
             free[slot] = 1
-        writing = self._labels.keys()
+        writing = self.being_written
+        held = Counter[int]()
+        for held_slots in in_slices(chain.from_iterable(holder() for holder in self.holders)):
+            held.update(held_slots)
+            yield None
+        written = {state: set(writer()) for state, writer in self.writers.items()}
         for slots in in_slices(range(num_used)):
             for slot in map(HostBlockId, slots):
                 state, holds = self._states[slot], self._holds[slot]
@@ -384,21 +289,25 @@ class HostMemory:
                     yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
                 if state is Slot.FREE and holds:
                     yield f"slot {slot} of host memory is free and has {holds} holds"
+                claims = self.claims[slot]
+                if self.holders and holds != claims + held[slot]:
+                    yield f"slot {slot} of host memory has {holds} holds: {claims} claims, {held[slot]} known to others"
+                if state in written and slot not in written[state]:
+                    yield f"slot {slot} of host memory is {state.value}, and nobody writes it"
             yield None
-        if stray := (set(self._out) | set(self._out_flying) | self._chosen) - writing:
-            yield f"stores are planned for slots {sorted(stray)}, which nobody writes"
-        named = {label.key: slot for slot, label in self._labels.items() if label is not None}
-        if named != self._coming:
-            yield f"{len(named)} slots of host memory are being written with keys, {len(self._coming)} are coming"
+        for slot, label in self._labels.items():
+            if label is not None and self._index.get(label.key) != slot:
+                yield f"slot {slot} of host memory is being written with a key that the index does not have"
+        for slots in in_slices(self._index):
+            for slot in map(HostBlockId, slots):
+                if self._states[slot] is Slot.FREE or (slot in writing and self._labels[slot] is None):
+                    yield f"slot {slot} of host memory is {self._states[slot].value} without a label, and has a key"
+            yield None
         yield from self.claims.check(self._holds)
         yield from self._index.check()
 
-    def __iter__(self) -> Iterator[HostBlockId]:
-        """Every slot that is found by its key."""
-        return map(HostBlockId, self._index)
-
     def _take(self, state: Slot, label: Label | None, tenant: str) -> HostBlockId | None:
-        """A slot that nobody uses or holds, to be written."""
+        """Take a free or evictable slot for writing; None if there is none."""
         if self._free:
             slot = self._free.pop()
         elif len(self._states) < self.num_slots:
@@ -417,45 +326,33 @@ class HostMemory:
             return None
         self._states[slot] = state
         self._tenants[slot] = tenant
+        if label is not None and not self._index.put_new(label.key, slot):
+            label = None
         self._labels[slot] = label
-        if label is not None:
-            self._coming[label.key] = slot
         return slot
 
     def _unname(self, slot: HostBlockId) -> None:
-        """Nobody shall find what is being written to a slot."""
-        label = self._labels[slot]
-        if label is not None:
-            del self._coming[label.key]
+        """Forget the key of a slot that is being written."""
+        if self._labels[slot] is not None:
+            self._index.remove(slot)
             self._labels[slot] = None
-        self._chosen.discard(slot)
 
     def _become_ready(self, slot: HostBlockId) -> Label | None:
-        """A slot has been written; returns its label where it is found by that from now on."""
-        label = self._labels[slot]
-        self._unname(slot)
-        del self._labels[slot]
+        """Make a written slot ready; returns its label if it can be found by it from now on."""
+        label = self._labels.pop(slot)
         self._states[slot] = Slot.READY
         self._origins[slot] = "host"
-        if label is not None and self.has(label.key):
-            label = None
         if label is not None:
-            self._index.put(label.key, slot)
             self._tokens[slot * self._width : (slot + 1) * self._width] = label.tokens
             self._eviction.publish(BlockId(slot + 1), 0, 0, label.key)
         self._settle(slot)
         return label if self._states[slot] is Slot.READY else None
 
     def _settle(self, slot: HostBlockId) -> None:
-        """A slot that nobody holds any more can be evicted where it is found by its key; else it is free."""
-        if self._holds[slot]:
+        """Make a ready slot that is no longer held evictable if it can be found by its key; otherwise free it."""
+        if self._holds[slot] or self._states[slot] is not Slot.READY:
             return
-        if self._states[slot] is not Slot.READY:
-            if slot in self._out and slot not in self._chosen:
-                # Only its claimants wanted it, and no step has taken it.
-                del self._out[slot]
-                self._free_slot(slot)
-        elif self._index.get(self._index.key(slot)) != slot:
+        if self._index.get(self._index.key(slot)) != slot:
             self._free_slot(slot)
         elif self._keeps_prefixes:
             self._eviction.add(BlockId(slot + 1))
@@ -469,9 +366,3 @@ class HostMemory:
             del self._labels[slot]
         self._states[slot] = Slot.FREE
         self._free.append(slot)
-
-    def _land(self) -> None:
-        landed, self._in_flying = self._in_flying, []
-        for slot in landed:
-            self._origins[slot] = "host"
-            self.release(slot)

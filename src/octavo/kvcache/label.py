@@ -1,4 +1,4 @@
-"""What a block outside the device must prove to be: in host memory, in a file, in a store that others write to."""
+"""The identity against which a block outside the device (in host memory, a file or a shared store) is verified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Label(NamedTuple):
     """The identity of a full block.
 
     Attributes:
-        key: of the prefix that it ends; stands for the model, its weights, dtype, block size and tenant too.
+        key: key of the prefix that it ends, which also covers the model, its weights, dtype, block size and tenant.
         parent: the key of the prefix before it.
         tokens: its own packed token ids.
     """
@@ -22,5 +22,5 @@ class Label(NamedTuple):
 
 
 def label_of(group: int, chain: TokenChain, index: int) -> Label:
-    """What full block `index` of a chain must prove to be, in a group."""
+    """Return the label of full block `index` of a chain, in a group."""
     return Label(group_key(group, chain.key(index + 1)), chain.key(index), chain.tokens(index, index + 1))

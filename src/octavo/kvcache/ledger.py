@@ -1,8 +1,8 @@
 """The ledger: which tenant holds which bytes, and why the prefix cache missed.
 
-The pool counts and the prefix cache finds; neither knows whose a block is or what became of one that is gone. The
-ledger notes that when a block is published or evicted, and is asked once per request and by `/debug/kv`. What it
-remembers is bounded by the pool, and lies in arrays by block id: one note a published block, and the latest evictions.
+The pool counts blocks and the prefix cache finds them, but neither knows whose a block is or what became of an evicted
+one. The ledger records that when a block is published or evicted, and is queried once per request and by `/debug/kv`.
+Its memory is bounded by the pool: arrays by block id with one entry per published block, and the latest evictions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from typing import NamedTuple
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
-from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain
+from octavo.kvcache.block import NULL_BLOCK, BlockHash, BlockId, BlockState, BlockTable
+from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain, child_hash
 from octavo.kvcache.host_memory import HostBlockId
-from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.key_index import PREFIX_BYTES, KeyIndex
 from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
-# Evictions are remembered for as many blocks as the pool has, and at most for so many.
+# Evictions are remembered for as many blocks as the pool has, but at most for this many.
 MAX_EVICTIONS = 65_536
+
+# The first block is remembered for one prompt per eight blocks of the pool, but at least for 64 prompts.
+_FEWEST_FIRSTS = 64
+_BLOCKS_PER_FIRST = 8
 
 
 class _Source(NamedTuple):
-    """Who computed a published block; one object for all blocks of a request's step."""
+    """The request that computed a published block; one object is shared by all blocks of a request's step."""
 
     tenant: str
     scope: str
@@ -42,40 +46,77 @@ class _Eviction(NamedTuple):
     tenant: str
 
 
-class _Evictions:
-    """The latest evictions by key: a ring buffer in flat memory."""
-
-    BYTES_EACH = KeyIndex.BYTES_PER_ID + 8 + 8
+class _LatestKeys:
+    """The latest keys, each with a place in a ring, in flat memory. Keys with the same prefix count as one."""
 
     def __init__(self, capacity: int) -> None:
-        self.index = KeyIndex(capacity)
-        self._at = array("d", bytes(8 * capacity))
-        self._tenants = [""] * capacity
+        self.index = KeyIndex(capacity, PREFIX_BYTES)
+        self._capacity = capacity
         self._next = 0
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def add(self, key: bytes, at: float, tenant: str) -> None:
+    def add(self, key: bytes) -> int:
+        """Add a key as the newest, in place of the oldest; returns its place."""
         index, place = self.index, self._next
         if (known := index.get(key)) is not None:
             index.remove(known)
         if index.get(index.key(place)) == place:
             index.remove(place)
         index.put(key, place)
+        self._next = (place + 1) % self._capacity
+        return place
+
+
+class _Evictions:
+    """The latest evictions by key."""
+
+    def __init__(self, capacity: int) -> None:
+        self._keys = _LatestKeys(capacity)
+        self._at = array("d", bytes(8 * capacity))
+        self._tenants = [""] * capacity
+
+    def __len__(self) -> int:
+        return len(self._keys.index)
+
+    def add(self, key: bytes, at: float, tenant: str) -> None:
+        place = self._keys.add(key)
         self._at[place], self._tenants[place] = at, tenant
-        self._next = (place + 1) % len(self._tenants)
 
     def get(self, key: bytes) -> _Eviction | None:
-        place = self.index.get(key)
+        place = self._keys.index.get(key)
         return None if place is None else _Eviction(self._at[place], self._tenants[place])
+
+    def check(self) -> Findings:
+        return self._keys.index.check()
+
+
+class _FirstBlocks:
+    """The first blocks of the latest prompts, by tokens regardless of scope, and the requests that computed them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._keys = _LatestKeys(capacity)
+        self._blocks = array("i", bytes(4 * capacity))
+        self._sources: list[_Source | None] = [None] * capacity
+
+    def add(self, key: bytes, block_id: BlockId, source: _Source) -> None:
+        place = self._keys.add(key)
+        self._blocks[place], self._sources[place] = block_id, source
+
+    def get(self, key: bytes, sources: Seq[_Source | None]) -> _Source | None:
+        """Return the source of the block with this key; None if it was evicted since, so that `sources` differs."""
+        if (place := self._keys.index.get(key)) is None:
+            return None
+        source = self._sources[place]
+        return source if sources[self._blocks[place]] is source else None
+
+    def check(self) -> Findings:
+        return self._keys.index.check()
 
 
 @dataclass(slots=True)
 class CacheTotals:
     """Prompt tokens since the start, each counted once, at its request's first admission.
 
-    `queried_tokens` = `cached_tokens` + the sum of `uncached_tokens`, exactly.
+    `queried_tokens` is exactly `cached_tokens` + the sum of `uncached_tokens`.
     """
 
     queried_tokens: int = 0
@@ -98,13 +139,14 @@ class CacheTotals:
 
 @dataclass(frozen=True, slots=True)
 class RequestHolding:
-    """The blocks of one unfinished request, each counted once, whichever of its sequences hold it.
+    """The blocks of one unfinished request, each counted once even if several of its sequences hold it.
 
     Attributes:
-        num_shared: of these, referenced more than once.
-        num_published: of these, in the prefix cache: they will be cached, not free, once they are released.
-        num_pinned: of these, pinned: they will be protected even then.
-        num_swapped: blocks of host memory that its swapped sequences have.
+        num_active: blocks that it holds.
+        num_shared: of these, blocks referenced more than once.
+        num_published: of these, blocks in the prefix cache, which become cached rather than free when released.
+        num_pinned: of these, blocks with a pin, which stay protected when released.
+        num_swapped: blocks of host memory that its swapped sequences hold.
     """
 
     request: Request
@@ -117,13 +159,13 @@ class RequestHolding:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """Every block but the null block, by state and by the tenant accountable for it.
+    """Every block except the null block, by state and by the tenant accountable for it.
 
-    A published block is its first computer's, another the one's who holds it; free blocks are nobody's. So the
-    tenants' blocks and the free ones add up to all.
+    A published block counts for the tenant that computed it, any other active block for the tenant that holds it, and
+    free blocks for none. So the tenants' blocks and the free ones add up to all blocks.
 
     Attributes:
-        swapped: blocks of host memory, by the tenant of the sequence whose keys and values they hold.
+        swapped: number of blocks of host memory, by the tenant of the sequence whose keys and values they hold.
     """
 
     states: Mapping[BlockState, int]
@@ -135,70 +177,63 @@ class Stock:
 class CacheLedger:
     """Records published and evicted blocks; O(1) each.
 
-        by block id    key of the prefix that it ends | key of the one before it | who computed it
+        by block id    key of the prefix before it | the request that computed it
 
     Args:
-        num_blocks: of the pool; bounds what is remembered.
-        tokens_of: the packed token ids of a published block.
-        clock: seconds, never going back.
+        num_blocks: size of the pool, which bounds what is remembered.
+        tokens_of: returns the packed token ids of a published block.
+        clock: a monotonic clock, in seconds.
     """
-
-    # A key, two indices, a reference to the source, and the note of an eviction.
-    BYTES_PER_BLOCK = DIGEST_BYTES + 2 * KeyIndex.BYTES_PER_ID + 8 + _Evictions.BYTES_EACH
 
     def __init__(
         self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.totals: dict[str, CacheTotals] = {}  # by tenant: as many as there are API keys
+        self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
         self._tokens_of = tokens_of
         self._clock = clock
-        self._keys = bytearray(DIGEST_BYTES * num_blocks)
-        self._continued = KeyIndex(num_blocks)  # by what they continue, the latest
-        self._firsts = KeyIndex(num_blocks)  # by tokens, whatever the scope, the latest
+        self._continued = KeyIndex(num_blocks)  # the latest block that continues each prefix
+        self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
         self._sources: list[_Source | None] = [None] * num_blocks
         self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
 
     @property
     def num_evictions(self) -> int:
-        """Evictions that are remembered."""
+        """The number of remembered evictions."""
         return len(self._evictions)
 
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
-        """A request has computed full blocks of the chain, each given with its index, and all are cached now."""
+        """Record full blocks of the chain, each with its index, that a request has computed and published."""
         source = _Source(request.tenant, request.cache_scope, request.request_id)
-        keys, sources, continued = self._keys, self._sources, self._continued
+        sources, continued = self._sources, self._continued
         for block_id, index in blocks:
-            at = block_id * DIGEST_BYTES
-            keys[at : at + DIGEST_BYTES] = chain.key(index + 1)
             sources[block_id] = source
             continued.put(chain.key(index), block_id)
             if index == 0:
-                self._firsts.put(_first_key(chain), block_id)
+                self._firsts.add(_first_key(chain), block_id, source)
 
     def owner(self, block_id: BlockId) -> str | None:
-        """The request that computed a published block; None where it is not published."""
+        """Return the id of the request that computed a published block; None if it is not published."""
         source = self._sources[block_id] if self._sources else None
         return None if source is None else source.request_id
 
     def owners(self) -> Iterator[tuple[BlockId, str]]:
-        """Every published block, and the tenant that computed it. O(blocks)."""
+        """Yield every published block and the tenant that computed it. O(blocks)."""
         return (
             (BlockId(block_id), source.tenant) for block_id, source in enumerate(self._sources) if source is not None
         )
 
     def evicted(self, block_id: BlockId) -> None:
-        """Record the eviction of a cached block."""
+        """Record the eviction of a cached block, while its tokens are still known."""
         source = self._sources[block_id]
         assert source is not None  # the pool evicts nothing that was not published
         self._sources[block_id] = None
-        for index in (self._continued, self._firsts):
-            if index.get(index.key(block_id)) == block_id:
-                index.remove(block_id)
-        at = block_id * DIGEST_BYTES
-        self._evictions.add(bytes(self._keys[at : at + DIGEST_BYTES]), self._clock(), source.tenant)
+        parent = BlockHash(self._continued.key(block_id))
+        if self._continued.get(parent) == block_id:
+            self._continued.remove(block_id)
+        self._evictions.add(child_hash(parent, self._tokens_of(block_id)), self._clock(), source.tenant)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
-        """Why a prompt's cached prefix ends after that many blocks."""
+        """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
         size, length = chain.block_size, len(request.prompt_token_ids)
         limit = (length - 1) // size
 
@@ -218,13 +253,13 @@ class CacheLedger:
         if block_id is not None:
             common = _common_tokens(self._tokens_of(BlockId(block_id)), chain.tokens(cached_blocks, cached_blocks + 1))
         if rival is None or common + cached_blocks == 0:
-            # Last, so that other scopes never change what is told of this one: it is cold there.
-            twin = self._source(self._firsts.get(_first_key(chain))) if cached_blocks == 0 else None
+            # Checked last, so that other scopes only ever affect a report that would otherwise be "cold".
+            twin = self._firsts.get(_first_key(chain), self._sources) if cached_blocks == 0 else None
             if twin is not None and twin.scope != request.cache_scope:
                 return report(CacheOutcome.SALT, twin.tenant)
             return report(CacheOutcome.COLD)
         if common == size:
-            # One group still has it: another group's was evicted, longer ago than is remembered.
+            # One group still has the block; another group's was evicted longer ago than is remembered.
             return report(CacheOutcome.EVICTED, rival.tenant)
         at = cached_blocks * size + common
         diverged = report(CacheOutcome.DIVERGED, rival.tenant)
@@ -243,11 +278,11 @@ class CacheLedger:
         pool: BlockPool,
         sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]],
     ) -> Stock:
-        """Every block by state and tenant. O(blocks).
+        """Count every block by state and tenant. O(blocks).
 
         Args:
-            sequences: of each that holds blocks its request, its tables, and its blocks of host memory. A host block
-                that several have counts for the first of them.
+            sequences: request, tables and blocks of host memory of each sequence that holds blocks. A host block held
+                by several counts for the first of them.
         """
         held: dict[RequestId, tuple[Request, set[BlockId]]] = {}
         holders: dict[BlockId, str] = {}
@@ -278,21 +313,20 @@ class CacheLedger:
         return Stock(states, tenants, holdings, swapped)
 
     def check(self, pool: BlockPool) -> Findings:
-        """The ledger's own invariants. O(blocks)."""
+        """Check the ledger's own invariants. O(blocks)."""
         for batch in in_slices(range(pool.num_blocks)):
             for i in batch:
                 noted = bool(self._sources) and self._sources[i] is not None
                 if pool.is_published(BlockId(i)) != noted:
                     yield f"block {i} is either published or noted, not both"
             yield None
-        for name, index in (("continued", self._continued), ("first", self._firsts)):
-            for ids in in_slices(index):
-                for i in ids:
-                    if self._sources[i] is None:
-                        yield f"a {name} block is remembered that is not published: {i}"
-                yield None
+        for ids in in_slices(self._continued):
+            for i in ids:
+                if self._sources[i] is None:
+                    yield f"a block that continues another is remembered, but not published: {i}"
+            yield None
+        for index in (self._continued, self._firsts, self._evictions):
             yield from index.check()
-        yield from self._evictions.index.check()
         for tenant, totals in self.totals.items():
             if totals.queried_tokens != totals.cached_tokens + totals.uncached_tokens.total():
                 yield f"tenant {tenant!r}: cached and uncached tokens do not add up to those queried"
@@ -302,7 +336,7 @@ class CacheLedger:
 
 
 class NullLedger(CacheLedger):
-    """Records nothing: every prompt is cold as far as it is not cached. A fifth of what a simulation takes."""
+    """Records nothing and reports every miss as cold. Saves a fifth of a simulation's time."""
 
     def __init__(
         self, num_blocks: int, tokens_of: Callable[[BlockId], bytes], clock: Callable[[], float] = time.monotonic
@@ -322,16 +356,16 @@ class NullLedger(CacheLedger):
     def stock(
         self, pool: BlockPool, sequences: Iterable[tuple[Request, list[BlockTable], Iterable[HostBlockId]]]
     ) -> Stock:
-        """Raises: cached blocks are nobody's here."""
+        """Raise `CacheError`, because no owners are recorded."""
         raise CacheError("this cache was made without a ledger (explains=False): nobody knows whose its blocks are")
 
     def check(self, pool: BlockPool) -> Findings:
-        """Nothing is recorded, so nothing can be wrong."""
+        """Find nothing, because nothing is recorded."""
         yield None
 
 
 def _first_key(chain: TokenChain) -> bytes:
-    """Stands for the tokens of the first full block, whatever the scope."""
+    """Return a key for the tokens of the first full block, regardless of scope."""
     return blake2b(chain.tokens(0, 1), digest_size=DIGEST_BYTES).digest()
 
 
@@ -347,7 +381,7 @@ def _holding(pool: BlockPool, request: Request, blocks: set[BlockId], num_swappe
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """How many packed tokens two blocks have in common from their beginning."""
+    """Return how many leading tokens two blocks have in common."""
     if a == b:
         return len(a) // TOKEN_BYTES
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) // TOKEN_BYTES

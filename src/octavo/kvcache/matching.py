@@ -1,4 +1,4 @@
-"""Finding the longest cached prefix of a sequence, over groups of layers that keep different tokens."""
+"""Finds the longest cached prefix of a sequence, across groups of layers that keep different tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PrefixHit:
     """Blocks that hold the beginning of a sequence.
 
     Attributes:
-        num_tokens: covered by the hit, at most num_tokens - 1 of the sequence; a multiple of the block size, except
-            where a preempted sequence finds what it left.
-        tables: per group the blocks, null where they lie outside the group's window, or in `loads`.
-        loads: blocks that are not on the device: group, index in its table, and where they are.
+        num_tokens: number of tokens covered, at most all but the last of the sequence; a multiple of the block size,
+            unless a preempted sequence finds what it left.
+        tables: blocks per group; null if outside the group's window, or in `loads`.
+        loads: blocks that are not on the device: group, index in its table, and slot of host memory.
     """
 
     num_tokens: int
@@ -32,9 +32,9 @@ class PrefixHit:
 
 
 class TieredIndex:
-    """The device's prefix cache continued by host memory. A block there has a negative id, -1 minus its number.
+    """The device's prefix cache continued by host memory, with the methods that a `PrefixMatcher` needs.
 
-    Only what a `PrefixMatcher` asks for.
+    A block in host memory has a negative id, -1 minus its slot.
     """
 
     def __init__(self, prefix_cache: PrefixCache[Any], host: HostMemory) -> None:
@@ -56,7 +56,7 @@ class TieredIndex:
 
 
 def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
-    """A hit of tables that a `TieredIndex` filled."""
+    """Return the hit for tables from a `TieredIndex`, whose negative ids become loads."""
     loads: list[tuple[int, int, HostBlockId]] = []
     for group, table in enumerate(tables):
         for index in np.flatnonzero(as_array(table) < 0).tolist():
@@ -66,13 +66,13 @@ def split_tiers(tables: tuple[BlockTable, ...], block_size: int) -> PrefixHit:
 
 
 class PrefixMatcher:
-    """Asks the prefix cache what all groups have of a chain.
+    """Finds the longest prefix of a chain that all groups have cached.
 
     A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
-    those inside the window otherwise.
+    otherwise those inside the window.
 
     Args:
-        windows: per group its sliding window, None for full attention.
+        windows: sliding window per group, None for full attention.
     """
 
     def __init__(self, prefix_cache: PrefixCache[Any] | TieredIndex, block_size: int, windows: Seq[int | None]) -> None:
@@ -81,7 +81,7 @@ class PrefixMatcher:
         self._windows = windows
 
     def longest(self, chain: TokenChain, most: int) -> tuple[BlockTable, ...]:
-        """Per group the blocks of the longest cached prefix of at most `most` full blocks, tables of one length."""
+        """Return the blocks of the longest cached prefix of at most `most` full blocks, as tables of equal length."""
         size, hit = self._block_size, most
         tables = [new_table() for _ in self._windows]
         for group, window in enumerate(self._windows):
@@ -102,12 +102,13 @@ class PrefixMatcher:
                     hit, settled = missing, False
                     break
                 tables[group] = new_table([NULL_BLOCK] * first + [block for block in found if block is not None])
-        return tuple(table[:hit] for table in tables)
+        return tuple(table if len(table) == hit else table[:hit] for table in tables)
 
     def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:
-        """Whether a longest prefix that had `length` of at most `most` blocks most probably still has. O(groups).
+        """Whether the longest prefix most probably still has `length` blocks of at most `most`. O(groups).
 
-        It has its last block in every group, and not the next one: a prefix loses its tail before its head.
+        Checks that its last block is cached in every group and the next one is not, because a prefix loses its tail
+        before its head.
         """
         groups, get = range(len(self._windows)), self._prefix_cache.get
         if length and any(get(group, chain, length - 1) is None for group in groups):

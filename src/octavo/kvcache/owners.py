@@ -1,4 +1,4 @@
-"""Which tenant each block in use counts for, where tenants have floors or caps."""
+"""Counts blocks in use by tenant, if tenants have floors or caps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from octavo.kvcache.block import NULL_BLOCK
 
 
 class BlockOwners:
-    """Blocks in use by tenant. A block counts once, for the tenant that took it when nobody held it.
+    """Counts blocks in use by tenant. A block counts once, for the tenant that took it when it was not in use.
 
-    So what several sequences of a tenant share counts once. What tenants of one cache group share counts for one of
-    them, until none holds it.
+    So a block shared by several sequences of a tenant counts once, and a block shared by tenants of one cache group
+    counts for one of them until none holds it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -22,12 +22,12 @@ class BlockOwners:
         self._held: list[int] = []
 
     def held(self, tenant: str) -> int:
-        """Blocks in use that count for a tenant."""
+        """Return the number of blocks in use that count for a tenant."""
         index = self._index.get(tenant)
         return 0 if index is None else self._held[index]
 
     def took(self, blocks: Iterable[int], tenant: str) -> None:
-        """A tenant holds these blocks, which nobody held before."""
+        """Count these blocks, which were not in use, for a tenant."""
         index = self._index.get(tenant)
         if index is None:
             index = self._index[tenant] = len(self._held)
@@ -39,13 +39,13 @@ class BlockOwners:
         self._held[index] += count
 
     def gave_back(self, blocks: Iterable[int]) -> None:
-        """Nobody holds these blocks any more."""
+        """Discount these blocks, which are no longer in use."""
         owner, held = self._owner, self._held
         for block in blocks:
             held[owner[block]] -= 1
 
     def check(self, ref_counts: array[int]) -> Findings:
-        """The counts are those of the blocks in use. O(blocks)."""
+        """Check that the counts match the blocks in use. O(blocks)."""
         found = [0] * len(self._held)
         for blocks in in_slices(range(NULL_BLOCK + 1, len(ref_counts))):
             for block in blocks:

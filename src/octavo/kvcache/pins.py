@@ -1,11 +1,11 @@
-"""Pinned prefixes: cached blocks that a tenant keeps from being evicted, for a time and within a budget.
+"""Pinned prefixes: cached blocks that a tenant protects from eviction, for a time and within a budget.
 
     pin ──> pinned ──ttl over──> expired ┐
               ├────unpin─────────────────┼──> ordinary cached blocks
               └────room is needed────────┘    (`yield_one`: the soonest to expire first)
 
-Pins promise to survive other requests' blocks, not to outlive the server's duty to serve: where a request that fits
-the pool can get its blocks in no other way, they yield.
+Pins protect prefixes from other requests' blocks, but do not take precedence over serving: if a request that fits the
+pool can get its blocks in no other way, they yield.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import BlockId, BlockIds, BlockTable, as_array, no_null, table_of
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockTable, as_array, table_of, where
 from octavo.kvcache.block_counts import BlockCounts
 from octavo.kvcache.hashing import TokenChain, root_hash
 from octavo.kvcache.pool import BlockPool
@@ -35,9 +35,9 @@ class Pin:
     """One tenant's hold on one prefix.
 
     Attributes:
-        pin_id: the same for the same tenant, salt and tokens, so that pinning again renews.
-        blocks: what a request with this prefix would hit, all groups, in order, null blocks left out.
-        expires_at: by the clock of its `PinTable`.
+        pin_id: derived from tenant, salt and tokens, so that pinning the same prefix again renews it.
+        blocks: the blocks that a request with this prefix would hit, in all groups, in order, without null blocks.
+        expires_at: expiry by the clock of its `PinTable`.
     """
 
     pin_id: str
@@ -52,7 +52,7 @@ class Pin:
 class PinCounters:
     """Totals since the start."""
 
-    num_pinned: int = 0  # pins made; renewals not counted
+    num_pinned: int = 0  # pins made, not counting renewals
     num_expired: int = 0
     num_yielded: int = 0
     num_unpinned: int = 0
@@ -61,15 +61,14 @@ class PinCounters:
 class PinTable:
     """The pins over one pool.
 
-    Blocks that several pins hold are counted once against the budget, and once against each of their tenants' share.
-    So a tenant has at most as many pins as its share has blocks, whatever it asks for, and what its share leaves of the
-    budget is there for others.
+    A block held by several pins counts once against the budget, and once against the share of each of their tenants. So
+    a tenant cannot have more pins than its share has blocks, and the rest of the budget is left for others.
 
     Args:
-        budget_blocks: most blocks that are pinned at once.
-        tenant_blocks: most of them that the pins of one tenant hold.
-        find: the blocks, per group, of the longest cached prefix of a chain, of at most so many full blocks.
-        clock: seconds, never going back.
+        budget_blocks: maximum number of blocks pinned at once.
+        tenant_blocks: maximum number of blocks that the pins of one tenant hold.
+        find: returns the blocks, per group, of the longest cached prefix of a chain, up to a number of full blocks.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class PinTable:
         return len(self._pins)
 
     def __iter__(self) -> Iterator[Pin]:
-        """Every pin, the soonest to expire first."""
+        """Iterate over all pins, the soonest to expire first."""
         return iter(sorted(self._pins.values(), key=_expiry))
 
     def pin(
@@ -106,15 +105,16 @@ class PinTable:
         ttl_seconds: float,
         known: Tables | None = None,
     ) -> Pin | None:
-        """Pin what is cached of a chain's first `length` full blocks, as far as the tenant's share and the budget go.
+        """Pin the cached part of a chain's first `length` full blocks, as far as the tenant's share and the budget
+        allow.
 
-        The same prefix again renews its pin.
+        Pinning the same prefix again renews its pin.
 
         Args:
-            known: the blocks, where somebody knows them, each in its place whatever the prefix's length.
+            known: the blocks per group if the caller knows them; shorter prefixes must be prefixes of these tables.
 
         Returns:
-            The pin, which may cover less than the chain; None where not even a first block could be pinned.
+            The pin, which may cover less than `length` blocks; None if not even the first block could be pinned.
         """
         if not ttl_seconds > 0:
             raise CacheError(f"a pin's time to live must be positive, got {ttl_seconds} seconds")
@@ -151,7 +151,7 @@ class PinTable:
         return True
 
     def expire(self) -> int:
-        """Remove expired pins; returns how many. Costs one look at the clock if there are none."""
+        """Remove expired pins and return their number; if there are none, this only reads the clock."""
         if not self._pins or (now := self.clock()) < self._next_expiry:
             return 0
         over = [pin for pin in self._pins.values() if pin.expires_at <= now]
@@ -173,11 +173,11 @@ class PinTable:
         return True
 
     def num_blocks_of(self, tenant: str) -> int:
-        """Blocks that the pins of a tenant hold."""
+        """Return the number of blocks that the pins of a tenant hold."""
         return len(self._held.get(tenant, ()))
 
     def check(self) -> Findings:
-        """The pins' own invariants. O(pinned blocks)."""
+        """Check the pins' own invariants. O(pinned blocks)."""
         held: dict[str, Counter[BlockId]] = {}
         pinned: Counter[BlockId] = Counter()
         for pin in self._pins.values():
@@ -200,9 +200,9 @@ class PinTable:
                 yield f"tenant {tenant!r} pins {len(blocks)} blocks, over its share of {self.tenant_blocks}"
 
     def _affordable(self, chain: TokenChain, length: int, tenant: str, known: Tables | None) -> tuple[int, BlockTable]:
-        """The longest prefix of the chain that is cached and can be paid for: its full blocks, and what holds them.
+        """Return the length of the longest prefix that is cached and within the limits, and the blocks that hold it.
 
-        Under a sliding window a shorter prefix needs other blocks, so each length is looked up anew.
+        Under a sliding window a shorter prefix needs other blocks, so each length is looked up again.
         """
         num_pinned = self._pool.num_with_pins
         own = self._held.get(tenant) or BlockCounts()
@@ -210,11 +210,12 @@ class PinTable:
         while length > 0:
             tables = self._find(chain, length) if known is None else tuple(table[:length] for table in known)
             length = len(tables[0])
-            blocks = no_null(np.concatenate([as_array(table) for table in tables]))
+            blocks = np.concatenate([as_array(table) for table in tables])
+            blocks = where(blocks != NULL_BLOCK, blocks)
             excess = max(self._pool.num_unpinned(blocks) - room, own.num_missing(blocks) - own_room)
             if excess <= 0:
                 return length, table_of(blocks)
-            # One block shorter frees at most one block of each group.
+            # Shortening the prefix by one block frees at most one block per group.
             length -= -(-excess // len(tables))
         return 0, table_of(np.empty(0, np.int32))
 

@@ -11,36 +11,33 @@ import numpy.typing as npt
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, no_null
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, BlockState, BlockTable, as_array, as_indices, where
 from octavo.kvcache.eviction.base import EvictionPolicy
 from octavo.kvcache.owners import BlockOwners
 
-# From so many blocks on, whole arrays of counts are changed at once.
+# With more blocks than this, counts are updated as whole arrays.
 _MANY = 64
 
 
 class BlockPool:
-    """Reference counts and the two ways to a block: the free stack, then the eviction policy.
+    """Reference counts, and two sources of blocks: the free stack first, then eviction.
 
         allocate ──> active ──release──> free       (holds nothing)
-                       ^   └──release──> cached     (published: a prefix could)
+                       ^   └──release──> cached     (published: a prefix hit could use it)
                        ├────acquire────────┘ └──evict──> allocate
                        │                 pin ↓ ↑ unpin
-                       └────acquire───── pinned     (published, and not to be evicted: the policy does not hold it)
+                       └────acquire───── pinned     (published and protected: the policy does not hold it)
 
-    A pinned block that is referenced is active, and pinned again with its last release.
+    A block with a pin is active while it is referenced, and pinned again after its last release.
 
-    Free blocks are a stack: the one freed last is the one whose memory is still in the processor's cache.
+    Free blocks form a stack, because the memory of the block freed last is most likely still in the processor's cache.
 
     Attributes:
-        owners: whom each block in use counts for, where somebody asks for it (`count_owners`); else None.
-        num_with_pins: blocks with a pin, referenced or not.
-        num_freed: how often a block became available, since the start.
-        num_published_ever: how often a block was published, since the start.
+        owners: counts of blocks in use by tenant, if enabled by `count_owners`; else None.
+        num_with_pins: number of blocks with a pin, referenced or not.
+        num_freed: how often a block became available since the start.
+        num_published_ever: how often a block was published since the start.
     """
-
-    # Its references, its pins, a mark of what is published, and a place in the free stack.
-    BYTES_PER_BLOCK = 4 + 4 + 1 + 4
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
         if num_blocks < 2:
@@ -57,39 +54,39 @@ class BlockPool:
         self._free = array("i", range(num_blocks - 1, 0, -1))
         self._eviction = eviction
         self._on_evict = on_evict
-        # The same memory, for many at once.
+        # Array views of the same memory.
         self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
         self._is_published = np.frombuffer(self._published, np.uint8)
         self._pins_of = np.frombuffer(cast(Any, self._pins), np.int32)
 
     @property
     def published_marks(self) -> npt.NDArray[np.uint8]:
-        """By block, 1 where the prefix cache knows it: to read, not to change."""
+        """By block, 1 if it is in the prefix cache; read-only."""
         return self._is_published
 
     @property
     def pin_counts(self) -> BlockIds:
-        """By block, how many pins it has: to read, not to change."""
+        """By block, its number of pins; read-only."""
         return self._pins_of
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """The number of blocks that hold nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that only a prefix hit could use again."""
+        """The number of unreferenced, unpinned blocks that a prefix hit could use."""
         return len(self._eviction)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can hand out: free ones, and cached ones by eviction."""
+        """The number of blocks that `allocate` can hand out: free ones, and cached ones by eviction."""
         return len(self._free) + len(self._eviction)
 
     @property
     def num_pinned(self) -> int:
-        """Blocks that nobody references and no allocation gets."""
+        """The number of pinned blocks that are not referenced, which `allocate` cannot hand out."""
         return self._num_pinned
 
     @property
@@ -97,7 +94,7 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_available - self._num_pinned
 
     def count_owners(self, held: Iterable[tuple[str, BlockTable]]) -> None:
-        """Count from now on whom each block in use counts for; `held` are all tables, with whose they are."""
+        """Start counting blocks in use by tenant; `held` must be all tables with their tenants."""
         self.owners = owners = BlockOwners(self.num_blocks)
         seen = bytearray(self.num_blocks)
         seen[NULL_BLOCK] = 1
@@ -110,7 +107,7 @@ class BlockPool:
         """Take `count` blocks for a tenant, each with one reference; all or nothing.
 
         Raises:
-            CacheError: fewer are available. Callers ask `num_available` first.
+            CacheError: fewer are available; callers must check `num_available` first.
         """
         if count > self.num_available:
             raise CacheError(f"{count} blocks requested, {self.num_available} available of {self.num_blocks - 1}")
@@ -146,21 +143,21 @@ class BlockPool:
         self.ref_counts[block_id] = count + 1
 
     def acquire_all(self, block_ids: Sequence[BlockId], tenant: str = "") -> None:
-        """Add a tenant's reference to each; null blocks are skipped. No other block may stand in a table twice."""
+        """Add a tenant's reference to each block; null blocks are skipped. Other blocks must be distinct."""
         if len(block_ids) <= _MANY:
             for block_id in block_ids:
                 if block_id != NULL_BLOCK:
                     self.acquire(block_id, tenant)
             return
-        # `take` and whole arrays where it can be: picking by a list of places takes three times as long.
-        ids = no_null(as_array(block_ids))
+        # Use `take` and whole arrays, because fancy indexing takes three times as long.
+        ids = as_indices(block_ids)
         counts = self._count_of.take(ids)
-        unused = _where(counts == 0, ids)
+        unused = where(counts == 0, ids)
         if not self._is_published.take(unused).all():
             for block_id in ids.tolist():
-                self.acquire(block_id, tenant)  # says which cannot be shared
+                self.acquire(block_id, tenant)  # raises for the block that cannot be shared
             return
-        unpinned = _where(self._pins_of.take(unused) == 0, unused)
+        unpinned = self._unpinned(unused)
         self._num_pinned -= len(unused) - len(unpinned)
         self._eviction.remove_all(unpinned)
         if self.owners is not None:
@@ -168,10 +165,10 @@ class BlockPool:
         self._count_of[ids] = counts + 1
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Drop one reference to each; null blocks are skipped.
+        """Drop one reference to each block; null blocks are skipped.
 
         Raises:
-            CacheError: a block has no reference left: it was freed twice.
+            CacheError: a block has no reference left, because it was freed twice.
         """
         available, owners = self.num_available, self.owners
         for block_id in block_ids:
@@ -193,23 +190,23 @@ class BlockPool:
         self.num_freed += self.num_available - available
 
     def release_table(self, block_ids: Sequence[BlockId]) -> None:
-        """The same of a whole table, from its tail, so that the tail is evicted before the head."""
+        """Release a whole table from its tail, so that the tail is evicted before the head."""
         if len(block_ids) <= _MANY:
             self.release(reversed(block_ids))
             return
-        ids = no_null(as_array(block_ids)[::-1])
+        ids = np.ascontiguousarray(as_indices(block_ids)[::-1])
         counts = self._count_of.take(ids)
         if not counts.all():
-            self.release(reversed(block_ids))  # says which is freed twice
+            self.release(reversed(block_ids))  # raises for the block that is freed twice
         self._count_of[ids] = counts - 1
-        last = _where(counts == 1, ids)
+        last = where(counts == 1, ids)
         if self.owners is not None:
             self.owners.gave_back(last.tolist())
         published = self._is_published.take(last) != 0
-        unpublished = _where(~published, last)
-        self._free.frombytes(unpublished.tobytes())
-        published_ids = _where(published, last)
-        cached = _where(self._pins_of.take(published_ids) == 0, published_ids)
+        unpublished = where(~published, last)
+        self._free.frombytes(unpublished.astype(np.int32).tobytes())
+        published_ids = where(published, last)
+        cached = self._unpinned(published_ids)
         self._num_pinned += len(published_ids) - len(cached)
         self._eviction.add_all(cached)
         self.num_freed += len(unpublished) + len(cached)
@@ -217,12 +214,12 @@ class BlockPool:
     def pin(self, block_ids: Sequence[BlockId]) -> None:
         """Protect published blocks from eviction until each pin is removed; null blocks are skipped.
 
-        Others must not be named twice.
+        Other blocks must be distinct.
 
         Raises:
-            CacheError: a block is not published: nothing could find it.
+            CacheError: a block is not published, so no prefix could find it; nothing has changed.
         """
-        ids = no_null(as_array(block_ids))
+        ids = as_indices(block_ids)
         if not (published := self._is_published.take(ids) != 0).all():
             block_id = BlockId(int(ids[~published][0]))
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be pinned")
@@ -234,32 +231,32 @@ class BlockPool:
         self._pins_of[ids] = pins + 1
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
-        """Remove one pin of each; null blocks are skipped. Without pins they are ordinary cached blocks.
+        """Remove one pin from each block; null blocks are skipped. Without pins they are ordinary cached blocks.
 
-        The first is evicted first. Others than null blocks must not be named twice.
+        The first block is evicted first. Blocks other than null blocks must be distinct.
 
         Raises:
-            CacheError: a block is not pinned; then nothing has changed.
+            CacheError: a block is not pinned; nothing has changed.
         """
-        ids = no_null(as_array(block_ids))
+        ids = as_indices(block_ids)
         pins = self._pins_of.take(ids)
         if not pins.all():
             raise CacheError(f"block {ids[pins == 0][0]} is unpinned more often than pinned")
         self._pins_of[ids] = pins - 1
-        last = _where(pins == 1, ids)
+        last = where(pins == 1, ids)
         self.num_with_pins -= len(last)
-        cached = _where(self._count_of.take(last) == 0, last)
+        cached = where(self._count_of.take(last) == 0, last)
         self._num_pinned -= len(cached)
         self.num_freed += len(cached)
         self._eviction.add_all(cached)
 
     def mark_published(self, block_id: BlockId, position: int = 0, priority: int = 0, key: bytes = b"") -> None:
-        """The prefix cache refers to this active block: once unreferenced it is cached, not free.
+        """Mark an active block as published in the prefix cache: once unreferenced it is cached rather than free.
 
         Args:
             position: index of the block in its sequence, for the eviction policy.
-            priority: of the request that computed it, for the eviction policy.
-            key: of its contents, for the eviction policy.
+            priority: priority of the request that computed it, for the eviction policy.
+            key: key of its contents, for the eviction policy.
         """
         if self.ref_counts[block_id] < 1:
             raise CacheError(f"block {block_id} is {self.state(block_id).value} and cannot be published")
@@ -268,11 +265,11 @@ class BlockPool:
         self._eviction.publish(block_id, position, priority, key)
 
     def note_hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
-        """A request of that priority has acquired these published blocks by a prefix hit; null blocks are none."""
+        """Note that a request of this priority acquired these blocks by a prefix hit; null blocks are skipped."""
         self._eviction.hit(block_ids, priority)
 
     def evict_all_cached(self) -> int:
-        """Turn every cached block into a free one; returns how many."""
+        """Turn every cached block into a free one, and return their number."""
         count = len(self._eviction)
         for _ in range(count):
             self._free.append(self._evict())
@@ -288,29 +285,30 @@ class BlockPool:
         return BlockState.PINNED if self._pins[block_id] else BlockState.CACHED
 
     def is_evictable(self, block_id: BlockId) -> bool:
-        """Whether nobody references or pins it, but a prefix could: it is in the cached state."""
+        """Whether a block is in the cached state: published, but neither referenced nor pinned."""
         return self.state(block_id) is BlockState.CACHED
 
     def num_evictable(self, block_ids: Sequence[BlockId]) -> int:
-        """How many of a table's published blocks are in the cached state."""
+        """Return how many of a table's published blocks are in the cached state."""
         if len(block_ids) <= _MANY:
             return sum(map(self.is_evictable, block_ids))
-        ids = no_null(as_array(block_ids))
-        return int(((self._count_of.take(ids) == 0) & (self._pins_of.take(ids) == 0)).sum())
+        ids = as_indices(block_ids)
+        unused = where(self._count_of.take(ids) == 0, ids)
+        return len(self._unpinned(unused))
 
     def num_unpinned(self, block_ids: BlockIds) -> int:
-        """How many of these blocks nobody pins."""
+        """Return how many of these blocks have no pin."""
         return int((self._pins_of.take(block_ids) == 0).sum())
 
     def are_published(self, block_ids: Sequence[BlockId]) -> bool:
-        """Whether all of these blocks are."""
+        """Whether all of these blocks are published."""
         return bool(self._is_published.take(as_array(block_ids)).all())
 
     def is_published(self, block_id: BlockId) -> bool:
         return bool(self._published[block_id])
 
     def check(self) -> Findings:
-        """The pool's own invariants. O(blocks)."""
+        """Check the pool's own invariants. O(blocks)."""
         free, cached = bytearray(self.num_blocks), bytearray(self.num_blocks)
         held: Iterable[int]
         for marks, held in ((free, self._free), (cached, self._eviction)):
@@ -348,6 +346,10 @@ class BlockPool:
         if self.owners is not None:
             yield from self.owners.check(self.ref_counts)
 
+    def _unpinned(self, block_ids: BlockIds) -> BlockIds:
+        """Return the blocks that have no pin."""
+        return where(self._pins_of.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
+
     def _evict(self) -> BlockId:
         block_id = self._eviction.evict()
         self._published[block_id] = 0
@@ -355,13 +357,8 @@ class BlockPool:
         return block_id
 
 
-def _where(holds: npt.NDArray[np.bool_], block_ids: BlockIds) -> BlockIds:
-    """The blocks of which something holds: the very array where it holds of all."""
-    return block_ids if holds.all() else block_ids[holds]
-
-
 def check_references(pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]) -> Findings:
-    """The pool's counts are the tables' references, and it knows which blocks the prefix cache has. O(blocks)."""
+    """Check that the counts match the tables' references, and the published marks the prefix cache. O(blocks)."""
     references = [0] * pool.num_blocks
     for table in tables:
         for blocks in in_slices(table):

@@ -1,26 +1,27 @@
-"""What preempted sequences left behind, so that they go on where they were.
+"""The blocks that preempted sequences left behind, so that they can resume where they were.
 
-Preempting by swapping is: give back all blocks, and copy to host memory what would be lost. Each block of a sequence is
+Preemption by swapping releases all blocks, and copies to host memory those that would be lost. A block of a sequence is
 
-    published            nothing moves: it stays in the prefix cache, and is copied to the host if it is evicted
-    equal to one that is the same
+    published            not moved: it stays in the prefix cache, and is copied to the host if it is evicted
+    equal to such one    not moved either
     neither              copied to the host at once, under its key if it is full and there is a prefix cache
 
-so that a sequence holds nothing of the device while it waits. It comes back as a prefix does: what is found, on the
-device and on the host, is its hit. Where the host has no room for a block that is evicted, all that was left is let go,
-and the sequence is matched like any other.
+so a sequence holds no blocks of the device while it waits. It resumes like a prefix hit, with the blocks found on the
+device and on the host. If the host has no room for a block that is evicted, everything that the sequence left is given
+up, and it is matched like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockTable, new_table
 from octavo.kvcache.hashing import TokenChain
-from octavo.kvcache.host_memory import HostBlockId, HostMemory
+from octavo.kvcache.host_memory import HostBlockId
+from octavo.kvcache.host_transfers import HostTransfers
 from octavo.kvcache.label import label_of
 from octavo.kvcache.matching import PrefixHit
 from octavo.kvcache.pool import BlockPool
@@ -28,38 +29,26 @@ from octavo.kvcache.prefix.base import PrefixCache
 from octavo.request import Sequence, SequenceId
 
 Place = tuple[int, int]
-"""Where a block stands in a sequence's tables: (group, index)."""
-
-
-class RestoreCost(NamedTuple):
-    """What taking a sequence's blocks away would cost and gain.
-
-    Attributes:
-        tokens: to compute again; those in blocks that other sequences share at its beginning are kept.
-        blocks: that nobody else holds: made available, and moved both ways if it is swapped.
-    """
-
-    tokens: int
-    blocks: int
+"""The place of a block in a sequence's tables: (group, index)."""
 
 
 @dataclass(slots=True)
 class PreemptedCounters:
-    """Sequences since the start."""
+    """Totals of sequences since the start."""
 
     sequences_out: int = 0
     sequences_in: int = 0
-    sequences_lost: int = 0  # what they left was given up for want of room
+    sequences_lost: int = 0  # what they left was given up for lack of room
 
 
 @dataclass(slots=True)
 class _Left:
-    """Where each block of a sequence is; null blocks of its tables are nowhere.
+    """Where each block of a preempted sequence is, except null blocks.
 
     Attributes:
-        lengths: of its tables.
-        host: in host memory, claimed.
-        cached: in the device's prefix cache, where it may be evicted at any time.
+        lengths: lengths of its tables.
+        host: blocks in host memory, which it claims.
+        cached: blocks in the device's prefix cache, which may be evicted at any time.
     """
 
     chain: TokenChain
@@ -71,20 +60,20 @@ class _Left:
 
 
 class Preempted:
-    """The preempted sequences that can go on where they were.
+    """The preempted sequences that can resume where they were.
 
     Args:
-        pool, prefix_cache: of the device.
-        host: where their blocks go.
+        pool, prefix_cache: those of the device.
+        transfers: those that copy their blocks to host memory.
     """
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache[Any], host: HostMemory) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache[Any], transfers: HostTransfers) -> None:
         self.counters = PreemptedCounters()
         self._pool = pool
-        self._host = host
+        self._transfers = transfers
         self._prefix_cache = prefix_cache
         self._left: dict[SequenceId, _Left] = {}
-        # Cached blocks that preempted sequences hope to find again, and whose they are.
+        # Cached blocks that preempted sequences need to resume, with those sequences.
         self._hoped_for: dict[BlockId, dict[SequenceId, Place]] = {}
 
     def __len__(self) -> int:
@@ -94,17 +83,17 @@ class Preempted:
         return seq_id in self._left
 
     def host_blocks(self, seq_id: SequenceId) -> Iterable[HostBlockId]:
-        """The blocks of host memory that a sequence claims; others may claim them too."""
+        """Return the blocks of host memory that a sequence claims; others may claim them too."""
         left = self._left.get(seq_id)
         return () if left is None else left.host.values()
 
     def leave(self, seq: Sequence, tables: list[BlockTable], chain: TokenChain) -> bool:
-        """A sequence is about to give back the blocks of its tables.
+        """Remember the blocks of a sequence that is about to release them.
 
         Returns:
             Whether the host had room for what would be lost; if not, nothing has changed.
         """
-        host, find = self._host, self._prefix_cache.get
+        transfers, find = self._transfers, self._prefix_cache.get
         left = _Left(chain, seq.request.tenant, seq.num_computed, [len(table) for table in tables])
         lost: list[tuple[Place, BlockId]] = []
         num_full = min(len(chain), seq.num_computed // chain.block_size)
@@ -117,17 +106,18 @@ class Preempted:
                     lost.append(((group, index), block))
                 else:
                     left.cached[group, index] = cached
-        sources = [host.source_of(block) for _, block in lost]
-        if not host.num_swap_slots or not host.can_claim(len(lost), len(sources) - sources.count(None)):
+        sources = [transfers.source_of(block) for _, block in lost]
+        num_held = len(sources) - sources.count(None)
+        if not transfers.host.num_swap_slots or not transfers.can_claim(len(lost), num_held):
             return False
         for (place, block), slot in zip(lost, sources, strict=True):
             if slot is None:
                 label = label_of(place[0], chain, place[1]) if place[1] < num_full else None
-                slot = host.store_claimed(block, label, left.tenant)
+                slot = transfers.store_claimed(block, label, left.tenant)
                 assert slot is not None
             else:
-                # It was to be loaded with this very step.
-                host.claim(slot)
+                # It was planned to be loaded with this step, so the slot still has it.
+                transfers.claim(slot)
             left.host[place] = slot
         for place, block in left.cached.items():
             self._hoped_for.setdefault(block, {})[seq.seq_id] = place
@@ -136,7 +126,7 @@ class Preempted:
         return True
 
     def find(self, seq_id: SequenceId) -> PrefixHit | None:
-        """All that a sequence had computed, as a hit; None where it has left nothing."""
+        """Return everything that a sequence had computed, as a hit; None if it has left nothing."""
         left = self._left.get(seq_id)
         if left is None:
             return None
@@ -147,21 +137,21 @@ class Preempted:
         return PrefixHit(left.num_tokens, tables, loads)
 
     def came_back(self, seq_id: SequenceId) -> None:
-        """A sequence has its blocks, or the loads of them are planned."""
+        """Forget a sequence that has its blocks back, or whose loads are planned."""
         self._forget(seq_id)
         self.counters.sequences_in += 1
 
     def give_up(self, seq_id: SequenceId) -> None:
-        """A sequence will not come back, or will be matched like any other."""
+        """Give up a sequence's claims: it will not come back, or will be matched like any other."""
         if seq_id in self._left:
             self._forget(seq_id)
 
     def evicted(self, block_id: BlockId) -> None:
-        """The device gives a block's memory to another with the next step: who hoped for it claims a copy."""
+        """Claim a copy of an evicted block in host memory, for the sequences that need it."""
         for seq_id, place in self._hoped_for.pop(block_id, {}).items():
             left = self._left[seq_id]
             del left.cached[place]
-            slot = self._host.store_claimed(block_id, label_of(place[0], left.chain, place[1]), left.tenant)
+            slot = self._transfers.store_claimed(block_id, label_of(place[0], left.chain, place[1]), left.tenant)
             if slot is None:
                 self.counters.sequences_lost += 1
                 self._forget(seq_id)
@@ -169,7 +159,7 @@ class Preempted:
                 left.host[place] = slot
 
     def check(self) -> Findings:
-        """Every hope is noted, and every claim is somebody's. O(blocks of these sequences)."""
+        """Check that the records of cached blocks and claims agree. O(blocks of these sequences)."""
         num_hopes, claimed = 0, set[HostBlockId]()
         for seq_id, left in self._left.items():
             for hopes in in_slices(left.cached.items()):
@@ -188,8 +178,8 @@ class Preempted:
             yield None
         if num_noted != num_hopes:
             yield f"{num_noted} hopes for cached blocks are noted, preempted sequences have {num_hopes}"
-        if len(claimed) != self._host.claims.num_slots:
-            yield f"preempted sequences have {len(claimed)} host blocks, {self._host.claims.num_slots} are claimed"
+        if len(claimed) != (num_claimed := self._transfers.host.claims.num_slots):
+            yield f"preempted sequences have {len(claimed)} host blocks, {num_claimed} are claimed"
 
     def _forget(self, seq_id: SequenceId) -> None:
         left = self._left.pop(seq_id)
@@ -199,4 +189,4 @@ class Preempted:
             if not owners:
                 del self._hoped_for[block]
         for slot in left.host.values():
-            self._host.unclaim(slot)
+            self._transfers.unclaim(slot)

@@ -1,8 +1,8 @@
-"""How many bytes a block has and which layers share one: the arithmetic under allocator and calculator alike.
+"""The size of blocks and the grouping of layers: arithmetic shared by the allocator and the calculator.
 
 Layers that keep the same tokens (full attention, or one sliding window) form a group and share block tables.
-All groups have the same number of bytes per block, so that one pool serves them all: layers are dealt into groups
-as large as the smallest kind of layer allows.
+All groups have the same number of bytes per block, so that one pool serves them all: the number of layers in the least
+frequent kind limits the size of all groups.
 
     26 layers, 22 sliding + 4 full      ->  group 0: 4 full | groups 1..6: 4, 4, 4, 4, 4, 2 sliding
     32 layers, one kind                 ->  group 0: all 32
@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import ALIGNMENT, KVFormat, layer_formats
 
-# Measured over both prefix caches at their least favourable number of blocks, and held to by a test.
-BOOKKEEPING_BYTES = 220
+# Measured with both prefix caches at their least favourable number of blocks, and checked by a test.
+BOOKKEEPING_BYTES = 180
 TOKEN_ID_BYTES = 4
-# Of `AdaptiveEviction`: places, stamps, keys, and ghosts of blocks that it evicted.
-ADAPTIVE_EVICTION_BYTES = 274
+# `AdaptiveEviction`: places, stamps, keys, and ghosts of evicted blocks.
+ADAPTIVE_EVICTION_BYTES = 152
 
 
 def eviction_bytes(policy: str) -> int:
-    """Host memory that an eviction policy takes for each block, beyond what `bookkeeping_bytes` has."""
+    """Return the host memory that an eviction policy takes per block, beyond `bookkeeping_bytes`."""
     return ADAPTIVE_EVICTION_BYTES if policy == "adaptive" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """What one attention layer stores per token: `num_kv_heads * (key_dim + value_dim)` elements."""
+    """The storage of one attention layer per token: `num_kv_heads * (key_dim + value_dim)` elements."""
 
     num_kv_heads: int
     key_dim: int
@@ -42,11 +42,11 @@ class LayerKVSpec:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
     def token_bytes(self, format: KVFormat) -> int:
-        """Bytes of one token, scales included, without padding."""
+        """Return the bytes of one token, including scales, without padding."""
         return format.token_bytes(self.num_kv_heads, self.key_dim, self.value_dim)
 
     def block_bytes(self, format: KVFormat, block_size: int) -> int:
-        """Bytes of this layer's part of a block."""
+        """Return the bytes of this layer's part of a block."""
         return format.layer_bytes(self.num_kv_heads, self.key_dim, self.value_dim, block_size)
 
 
@@ -60,11 +60,11 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The shape of a cache: pure numbers, from which arena, manager and calculator are built.
+    """The shape of a cache: plain numbers, from which arena, manager and calculator are built.
 
     Attributes:
-        dtype: the codec of keys and values, or of each layer's; spelled as in `kvcache/formats.py`.
-        block_bytes: bytes of one block, all layers of one group, keys and values; a multiple of `ALIGNMENT`.
+        dtype: the codec of keys and values, for all layers or for each; see `kvcache/formats.py` for the syntax.
+        block_bytes: bytes of one block, with keys and values of all layers of one group; a multiple of `ALIGNMENT`.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -78,7 +78,8 @@ class KVCacheSpec:
         """Group `layers` and size the blocks.
 
         Raises:
-            ConfigError: no layers, a block size below 1, an unknown dtype, or one of another number of layers.
+            ConfigError: there are no layers, the block size is below 1, or the dtype is unknown or for another number
+                of layers.
         """
         if not layers:
             raise ConfigError("a KV cache needs at least one attention layer")
@@ -91,44 +92,44 @@ class KVCacheSpec:
 
     @property
     def formats(self) -> tuple[KVFormat, ...]:
-        """How each layer keeps its keys and values."""
+        """The format of each layer's keys and values."""
         return layer_formats(self.dtype, len(self.layers))
 
     @property
     def plain(self) -> bool:
-        """Whether all layers are kept as floats."""
+        """Whether all layers are stored as floats."""
         return all(format.plain for format in self.formats)
 
     def layer_bytes(self, index: int) -> int:
-        """Bytes of a layer's part of a block."""
+        """Return the bytes of a layer's part of a block."""
         num_bytes = self.layers[index].block_bytes(self.formats[index], self.block_size)
-        # Layers of floats may lie end to end, but not before codes, whose parts begin on cache lines.
+        # Layers of floats need no padding, unless coded layers follow, whose parts start on cache lines.
         return num_bytes if self.plain else -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """Host memory that the accounting of one block takes: its tokens, keys, owner, and places in the indices."""
+        """The host memory for the bookkeeping of one block: its tokens, keys, owner, and places in the indices."""
         return BOOKKEEPING_BYTES + TOKEN_ID_BYTES * self.block_size
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers, scales included, without padding."""
+        """The bytes of one token's keys and values in all layers, including scales, without padding."""
         return sum(layer.token_bytes(format) for layer, format in zip(self.layers, self.formats, strict=True))
 
     def blocks_for_tokens(self, num_tokens: int) -> int:
-        """Blocks of one full-attention table that holds `num_tokens` tokens."""
+        """Return the number of blocks in a full-attention table of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_tokens_per_step: int) -> int:
-        """Blocks, over all groups, that one sequence of `num_tokens` tokens holds at its fullest.
+        """Return the maximum number of blocks, in all groups, that one sequence of `num_tokens` tokens holds at a time.
 
-        A group with a sliding window keeps the window and the tokens of the step in flight, never more.
+        A group with a sliding window keeps at most the window and the tokens of the step in flight.
         """
         total = 0
         for group in self.groups:
             blocks = self.blocks_for_tokens(num_tokens)
             if group.sliding_window is not None:
-                # window - 1 tokens before the step's first, the step's tokens, and a block cut at either end
+                # window - 1 tokens before the step's first, the step's tokens, and a partial block at either end
                 live = group.sliding_window - 1 + min(max_tokens_per_step, num_tokens)
                 blocks = min(blocks, self.blocks_for_tokens(live) + 1)
             total += blocks
@@ -140,7 +141,7 @@ def _group_layers(layers: Sequence[LayerKVSpec]) -> tuple[GroupSpec, ...]:
     for index, layer in enumerate(layers):
         by_window.setdefault(layer.sliding_window, []).append(index)
     size = min(len(indices) for indices in by_window.values())
-    # Full attention first: its hits bound those of the windows.
+    # Full attention first, because its hits bound those of the windows.
     windows = sorted(by_window, key=lambda window: (window is not None, window or 0))
     return tuple(
         GroupSpec(tuple(by_window[window][start : start + size]), window)

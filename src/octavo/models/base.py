@@ -1,4 +1,4 @@
-"""The contract between the runner and whatever computes a model."""
+"""The interface between the runner and the implementations of models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from octavo.storage.layer_kv import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class LaterRows:
-    """What can be had of a step's rows `first .. last` until the model computes its next step.
+    """Functions that return results of a step's rows `first .. last`, until the model computes its next step.
 
     Attributes:
         logits: (first, last) -> float32 [last - first, vocab_size].
-        hidden: (first, last) -> float32 [last - first, hidden_size]: what the head makes logits of.
+        hidden: (first, last) -> float32 [last - first, hidden_size], the input of the head.
     """
 
     logits: Callable[[int, int], torch.Tensor]
@@ -32,10 +32,10 @@ class CausalLM(ABC):
     Attributes:
         architecture: the Hugging Face class name.
         vocab_size: width of the logits.
-        max_position_embeddings: the longest context that the model supports, in tokens.
-        kv_layers: what each attention layer stores, in the order in which `forward` takes `kv`.
-        eos_token_ids: every id that ends a generation.
-        weight_bytes: bytes the weights take in memory, packed copies included.
+        max_position_embeddings: maximum context length in tokens.
+        kv_layers: what each attention layer stores, in the order of `kv` in `forward`.
+        eos_token_ids: all ids that end a generation.
+        weight_bytes: memory of the weights in bytes, including packed copies.
     """
 
     architecture: str
@@ -64,7 +64,7 @@ class CausalLM(ABC):
             logits_indices: int64 [rows], the tokens of this step whose next-token logits are wanted.
 
         Returns:
-            float32 [rows, vocab_size], which the next call may write over
+            float32 [rows, vocab_size], which the next call may overwrite.
         """
 
     @abstractmethod
@@ -78,8 +78,9 @@ class CausalLM(ABC):
         num_now: int,
         num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
-        """The same, with the logits of the first `num_now` rows, and a way to have more of any row.
+        """Compute a step like `forward`, but return only the logits of the first `num_now` rows, and access to other
+        rows.
 
-        Rows x vocabulary of a long prompt that is scored would be gigabytes, so that the others' logits are asked for
-        a few at a time. Of rows from `num_logits` on, only hidden states will be asked for.
+        All logits of a long prompt that is scored would take gigabytes, so they are requested a few rows at a time. Of
+        rows from `num_logits` on, only hidden states may be requested.
         """

@@ -1,6 +1,6 @@
-"""The Llama family as one decoder: Llama, Mistral, SmolLM2, Qwen2, Qwen3 and what shares their shape.
+"""A decoder for the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3 and models of the same structure.
 
-The way of a token:
+The computation for a token:
 
     tokens -> embedding -> [ norm -> | q | k | v | -> rotate -> blocks, attention -> output -> + -> norm
                              -> | gate | up | -> gated -> down -> + ] x num_layers -> norm -> head -> logits
@@ -29,12 +29,12 @@ from octavo.models.rotary import RotaryTable, Rotation
 from octavo.models.weights import RawTensor
 from octavo.storage.layer_kv import LayerKV
 
-# Seconds of loading before there is a bar: most models are there by then.
+# Seconds of loading before a progress bar is shown; most models are loaded by then.
 LOADING_BAR_DELAY = 1.0
 
 
 class Weights(Protocol):
-    """Tensors by their Hugging Face names; a part of `WeightSource`."""
+    """Tensors by their Hugging Face names; a subset of `WeightSource`."""
 
     def has(self, name: str) -> bool: ...
 
@@ -59,13 +59,13 @@ class LlamaDecoder(CausalLM):
 
     Args:
         weights: tensors under Hugging Face's names, such as "model.layers.0.self_attn.q_proj.weight".
-        dtype: of weights and activations.
-        ops: the row-wise steps; the fastest that run here by default.
-        linear: how a weight matrix is kept.
+        dtype: dtype of weights and activations.
+        ops: row-wise operations; by default the fastest that run here.
+        linear: factory that determines how weight matrices are stored.
 
     Raises:
-        CorruptModelError: a tensor is missing or has another shape than the configuration declares.
-        UnsupportedModelError: an activation function without an implementation.
+        CorruptModelError: a tensor is missing, or its shape differs from the configuration.
+        UnsupportedModelError: the activation function is not implemented.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LlamaDecoder(CausalLM):
         self.weight_bytes = reader.nbytes
 
     def _reader(self, weights: Weights, linear: LinearFactory) -> WeightReader:
-        """The reader from which `__init__` takes its matrices."""
+        """Return the reader from which `__init__` takes its matrices."""
         return WeightReader(self.config, weights, self.dtype, self.device, linear)
 
     def forward(
@@ -137,7 +137,7 @@ class LlamaDecoder(CausalLM):
         return self._apply_head(hidden[:num_now]), later
 
     def reserve_positions(self, count: int) -> None:
-        """Make the tables of `count` positions now, so that none of the steps up to there moves them."""
+        """Compute the rotary tables for `count` positions now, so that no step up to there reallocates them."""
         self._rotary.tables(count)
 
     def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class LlamaDecoder(CausalLM):
         attention: AttentionBackend,
         logits_indices: torch.Tensor,
     ) -> torch.Tensor:
-        """[rows, hidden_size]: what the head makes logits of."""
+        """Return the input of the head, [rows, hidden_size]."""
         ops, eps = self._ops, self.config.norm_eps
         rotation = self._rotary.at(batch.positions, batch.max_context_len)
         residual = self._embed(token_ids)
@@ -159,7 +159,7 @@ class LlamaDecoder(CausalLM):
         for index, layer in enumerate(self._layers):
             attended = self._attend(layer, hidden, rotation, batch, kv[index], attention)
             if index + 1 == len(self._layers):
-                # Every key and value is stored by now: only the rows that become logits need the rest.
+                # All keys and values are stored by now, so only the rows that need logits are computed further.
                 attended, residual = attended[logits_indices], residual[logits_indices]
                 next_norm = self._final_norm
             else:
@@ -183,7 +183,7 @@ class LlamaDecoder(CausalLM):
         kv: LayerKV,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size] -> [num_tokens, num_heads * value_dim]."""
+        """Compute attention for hidden [num_tokens, hidden_size]; returns [num_tokens, num_heads * value_dim]."""
         query = self._ops.rotate_and_store(
             layer.qkv(hidden), self._heads, layer.qk_norm, rotation, kv, batch, attention
         )
@@ -191,7 +191,7 @@ class LlamaDecoder(CausalLM):
 
 
 def loading_bar(num_layers: int) -> Iterable[int]:
-    """0 .. num_layers, with a progress bar on a terminal's standard error where loading takes a while."""
+    """Iterate over 0 .. num_layers, with a progress bar on a terminal's standard error if loading takes a while."""
     bar: Iterable[int] = tqdm(
         range(num_layers),
         desc="Loading weights",
@@ -205,7 +205,7 @@ def loading_bar(num_layers: int) -> Iterable[int]:
 
 
 class WeightReader:
-    """Reads, checks and fuses weights one layer at a time, so that loading needs one layer more than running."""
+    """Reads, checks and fuses weights layer by layer, so that loading needs memory for only one more layer."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, linear: LinearFactory
@@ -218,31 +218,31 @@ class WeightReader:
         self.nbytes = 0
 
     def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
-        """The token embedding [vocab_size, hidden_size], and the projection to logits."""
+        """Return the token embedding [vocab_size, hidden_size], and the projection to logits."""
         config = self._config
         shape = (config.vocab_size, config.hidden_size)
         embedding = self.tensor("model.embed_tokens.weight", *shape)
         if not config.tie_word_embeddings:
             return embedding, self.linear(["lm_head"], [shape[0]], shape[1], bias=False)
-        # A tied head is a second, packed copy on a CPU: oneDNN's packed rows cannot be looked up, and plain ones
-        # multiply slowly.
+        # On a CPU a tied head is a second, packed copy, because rows cannot be looked up in oneDNN's packed format, and
+        # products with the plain format are slow.
         return embedding, self.keep(embedding, None)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A checked tensor that is kept as it is."""
+        """Return a checked tensor that is stored unchanged."""
         tensor = self.get(name, *shape)
         self.nbytes += tensor.nbytes
         return tensor
 
     def keep(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Hand a matrix to the factory; a layer that merely refers to `weight` costs nothing more."""
+        """Pass a matrix to the factory; a layer that only references `weight` adds no memory."""
         linear = self._make_linear(weight, bias)
         shared = getattr(linear, "weight", None) is weight
         self.nbytes += 0 if shared else linear.nbytes
         return linear
 
     def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
-        """One product for the projections `names`, whose outputs come side by side."""
+        """Return one product for the projections `names`, with concatenated outputs."""
         parts = list(zip(names, out_features, strict=True))
         weights = [self.get(f"{name}.weight", rows, in_features) for name, rows in parts]
         biases = [self.get(f"{name}.bias", rows) for name, rows in parts] if bias else []
@@ -252,7 +252,7 @@ class WeightReader:
         return linear
 
     def gate_up(self, names: list[str], inner: int, hidden: int, *, bias: bool) -> Linear:
-        """Gate and up projections as one product, | gate | up |."""
+        """Return gate and up projections as one product, | gate | up |."""
         return self.linear(names, [inner, inner], hidden, bias=bias)
 
     def layer(self, index: int) -> DecoderLayer:
@@ -284,7 +284,7 @@ class WeightReader:
         )
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """A checked tensor for further processing."""
+        """Return a checked tensor for further processing."""
         if not self._weights.has(name):
             raise CorruptModelError(
                 f"{self._config.architecture}: tensor {name!r} of shape {list(shape)} is missing from the checkpoint"

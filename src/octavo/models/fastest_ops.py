@@ -11,7 +11,7 @@ from octavo.models.ops import LayerOps, NativeLayerOps
 
 
 def make_layer_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
-    """The fastest that runs here."""
+    """Return the fastest row-wise operations for this dtype and device."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from octavo.models.triton_ops import TritonLayerOps
 

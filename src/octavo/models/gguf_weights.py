@@ -1,4 +1,4 @@
-"""A GGUF file's tensors for the decoder: Hugging Face's names and row order, as floats or stored bytes."""
+"""The tensors of a GGUF file for the decoder, with Hugging Face names and row order, as floats or stored bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.models.weights import RawTensor
 
 
 class GGUFWeights:
-    """A GGUF file's tensors, dequantised when asked for, with q and k rows in Hugging Face's order."""
+    """The tensors of a GGUF file, dequantised on request, with q and k rows in Hugging Face order."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
@@ -63,14 +63,15 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _dequantize(rows: npt.NDArray[np.uint8], tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Stored bytes [rows, row_bytes] to values: float32 equal bit by bit to gguf's, then rounded to `dtype`.
+    """Dequantise stored bytes [rows, row_bytes] to float32, bit by bit equal to gguf's, then round to `dtype`.
 
-    The types that small models come in are spelled out in torch: gguf's numpy takes 1 s for 135M parameters, this 0.3.
+    The usual types of small models are implemented in torch, which takes 0.3 s for 135M parameters; gguf's numpy takes
+    1 s.
     """
     kind = tensor.type.name
     if kind in _FLOATS:
         stored = torch.from_numpy(rows.reshape(-1)).view(_FLOATS[kind])
-        return stored.view(tensor.shape).to(dtype, copy=True)  # a copy, to let go of the file
+        return stored.view(tensor.shape).to(dtype, copy=True)  # a copy, so that the file can be released
     if kind not in _UNPACK:
         return torch.from_numpy(gguf.dequantize(rows, tensor.type)).view(tensor.shape).to(dtype)
     unpack, block_bytes = _UNPACK[kind]
@@ -82,12 +83,12 @@ def _dequantize(rows: npt.NDArray[np.uint8], tensor: GGUFTensor, dtype: torch.dt
 
 
 def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
-    """The fp16 numbers a block begins with: uint8 [blocks, bytes] -> float32 [blocks, count]."""
+    """Return the fp16 numbers at the start of each block: uint8 [blocks, bytes] -> float32 [blocks, count]."""
     return blocks[:, : 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(quants: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, 16] -> float32 [blocks, 32]: the low halves of all bytes first, then the high halves."""
+    """Unpack uint8 [blocks, 16] to float32 [blocks, 32]: the low halves of all bytes, then the high halves."""
     values = torch.empty(quants.shape[0], 32)
     values[:, :16] = quants & 15
     values[:, 16:] = quants >> 4
@@ -95,23 +96,23 @@ def _nibbles(quants: torch.Tensor) -> torch.Tensor:
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | 32 × int8."""
+    """Decode blocks of scale fp16 | 32 × int8."""
     return blocks[:, 2:].view(torch.int8).float().mul_(_scales(blocks, 1))
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | 16 bytes of two quants each, offset by 8."""
+    """Decode blocks of scale fp16 | 16 bytes with two quants each, offset by 8."""
     return _nibbles(blocks[:, 2:]).sub_(8).mul_(_scales(blocks, 1))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Block: scale fp16 | minimum fp16 | 16 bytes of two quants each."""
+    """Decode blocks of scale fp16 | minimum fp16 | 16 bytes with two quants each."""
     scales = _scales(blocks, 2)
     return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
 
 
 _UNPACK = {"Q8_0": (_q8_0, 34), "Q4_0": (_q4_0, 18), "Q4_1": (_q4_1, 20)}
 _BLOCK_SIZE = 32
-# 32,768 values stay in the cache between the steps of unpacking, and torch computes them in one thread: with several
-# threads, each of thousands of short steps would wait for the slowest, which on a busy machine took ten times as long.
+# 32,768 values stay in the processor's cache between operations, and torch processes them in one thread. With several
+# threads, each of thousands of short operations waits for the slowest, which took ten times as long on a busy machine.
 _BLOCKS_AT_ONCE = 1024

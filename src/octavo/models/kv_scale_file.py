@@ -1,15 +1,15 @@
-"""Files of KV cache scales, as `octavo calibrate` writes them and an engine reads them.
+"""Files of KV cache scales, which `octavo calibrate` writes and an engine reads.
 
-TOML, which is no part of a model's fingerprint, so that the file may lie in the model's folder:
+They are TOML files, which do not affect a model's fingerprint, so they may be in the model's folder:
 
     model = "SmolLM2"
-    fingerprint = "4f0c…"               of the weights (`model_fingerprint`)
-    codec = "fp8_e4m3"                  the dtype of the cache, spelled as in kvcache/formats.py
+    fingerprint = "4f0c…"               fingerprint of the weights (`model_fingerprint`)
+    codec = "fp8_e4m3"                  the dtype of the cache, as in kvcache/formats.py
     method = "mse"
     text = "…"
     tokens = 4096
     [layers.0]
-    k = [0.0123, 0.0118]                a number for each KV head
+    k = [0.0123, 0.0118]                one number per KV head
     v = [0.0012, 0.0009]
 """
 
@@ -36,7 +36,7 @@ _MOST_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How scales were chosen: for the announcement, and for whoever opens the file."""
+    """How scales were chosen, for the log and for readers of the file."""
 
     method: str
     text: str
@@ -44,17 +44,17 @@ class Origin:
 
 
 def path_beside(source: ModelSource, dtype: str) -> Path:
-    """Where the scales of a model lie if nobody says otherwise: in its folder, or beside its GGUF file."""
+    """Return the default path of a model's scales: in its folder, or next to its GGUF file."""
     known = dtype if dtype.replace("_", "").isalnum() else f"table-{blake2b(dtype.encode(), digest_size=4).hexdigest()}"
     name = f"kv_scales-{known}.toml"
     return source.path / name if source.format is ModelFormat.HUGGINGFACE else source.path.with_suffix(f".{name}")
 
 
 def write_scales(path: Path, source: ModelSource, dtype: str, scales: Scales, origin: Origin) -> None:
-    """Write a file that `read_scales` reads.
+    """Write scales to a file for `read_scales`.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the file cannot be written.
     """
     lines = [
         "# Scales of a KV cache: octavo serve MODEL --kv-cache-dtype CODEC --kv-scales THIS_FILE",
@@ -78,13 +78,13 @@ def write_scales(path: Path, source: ModelSource, dtype: str, scales: Scales, or
 def read_scales(
     path: str, source: ModelSource, dtype: str, heads: Mapping[int, Mapping[str, int]]
 ) -> tuple[Scales, str]:
-    """The scales in a file, and how they were chosen.
+    """Read scales from a file; also returns a description of the file and how they were chosen.
 
     Args:
-        heads: the number of KV heads by layer and side ("k", "v"), of all that need scales.
+        heads: number of KV heads by layer and side ("k", "v"), for all that need scales.
 
     Raises:
-        ConfigError: it cannot be read, or is of another model, codec or shape.
+        ConfigError: the file cannot be read, or is for another model, codec or shape.
     """
     what = f"the KV scales in {path}"
     parsed = read_toml(path, "the KV scales", _MOST_BYTES).parsed
@@ -122,6 +122,6 @@ def _numbers(what: str, numbers: Any, count: int) -> torch.Tensor:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string."""
+    """Return `text` as a TOML basic string."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'

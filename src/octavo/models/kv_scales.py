@@ -1,7 +1,7 @@
-"""Scales of calibrated KV codecs: from a file, a checkpoint, or the first tokens that are stored.
+"""Scales of calibrated KV codecs, from a file, a checkpoint, or the first tokens that are stored.
 
 llm-compressor writes `model.layers.N.self_attn.k_scale` and `v_scale` (`kv_cache_scheme` in the configuration's
-`quantization_config`): one number for a layer, or one for each head.
+`quantization_config`): one number per layer, or one per head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|attention|attn)\.([kv])
 
 
 def checkpoint_scales(names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Scales:
-    """The scales that a checkpoint brings; empty where it brings none."""
+    """Return the scales in a checkpoint; empty if it has none."""
     found: Scales = {}
     for name in names:
         if match := _NAME.search(name):
@@ -34,15 +34,15 @@ def checkpoint_scales(names: Iterable[str], read: Callable[[str], torch.Tensor])
 
 
 def calibrated_sides(layer: CodedKV) -> dict[str, CodedSide]:
-    """Those of a layer's sides, "k" and "v", that have scales."""
+    """Return the sides of a layer, "k" and "v", that have scales."""
     return {name: side for name, side in (("k", layer.keys), ("v", layer.values)) if side.codec.format.calibrated}
 
 
 def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> str:
-    """Give each layer its scales; returns what tells blocks with these scales from others'.
+    """Set the scales of each layer; returns a digest that distinguishes blocks with these scales from others.
 
     Raises:
-        CorruptModelError: a layer without a scale, of another number of heads, or one that is not positive.
+        CorruptModelError: a layer's scale is missing, not positive, or for another number of heads.
     """
     digest = hashlib.blake2b(digest_size=16)
     for index, layer in layers.items():
@@ -65,19 +65,20 @@ def apply_scales(layers: Mapping[int, CodedKV], scales: Scales, source: str) -> 
 def choose_scales(
     layers: Mapping[int, CodedKV], source: ModelSource, dtype: str, *, file: str | None = None, calculate: bool = False
 ) -> str:
-    """Choose the scales of calibrated layers; returns their part of every block's key.
+    """Choose the scales of calibrated layers; returns a string that becomes part of every block's key.
 
     Args:
-        layers: those with calibrated sides, by their index in the model.
-        file: of `octavo calibrate`; None: the one that lies beside the model, if there is one.
+        layers: layers with calibrated sides, by index in the model.
+        file: file from `octavo calibrate`; by default the one next to the model, if there is one.
+        calculate: whether to choose the scales from the first tokens that are computed.
 
     Raises:
-        ConfigError: a file that is not for this model, codec or shape.
+        ConfigError: the file is not for this model, codec or shape.
         CorruptModelError: see `apply_scales`.
     """
     if calculate:
         logger.info("KV cache scales: from the first tokens that are computed")
-        return f"calculated {secrets.token_hex(8)}"  # nobody else's, so nobody else's blocks are found
+        return f"calculated {secrets.token_hex(8)}"  # unique, so that no other engine's blocks are found
     beside = path_beside(source, dtype)
     if file is None and beside.is_file():
         file = str(beside)
@@ -108,5 +109,5 @@ def _from(source: ModelSource) -> Scales:
     try:
         weights = SafetensorsWeights(source.path)
     except ModelError:
-        return {}  # what is wrong with the weights, their loader has said
+        return {}  # the loader of the weights has reported the error
     return checkpoint_scales(weights.names(), lambda name: weights.get(name, torch.float32))

@@ -1,7 +1,7 @@
-"""Weights from safetensors and GGUF files, under Hugging Face's names.
+"""Weights from safetensors and GGUF files, under Hugging Face names.
 
-A source is opened, checked against the configuration as a whole, and then asked for one tensor at a time, so that
-loading never holds more than one tensor twice.
+A source is opened, checked completely against the configuration, and then read tensor by tensor, so that loading never
+holds more than one tensor twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
     """Open a model's weights and check that every tensor of `config` is there with the right shape.
 
     Raises:
-        ModelNotFoundError: the folder holds no weights.
-        CorruptModelError: a tensor is missing, has another shape, or its file is cut short.
-        UnsupportedModelError: weights in another format than safetensors, or of a GGUF type that is not supported.
+        ModelNotFoundError: the folder contains no weights.
+        CorruptModelError: a tensor is missing or has another shape, or a file is truncated.
+        UnsupportedModelError: the weights are not in safetensors format, or have an unsupported GGUF type.
     """
     weights = _open(source, config)
     for name, shape in expected_shapes(config).items():
@@ -42,7 +42,7 @@ def open_weights(source: ModelSource, config: ModelConfig) -> WeightSource:
 def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
     if source.format is ModelFormat.HUGGINGFACE:
         return SafetensorsWeights(source.path)
-    # Imported here, because the gguf package costs folders a sixth of a second they have no use for.
+    # Imported here, because the gguf package takes a sixth of a second to import and folders do not need it.
     from octavo.checkpoint.gguf_file import GGUFFile
     from octavo.models.gguf_weights import GGUFWeights
 
@@ -50,14 +50,14 @@ def _open(source: ModelSource, config: ModelConfig) -> WeightSource:
 
 
 def iter_weights(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of `config` by its Hugging Face name, in the order of the layers."""
+    """Yield every tensor of `config` with its Hugging Face name, in the order of the layers."""
     weights = open_weights(source, config)
     for name in expected_shapes(config):
         yield name, weights.get(name, dtype)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a natively supported model, in the order of the layers."""
+    """Return names and shapes of the tensors of a natively supported model, in the order of the layers."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     v_rows, o_columns = config.num_kv_heads * config.value_dim, config.num_heads * config.value_dim
@@ -142,7 +142,7 @@ class SafetensorsWeights:
             ) from error
 
     def _only_file(self) -> Path:
-        """model.safetensors, or a single file of another name; refuses other formats by name."""
+        """Return model.safetensors, or the only safetensors file; raises with the name of a file in another format."""
         found = sorted(self._folder.glob("*.safetensors"))
         if self._folder / "model.safetensors" in found:
             return self._folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""The row-wise steps between the matrix products: in plain torch, and by the C++ kernels."""
+"""The row-wise operations between the matrix products, in plain torch and with the C++ kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Weights [key_dim] of the normalisation of each query and key head (Qwen 3)."""
+    """The weights [key_dim] for normalising each query and key head (Qwen 3)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -45,10 +45,10 @@ class QKNorm:
 
 
 class LayerOps:
-    """The row-wise steps between the matrix products, with transformers' order of roundings."""
+    """The row-wise operations between the matrix products, rounding in the same order as transformers."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root mean square normalisation over the last dimension (Zhang & Sennrich 2019), weight [x.shape[-1]].
+        """Apply root mean square normalisation over the last dimension (Zhang & Sennrich 2019), weight [x.shape[-1]].
 
         The variance is float32; the normalised row is cast to x's dtype before the weight multiplies it.
         """
@@ -57,7 +57,7 @@ class LayerOps:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normalised sum, sum) of x and residual, both [rows, hidden]. May reuse the memory of either."""
+        """Return (normalised sum, sum) of x and residual, both [rows, hidden]. May reuse the memory of either."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
@@ -87,7 +87,7 @@ class LayerOps:
         """Normalise and rotate the queries and keys of qkv [tokens, …]; store keys and values in their slots.
 
         Returns:
-            the queries [tokens, num_heads, key_dim], which may be a view of qkv.
+            The queries [tokens, num_heads, key_dim], which may be a view of qkv.
         """
         widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
         query, key, value = torch.split(qkv, widths, dim=-1)
@@ -101,13 +101,13 @@ class LayerOps:
         return query
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(gate) * up [rows, n] of gate_up [rows, 2 n] = | gate | up |. `activation` is in `ACTIVATIONS`."""
+        """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |; see `ACTIVATIONS`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
 
 class NativeLayerOps(LayerOps):
-    """The same steps by the C++ kernels, on CPU tensors in bfloat16 or float32."""
+    """The same operations with the C++ kernels, on CPU tensors in bfloat16 or float32."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return kernels.rms_norm(x, weight, eps)
@@ -115,7 +115,7 @@ class NativeLayerOps(LayerOps):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The kernel's first argument takes the sum.
+        # The kernel stores the sum in its first argument.
         return kernels.add_rms_norm(residual, x, weight, eps), residual
 
     def rotate_and_store(

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies and the tables made of them."""
+"""Rotary position embedding: frequencies, and tables of their cosines and sines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from octavo.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Rotation:
-    """One step's positions in the tables.
+    """The rotary tables with the positions of one step.
 
     Attributes:
-        cos, sin: float32 [positions known, rotary_dim / 2]
+        cos, sin: float32 [number of positions, rotary_dim / 2]
         positions: int64 [tokens]
     """
 
@@ -27,7 +27,7 @@ class Rotation:
 
     @cached_property
     def token_cos(self) -> torch.Tensor:
-        """float32 [tokens, rotary_dim / 2], the table's rows at `positions`: for those who do not look them up."""
+        """float32 [tokens, rotary_dim / 2], the table's rows at `positions`, for operations that do not index it."""
         return self.cos[self.positions]
 
     @cached_property
@@ -36,7 +36,7 @@ class Rotation:
 
 
 class RotaryTable:
-    """cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32, grown as positions need it."""
+    """Tables of cos and sin of position * frequency (Su et al. 2021, section 3.4.2) in float32; they grow on demand."""
 
     _MIN_POSITIONS = 1024
 
@@ -45,14 +45,14 @@ class RotaryTable:
         self._cos = self._sin = self.inv_freq.new_empty(0, len(self.inv_freq))
 
     def at(self, positions: torch.Tensor, limit: int) -> Rotation:
-        """The rotation of int64 `positions` [tokens], all below `limit`."""
+        """Return the rotation for int64 `positions` [tokens], all below `limit`."""
         cos, sin = self.tables(limit)
         return Rotation(cos, sin, positions)
 
     def tables(self, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [positions, rotary_dim / 2], of at least `limit` positions."""
+        """Return cos and sin, float32 [positions, rotary_dim / 2], for at least `limit` positions."""
         if limit > len(self._cos):
-            # Doubled, so that a growing context recomputes the table a logarithmic number of times.
+            # Powers of two, so that a growing context recomputes the table only a logarithmic number of times.
             size = max(self._MIN_POSITIONS, 1 << (limit - 1).bit_length())
             angles = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device)[:, None] * self.inv_freq
             self._cos, self._sin = angles.cos(), angles.sin()
@@ -60,10 +60,10 @@ class RotaryTable:
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """float32 [rotary_dim / 2], bit for bit what transformers' `modeling_rope_utils` computes.
+    """Return the inverse frequencies, float32 [rotary_dim / 2], bit for bit as in transformers' `modeling_rope_utils`.
 
     Raises:
-        UnsupportedModelError: `frequency_factors` of another length.
+        UnsupportedModelError: `frequency_factors` has the wrong length.
     """
     dim = config.rotary_dim
     inv_freq = 1.0 / (config.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
@@ -81,7 +81,7 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: short wavelengths as they are, long ones slowed by `factor`, those between interpolated."""
+    """Scale as in Llama 3.1: short wavelengths unchanged, long ones slowed by `factor`, those between interpolated."""
     old_context = config.original_max_position
     wavelength = 2 * math.pi / inv_freq
     longest_kept = old_context / config.high_freq_factor

@@ -1,7 +1,7 @@
-"""The bridge to transformers: any other decoder-only architecture, with its attention replaced by ours.
+"""The bridge to transformers, which runs other decoder-only architectures with their attention replaced by ours.
 
-transformers looks attention up by name (its AttentionInterface). Octavo registers one function under that name; which
-layer calls it, and what that layer's mask means, is learnt once from a probe:
+transformers looks up attention functions by name (its AttentionInterface). Octavo registers one function. A probe finds
+out once which layers call it, and what their masks mean:
 
     probe   3 tokens, ordinary masked attention -> the shape of each layer's keys and values, and its window
     step    ragged tokens as one row [1, num_tokens], keys and values written to blocks, attention over block tables
@@ -29,7 +29,7 @@ from octavo.storage.layer_kv import LayerKV
 
 _ATTENTION = "octavo_paged"
 _PROBE_TOKENS = 3
-# What some architectures hand their attention beyond queries, keys and values, and no backend of ours computes.
+# Additional arguments that some architectures pass to attention, and that no backend supports.
 _UNSUPPORTED_ARGUMENTS = ("indices", "block_indices", "position_bias", "score_mod", "head_mask")
 
 
@@ -37,10 +37,10 @@ class TransformersModel(CausalLM):
     """A `PreTrainedModel` with a causal head, computed over block tables.
 
     Args:
-        model: loaded or built with any attention implementation; it is switched to Octavo's.
+        model: a model with any attention implementation, which is switched to Octavo's.
 
     Raises:
-        UnsupportedModelError: the class and why its state does not fit into blocks.
+        UnsupportedModelError: the model cannot be run; the message has its class and the reason.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,7 +58,7 @@ class TransformersModel(CausalLM):
         probe = _probe(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
         self._layer_of = probe.layer_of
-        # A tied tensor counts once.
+        # Tied tensors count once.
         tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         self.weight_bytes = sum(tensors.values())
 
@@ -67,8 +67,8 @@ class TransformersModel(CausalLM):
         """Load a Hugging Face folder.
 
         Raises:
-            ModelNotFoundError: no readable configuration or weights there.
-            UnsupportedModelError: not a decoder-only language model that transformers and Octavo can both run.
+            ModelNotFoundError: the configuration or the weights cannot be read.
+            UnsupportedModelError: it is not a decoder-only language model that both transformers and Octavo can run.
             CorruptModelError: weights are missing from the checkpoint.
         """
         import transformers
@@ -88,7 +88,7 @@ class TransformersModel(CausalLM):
                 dtype=dtype,
                 attn_implementation=_ATTENTION,
                 output_loading_info=True,
-                # Pickled weights could run code when they are read.
+                # Reading pickled weights could run code.
                 use_safetensors=True,
                 trust_remote_code=False,
             )
@@ -130,9 +130,9 @@ class TransformersModel(CausalLM):
         num_now: int,
         num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
-        """See `CausalLM.forward_in_part`. transformers computes all logits at once; hidden states are its decoder's."""
+        """See `CausalLM.forward_in_part`. transformers computes all logits at once; its decoder gives hidden states."""
         kept: list[torch.Tensor] = []
-        # What precedes the head differs from class to class; what the decoder below it returns does not.
+        # The code before the head differs between classes, but all decoders return the same type.
         hook = self._model.get_decoder().register_forward_hook(
             lambda module, inputs, output: kept.append(output.last_hidden_state[0])
         )
@@ -153,15 +153,15 @@ class _Attention(Protocol):
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
     ) -> torch.Tensor:
-        """query, key, value [num_tokens, heads, dim] -> [num_tokens, num_heads, value_dim]."""
+        """Attend with query, key, value [num_tokens, heads, dim]; returns [num_tokens, num_heads, value_dim]."""
 
     def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
-        """The mask over `length` tokens for the layers of one kind."""
+        """Return the mask over `length` tokens for the layers of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The remaining arguments of one call for attention."""
+    """The remaining arguments of one attention call."""
 
     mask: torch.Tensor | None
     scale: float
@@ -172,7 +172,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step over block tables. `layer_of` maps id(attention module) to its place in `kv`."""
+    """One step over block tables. `layer_of` maps id(attention module) to its index in `kv`."""
 
     layer_of: dict[int, int]
     batch: AttentionBatch
@@ -227,9 +227,11 @@ class _Probe:
         return attended.to(query.dtype)
 
     def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
-        """A mask whose every entry is the layers' window, 0 for full attention: it finds its own way to them.
+        """Return a mask in which every entry is the window, 0 for full attention, so that each layer receives its
+        window.
 
-        The window is read off the mask's own rule at the model's last positions, far beyond the probe's tokens.
+        The window is determined by evaluating the mask function at the model's last positions, far beyond the probe's
+        tokens.
         """
         end = max(self.max_positions, length)
         windows = {self._window_at(mask_function, query, end) for query in (end - 2, end - 1)}
@@ -251,7 +253,7 @@ class _Probe:
         return window
 
     def _window(self, call: _Call, place: str) -> int | None:
-        """The layer's window, from its mask where it brought one, else from its arguments."""
+        """Return the layer's window, from its mask if there is one, else from its arguments."""
         if call.mask is None:
             window = call.arguments.get("sliding_window")
             return window if window is not None and window < self.max_positions else None
@@ -266,7 +268,7 @@ _current: ContextVar[_Attention] = ContextVar("_current")
 def _run(
     model: Any, attention: _Attention, token_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
 ) -> torch.Tensor:
-    """One forward pass whose layers attend through `attention`: logits [rows, vocab_size]."""
+    """Run a forward pass whose layers attend through `attention`; returns logits [rows, vocab_size]."""
     token = _current.set(attention)
     try:
         output = model(
@@ -293,7 +295,7 @@ def _paged_attention(
     s_aux: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query, key, value [1, heads, num_tokens, dim] -> [1, num_tokens, heads, dim].
+    """The attention function for transformers: [1, heads, num_tokens, dim] each -> [1, num_tokens, heads, dim].
 
     `s_aux` is transformers' name for sinks.
     """
@@ -308,12 +310,12 @@ def _paged_attention(
         arguments=arguments,
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    # Some architectures take a view of what they get.
+    # Contiguous, because some architectures call `view` on the result.
     return attention.attend(module, query.contiguous(), key, value, call).contiguous()[None], None
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], q_length: int, **_: Any) -> torch.Tensor | None:
-    """transformers' mask function."""
+    """The mask function for transformers."""
     attention = _current.get(None)
     return None if attention is None else attention.mask(mask_function, q_length)
 
@@ -347,7 +349,7 @@ def _refuse_unsupported(model_class: Any, config: Any) -> None:
     """Refuse unsupported configurations before the weights are read.
 
     Raises:
-        UnsupportedModelError: the class and the reason.
+        UnsupportedModelError: the model is not supported; the message has its class and the reason.
     """
     text_config = config.get_text_config(decoder=True)
     reason = None
@@ -370,7 +372,7 @@ def _refuse_unsupported(model_class: Any, config: Any) -> None:
 
 
 def _rope_types(parameters: dict[str, Any]) -> Iterable[str]:
-    """The RoPE kinds of a configuration, whose parameters may be nested by layer type."""
+    """Yield the RoPE types of a configuration, whose parameters may be nested by layer type."""
     for name, value in parameters.items():
         if isinstance(value, dict):
             yield from _rope_types(value)

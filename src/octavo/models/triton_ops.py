@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
@@ -16,7 +13,7 @@ from octavo.storage.layer_kv import LayerKV
 
 
 class TritonLayerOps(LayerOps):
-    """With the roundings of `LayerOps`. Heads are rotated, and keys and values stored, in one kernel."""
+    """Triton kernels that round like `LayerOps`. A single one rotates heads, and stores keys and values."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rows.rms_norm(x, weight, eps)
@@ -24,7 +21,7 @@ class TritonLayerOps(LayerOps):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The kernel leaves the sum where the residual was.
+        # The kernel stores the sum in the residual.
         return rows.add_rms_norm(x, residual, weight, eps), residual
 
     def rotate_and_store(
@@ -39,23 +36,23 @@ class TritonLayerOps(LayerOps):
     ) -> torch.Tensor:
         if not isinstance(attention, TritonAttention):
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
-        put: Callable[..., None]
-        if attention.supports(kv):
-            put = partial(store.rotate_and_store, qkv, kv)
-        elif (coded := attention.encoder(kv)) is not None:
-            put = partial(encode.rotate_and_encode, qkv, *coded)
-        else:
-            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
-        put(
+        new = store.NewHeads(
+            qkv,
+            heads.num_heads,
             batch.groups[kv.group].slot_mapping,
             rotation.positions,
             rotation.cos,
             rotation.sin,
-            num_heads=heads.num_heads,
-            query_norm=norm.query if norm else None,
-            key_norm=norm.key if norm else None,
-            eps=norm.eps if norm else 0.0,
+            norm.query if norm else None,
+            norm.key if norm else None,
+            norm.eps if norm else 0.0,
         )
+        if attention.supports(kv):
+            store.rotate_and_store(new, kv)
+        elif (coded := attention.encoder(kv)) is not None:
+            encode.rotate_and_encode(new, *coded)
+        else:
+            return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
         return qkv[:, : heads.num_heads * heads.key_dim].view(-1, heads.num_heads, heads.key_dim)
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The weight source that a model reads from, whatever the file format."""
+"""The interface from which a model reads its weights, independent of the file format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RawTensor:
     Attributes:
         rows: uint8 [shape[0], bytes per row], in Hugging Face's row order.
         type: a gguf.GGMLQuantizationType.
-        shape: of the matrix the bytes encode.
+        shape: shape of the encoded matrix.
     """
 
     rows: npt.NDArray[np.uint8]
@@ -35,9 +35,9 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor on the CPU, contiguous. Raises CorruptModelError where there is none of that name."""
+        """Return a contiguous tensor on the CPU; raises CorruptModelError if there is none of this name."""
         ...
 
     def raw(self, name: str) -> RawTensor | None:
-        """The stored bytes of a GGUF tensor; None where the file keeps ordinary floats."""
+        """Return the stored bytes of a GGUF tensor; None if the file stores ordinary floats."""
         ...

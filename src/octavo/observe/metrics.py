@@ -1,6 +1,6 @@
-"""`EngineStats` in Prometheus' exposition format, under vLLM's metric names where the meaning is the same.
+"""`EngineStats` in Prometheus' exposition format, under vLLM's metric names if the meaning is the same.
 
-Everything is made at scrape time by a collector, so the step loop never touches prometheus_client.
+A collector makes everything at scrape time, so the step loop never touches prometheus_client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed, cached ones included."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
 )
-# What a tenant may not know of another is counted as cold, as in its own responses.
+# In the outcomes, what a tenant may not learn about others is counted as cold, as in its own responses.
 _OWN_COUNTERS = (
     ("steps", "num_steps", "Steps that the engine has computed."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks that gave way to others."),
@@ -112,10 +112,10 @@ class EngineCollector(Collector):
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
-    """[("0.1", 3), ("0.5", 7), …, ("+Inf", 9)]: how many observations each upper bound covers."""
+    """Return how many observations each upper bound covers: [("0.1", 3), ("0.5", 7), …, ("+Inf", 9)]."""
     buckets: list[tuple[str, float]] = []
     covered = 0
-    # A copy, so that the last bucket equals the sum even while the engine counts on.
+    # Iterate over a copy, so that the last bucket equals the sum even while the engine counts.
     for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
         covered += count
         buckets.append((bound, float(covered)))
@@ -140,10 +140,14 @@ class MetricsPage:
         PlatformCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The exposition and its content type, in the newest of Prometheus' formats that `accept` names."""
-        encode, content_type = choose_encoder(accept)
+        """Return the exposition and its content type, in the newest of Prometheus' formats that `accept` names."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # Raised for an invalid version in `accept`, or one that is too long to be a number.
+            encode, content_type = choose_encoder("")
         if content_type.startswith("application/openmetrics-text"):
-            # Every format allows the colon of our names. prometheus_client 0.26 replaces it in samples nevertheless,
-            # for whoever does not ask for UTF-8 names: Prometheus before version 3.
+            # Every format allows the colon in our names, but prometheus_client 0.26 replaces it in samples if the
+            # client does not ask for UTF-8 names, as Prometheus before version 3.
             encode, _ = choose_encoder("application/openmetrics-text; version=1.0.0; escaping=allow-utf-8")
         return encode(self._registry), content_type

@@ -1,7 +1,7 @@
 """The engine's statistics: plain numbers, so that counting costs the step loop next to nothing.
 
-The step loop's thread alone writes; any thread may read. A reader can see one field a step ahead of another, which a
-scrape cannot tell from having come a moment later. `observe/metrics.py` turns these numbers into Prometheus' format.
+Only the step loop's thread writes; any thread may read. A reader can see one field a step ahead of another, which does
+not matter for a scrape. `observe/metrics.py` turns these numbers into Prometheus' format.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason
 from octavo.tiers.store import Store
 
-# Upper bounds in seconds, vLLM's, so that its dashboards fit.
+# Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
 TIME_TO_FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
 )
-# vLLM's begin at 0.01: the first three are ours, because small models on a GPU stay below that.
+# vLLM's begin at 0.01; the first three are added because small models on a GPU stay below that.
 INTER_TOKEN_LATENCY_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
@@ -33,7 +33,7 @@ REQUEST_LATENCY_BUCKETS = (
 
 
 def one_two_five_buckets(maximum: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `maximum`: vLLM's buckets of token counts."""
+    """Return vLLM's buckets of token counts: 1, 2, 5, 10, 20, 50, … up to `maximum`."""
     bounds: list[float] = []
     power = 1
     while True:
@@ -59,7 +59,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` over."""
+        """Count `value` `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -71,17 +71,18 @@ class Histogram:
 class EngineStats:
     """The counters, gauges and histograms of one engine. Times are in seconds.
 
-    Gauges, as of the latest step or what changed since: `num_running`, `num_waiting`, `num_swapped` (of those waiting),
-    `kv_usage` (share of blocks in use, 0 to 1), `kv_bytes` (of the pool, by state), `swapped_bytes` (in host memory).
-    Counters, since the start: all other numbers.
+    The gauges, at most 50 ms behind the latest step or change, are `num_running`, `num_waiting`, `num_swapped` (of
+    those waiting), `kv_usage` (share of blocks in use, 0 to 1), `kv_bytes` (of the pool, by state) and `swapped_bytes`
+    (in host memory). All other numbers are counters since the start.
 
     Attributes:
-        tracer: makes the requests' traces; None: nobody asked for any.
-        hung_step_seconds: how long the present step has hung, as far as the watchdog has seen; None: it does not.
-        waiting: whose requests wait for their first step.
-        host: what moved to host memory for prefixes and back, in blocks of `block_bytes`; None: there is none.
-        stores: below host memory, which count themselves.
-        audit_problem: what the latest audit found wrong with the block accounting; None where it found nothing.
+        tracer: makes the requests' traces; None if tracing is off.
+        hung_step_seconds: how long the current step has hung, as last seen by the watchdog; None if it has not.
+        waiting: requests waiting for their first step, by tenant.
+        host: counters of blocks moved to and from the host memory for prefixes, in blocks of `block_bytes`; None if
+            there is no such memory.
+        stores: the stores below host memory, which have their own counters.
+        audit_problem: what the latest audit found wrong with the block accounting; None if it found nothing.
     """
 
     def __init__(self, *, max_model_len: int) -> None:
@@ -123,36 +124,18 @@ class EngineStats:
         self.request_generation_tokens = Histogram(one_two_five_buckets(max_model_len))
 
     def on_audit(self, problem: str | None) -> None:
-        """Record an audit of the block accounting; `problem` describes a mismatch."""
+        """Record an audit of the block accounting; `problem` describes a mismatch, or is None."""
         self.num_audits += 1
         self.num_failed_audits += problem is not None
         self.audit_problem = problem
 
-    def on_step(
-        self,
-        *,
-        num_running: int,
-        num_waiting: int,
-        kv_usage: float,
-        num_swapped: int = 0,
-        prompt_tokens: int = 0,
-        generation_tokens: int = 0,
-        preemptions: int = 0,
-    ) -> None:
-        """After every step.
+    def on_step(self, prompt_tokens: int = 0, generation_tokens: int = 0) -> None:
+        """Record a step.
 
         Args:
-            prompt_tokens: of requests whose prompt was completed in this step, cached tokens included, once each.
-            generation_tokens: sampled in this step.
-            preemptions: sequences that had to give up their blocks in this step.
+            prompt_tokens: prompt tokens, including cached ones, of requests whose prompt was completed in this step.
+            generation_tokens: tokens sampled in this step.
         """
-        self.on_queues(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            kv_usage=kv_usage,
-            num_swapped=num_swapped,
-            preemptions=preemptions,
-        )
         self.num_steps += 1
         self.prompt_tokens += prompt_tokens
         self.generation_tokens += generation_tokens
@@ -160,7 +143,7 @@ class EngineStats:
     def on_queues(
         self, *, num_running: int, num_waiting: int, kv_usage: float, num_swapped: int = 0, preemptions: int = 0
     ) -> None:
-        """After what changes the queues without a step's result: an abort, or a step whose logits were unusable."""
+        """Record the lengths of the queues, and how many sequences were preempted since the last call."""
         self.num_running = num_running
         self.num_waiting = num_waiting
         self.num_swapped = num_swapped
@@ -168,24 +151,24 @@ class EngineStats:
         self.num_preemptions += preemptions
 
     def on_swapped(self, *, bytes_out: int, bytes_in: int, bytes_held: int) -> None:
-        """With `on_queues`: what has been moved to host memory and back since the start, and what is held there."""
+        """Record, with `on_queues`, bytes moved to host memory and back since the start, and bytes held there."""
         self.swapped_out_bytes = bytes_out
         self.swapped_in_bytes = bytes_in
         self.swapped_bytes = bytes_held
 
     def on_admitted(self, *, queue_time: float, queried_tokens: int, hit_tokens: int) -> None:
-        """Once per request, when it is first scheduled: its wait, and what the prefix cache had of its prompt."""
+        """Record, once per request when it is first scheduled, its wait and how much of its prompt was cached."""
         self.queue_time.observe(queue_time)
         self.prefix_cache_queries += queried_tokens
         self.prefix_cache_hits += hit_tokens
 
     def on_cache_report(self, report: CacheReport) -> None:
-        """With `on_admitted`: why the cache did not have more. Hits and all uncached tokens add up to the queries."""
+        """Record, with `on_admitted`, why no more was cached. Hits and uncached tokens add up to the queries."""
         self.cache_outcomes[report.outcome] += 1
         self.uncached_tokens[report.outcome] += report.num_uncached_tokens
 
     def on_blocks(self, kv_bytes: dict[BlockState, int], num_evicted: int) -> None:
-        """With `on_queues`: the pool's bytes by state, and the blocks evicted since the start.
+        """Record, with `on_queues`, the pool's bytes by state, and the number of blocks evicted since the start.
 
         The dictionary must not change afterwards.
         """
@@ -193,17 +176,17 @@ class EngineStats:
         self.evicted_blocks = num_evicted
 
     def on_first_token(self, ttft: float) -> None:
-        """Once per request, `ttft` seconds after it arrived."""
+        """Record a request's first token, `ttft` seconds after the request arrived; once per request."""
         self.time_to_first_token.observe(ttft)
 
     def on_tokens(self, itl: float, times: int = 1) -> None:
-        """A sequence's next token came `itl` seconds after the one before; `times` sequences alike share one call."""
+        """Record tokens of `times` sequences that came `itl` seconds after the sequence's previous token."""
         self.inter_token_latency.observe(itl, times)
 
     def on_finished(
         self, reason: FinishReason, *, e2e_latency: float, prompt_tokens: int, generation_tokens: int
     ) -> None:
-        """Once per request, when its last sequence ended; `generation_tokens` are those of all its sequences."""
+        """Record the end of a request's last sequence; `generation_tokens` counts all its sequences."""
         self.finished[reason] += 1
         self.e2e_latency.observe(e2e_latency)
         self.request_prompt_tokens.observe(prompt_tokens)

@@ -1,4 +1,4 @@
-"""Whose requests wait for their first step: how many, and with how many prompt tokens."""
+"""Counts each tenant's requests that wait for their first step, and their prompt tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.request import Request, RequestId
 
 
 class Waiting(NamedTuple):
-    """What waits of one tenant."""
+    """The waiting requests of one tenant."""
 
     requests: int = 0
     tokens: int = 0
@@ -25,14 +25,14 @@ class TenantQueues:
         self._entered: dict[RequestId, tuple[str, int, float]] = {}  # tenant, tokens, arrival
 
     def enter(self, request: Request) -> None:
-        """A request waits from now on."""
+        """Add a request that starts to wait."""
         tenant, tokens = request.tenant, len(request.prompt_token_ids)
         with self._lock:
             self._entered[request.request_id] = (tenant, tokens, request.arrival_time)
             self._add(tenant, 1, tokens)
 
     def leave(self, request_id: RequestId) -> None:
-        """A request was admitted, or has ended; nothing if it does not wait."""
+        """Remove a request that was admitted or has ended; does nothing if it is not waiting."""
         with self._lock:
             if (entered := self._entered.pop(request_id, None)) is not None:
                 tenant, tokens, _ = entered
@@ -42,23 +42,23 @@ class TenantQueues:
         return self._waiting.get(tenant, Waiting())
 
     def snapshot(self) -> dict[str, Waiting]:
-        """What waits of each tenant that waits."""
+        """Return the waiting requests of each tenant that has any."""
         with self._lock:
             return dict(self._waiting)
 
     def oldest_age(self, now: float) -> float:
-        """Seconds that the first of those that wait has waited at `now`, on the monotonic clock; 0 if none waits."""
+        """Return the seconds that the oldest waiting request has waited at `now` (monotonic clock); 0 if none waits."""
         with self._lock:
-            # In the order of arrival, as dictionaries keep it.
+            # The first one is the oldest, because dictionaries keep the order of insertion.
             for _, _, arrival in self._entered.values():
                 return max(0.0, now - arrival)
         return 0.0
 
     def check_room(self, tenant: str, num_tokens: int, *, most_requests: int, most_tokens: int) -> None:
-        """Refuse a prompt of `num_tokens` for which the tenant has no room.
+        """Check that a tenant may queue another prompt of `num_tokens`.
 
         Raises:
-            TenantOverloadedError: with what waits of it, and the limit.
+            TenantOverloadedError: the tenant's queue is full; the message names what is waiting, and the limit.
         """
         waiting = self.of(tenant)
         if waiting.requests >= most_requests:

@@ -1,7 +1,7 @@
-"""Host memory and the stores below it, in Prometheus' format.
+"""Metrics of host memory and the stores below it, in Prometheus' format.
 
-Labels are `tier` (host, disk, remote), `operation` (read, write) and `reason`, of which there are as many as `Reason`
-has: no series is made by what requests hold.
+Labels are `tier` (host, disk, remote), `operation` (read, write) and `reason` (the members of `Reason`), so that the
+number of series does not depend on requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UPPER_BOUNDS = (*map(str, LATENCY_BOUNDS), "+Inf")
 
 
 class TierCollector(Collector):
-    """A Prometheus collector over the tiers below the device; without any it has nothing to tell."""
+    """A Prometheus collector over the tiers below the device; empty if there are none."""
 
     def __init__(self, stats: EngineStats, model_name: str) -> None:
         self._stats = stats
@@ -55,25 +55,40 @@ class TierCollector(Collector):
     def _of_stores(self, stores: tuple[Store, ...]) -> Iterator[Metric]:
         labels = ["model_name", "tier"]
         usable = GaugeMetricFamily(
-            "octavo:tier_open", "1 while a store is used, 0 after errors in a row.", labels=labels
+            "octavo:tier_open",
+            "1 while a store is read or written, 0 after errors in a row.",
+            labels=[*labels, "operation"],
         )
-        closings = CounterMetricFamily("octavo:tier_closings", "Times that errors in a row closed it.", labels=labels)
+        closings = CounterMetricFamily(
+            "octavo:tier_closings", "Times that errors in a row stopped it.", labels=[*labels, "operation"]
+        )
         misses = CounterMetricFamily(
             "octavo:tier_misses", "Blocks not read or not written, by reason.", labels=[*labels, "operation", "reason"]
         )
         seconds = HistogramMetricFamily(
             "octavo:tier_transfer_seconds", "What a transfer of blocks took.", labels=[*labels, "operation"]
         )
+        latency = GaugeMetricFamily(
+            "octavo:tier_load_latency_seconds", "What a load takes beside its bytes, as measured.", labels=labels
+        )
+        pace = GaugeMetricFamily(
+            "octavo:tier_load_seconds_per_byte", "What each byte of a load takes, as measured.", labels=labels
+        )
         for store in stores:
+            if store.speed.per_load is not None and store.speed.per_byte is not None:
+                latency.add_metric([self._model_name, store.name], store.speed.per_load)
+                pace.add_metric([self._model_name, store.name], store.speed.per_byte)
             own, values = store.counters, [self._model_name, store.name]
-            usable.add_metric(values, store.is_open)
-            closings.add_metric(values, store.num_closings)
-            for operation, missed, latency, total in (
+            usable.add_metric([*values, "read"], store.is_open)
+            usable.add_metric([*values, "write"], store.is_writable)
+            for work, count in store.num_closings.items():
+                closings.add_metric([*values, work.value], count)
+            for operation, missed, counts, total in (
                 ("read", own.read_misses, own.read_latency, own.read_seconds),
                 ("write", own.write_misses, own.write_latency, own.write_seconds),
             ):
                 for reason in Reason:
                     misses.add_metric([*values, operation, reason.value], missed[reason])
-                buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(latency))), strict=True))
+                buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(counts))), strict=True))
                 seconds.add_metric([*values, operation], buckets, total)
-        yield from (usable, closings, misses, seconds)
+        yield from (usable, closings, misses, seconds, latency, pace)

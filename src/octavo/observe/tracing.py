@@ -1,12 +1,12 @@
-"""OpenTelemetry traces of requests: one span each, and under it the time in the queue, in prefill and in decode.
+"""OpenTelemetry traces: one span per request, with child spans for the time in the queue, in prefill and in decode.
 
     llm_request   arrival ─────────────────────────────────────── last token
       queue       arrival ──> first scheduled
       prefill                 first scheduled ──> first token
       decode                                      first token ──> last token
 
-The engine's thread only notes times; spans are made in a thread of their own and exported by the SDK in another.
-Needs the packages of `octavo[otel]`, which are imported when a tracer is made and nowhere else.
+The engine's thread only records times; spans are made in a separate thread and exported by the SDK in another.
+Needs the packages of `octavo[otel]`, which are only imported when a tracer is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.request import FinishReason, Request, RequestId
 
-# How long the last spans may take to be exported when a server ends.
+# Time limit for exporting the last spans when a server ends.
 FLUSH_SECONDS = 5.0
 
 
@@ -34,7 +34,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What a request's spans are made of, taken at its end: the request gives up its sequences then."""
+    """The data of a request's spans, copied at its end, because the request then drops its sequences."""
 
     traceparent: str | None
     attributes: dict[str, Any]
@@ -60,7 +60,7 @@ class RequestTracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment go before this name.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES in the environment override this name.
         self._provider = TracerProvider(resource=Resource({SERVICE_NAME: "octavo"}).merge(Resource.create()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("octavo")
@@ -73,7 +73,7 @@ class RequestTracer:
         self._thread.start()
 
     def on_admitted(self, request: Request, now: float) -> None:
-        """A request is scheduled for the first time."""
+        """Record that a request is scheduled for the first time."""
         self._times[request.request_id] = _Times(now)
 
     def on_first_token(self, request: Request, now: float) -> None:
@@ -81,13 +81,13 @@ class RequestTracer:
             times.first_token = now
 
     def on_finished(self, request: Request, reason: FinishReason, now: float) -> None:
-        """A request has ended, whether it was ever scheduled or not."""
+        """Record the end of a request, whether it was ever scheduled or not, and make its spans."""
         times = self._times.pop(request.request_id, None)
         attributes = self._attributes(request, reason)
         self._ended.put(_Ended(request.traceparent, attributes, request.arrival_time, times, reason, now))
 
     def close(self) -> None:
-        """Export what is left, for `FLUSH_SECONDS` at most."""
+        """Export the remaining spans, waiting up to `FLUSH_SECONDS` for each of the two threads."""
         self._ended.put(None)
         self._thread.join(FLUSH_SECONDS)
         self._provider.force_flush(int(FLUSH_SECONDS * 1000))
@@ -123,7 +123,7 @@ class RequestTracer:
         span.end(self._ns(ended.finished))
 
     def _attributes(self, request: Request, reason: FinishReason) -> dict[str, Any]:
-        """OpenTelemetry's names for generative AI where there are such. No text, and no token."""
+        """Return a span's attributes, with OpenTelemetry's names for generative AI if they exist; no text or tokens."""
         attributes: dict[str, Any] = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": request.request_id,
@@ -142,7 +142,7 @@ class RequestTracer:
 
 
 def otlp_tracer(endpoint: str, model_name: str) -> RequestTracer:
-    """A tracer that sends its spans to a collector, by OTLP over HTTP; raises `ConfigError` without the packages."""
+    """Return a tracer that sends spans to a collector by OTLP over HTTP; raise `ConfigError` without the packages."""
     with _needs_packages():
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     return RequestTracer(OTLPSpanExporter(endpoint=endpoint), model_name)

@@ -2,7 +2,7 @@
 
 available  | weights | activations | KV cache: the null block, then blocks for sequences | swap space | unused |
 
-On a GPU the swap space is no part of it: it lies in the host's memory.
+With a GPU, the swap space is not part of this memory: it lies in the host's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
+from octavo.kvcache.splits import SPLIT, max_splits, partial_bytes
 from octavo.planner.model_shape import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -49,8 +50,8 @@ class MemoryBudget:
 
     Attributes:
         available: what weights, activations and cache may take together.
-        cache_share: most of what the weights leave that the cache takes by itself: below 1 on a CPU, whose memory
-            others use too.
+        cache_share: share of the memory left by the weights that the cache takes at most by default: below 1 on a
+            CPU, whose memory is used by other processes too.
         swap: explicitly requested swap space, reserved first; default swap space comes last instead.
     """
 
@@ -62,7 +63,7 @@ class MemoryBudget:
 
     @property
     def left(self) -> int:
-        """Bytes left by weights, activations and swap; negative where they do not fit."""
+        """Bytes left by weights, activations and swap; negative if these do not fit."""
         return self.available - self.weights - self.activations - self.swap
 
     @property
@@ -71,10 +72,10 @@ class MemoryBudget:
 
 
 def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEFAULT_EVICTION_POLICY) -> int:
-    """Blocks of prefixes that `--kv-host-memory` holds, their bookkeeping within it.
+    """Return how many blocks of prefixes fit in `--kv-host-memory`, their bookkeeping included.
 
     Raises:
-        ConfigError: not one.
+        ConfigError: not one fits.
     """
     if not host_memory:
         return 0
@@ -90,7 +91,7 @@ def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEF
 
 
 def block_tokens(block_size: int | str, max_model_len: int) -> int:
-    """Tokens per block; "max" is one block of `max_model_len` tokens per sequence: a contiguous allocator."""
+    """Return the tokens per block; "max" means one block of `max_model_len` tokens, as a contiguous allocator has."""
     if isinstance(block_size, int):
         return block_size
     return -(-max_model_len // MAX_BLOCK_MULTIPLE) * MAX_BLOCK_MULTIPLE
@@ -103,11 +104,11 @@ def smallest_pool(spec: KVCacheSpec) -> PoolSize:
 
 
 def swap_bytes(spec: KVCacheSpec, swap_space: int | None, left: int) -> int:
-    """Bytes of host memory for swapped blocks: whole ones.
+    """Return the bytes of host memory for swapped blocks, a whole number of blocks.
 
     Args:
-        swap_space: what was asked for; None: by default.
-        left: bytes that nothing else takes; bounds the default alone.
+        swap_space: requested bytes; None for the default.
+        left: bytes that nothing else takes; bounds only the default.
     """
     space = min(DEFAULT_SWAP_SPACE, max(0, left)) if swap_space is None else swap_space
     return space // spec.block_bytes * spec.block_bytes
@@ -128,7 +129,7 @@ def pool_for_memory(
     """The largest pool within `kv_bytes`, but never more than all sequences at full length could use.
 
     Args:
-        max_step: most tokens computed in one step (bounds what a sliding window holds).
+        max_step: maximum number of tokens computed in one step (bounds what a sliding window holds).
 
     Raises:
         ConfigError: not even the smallest pool fits.
@@ -148,14 +149,17 @@ def weight_bytes(shape: ModelShape, dtype: str, *, tied_head_copied: bool) -> in
     """Bytes of the weights in memory.
 
     Args:
-        tied_head_copied: a head tied to the embedding is kept a second time, packed for products, as on a CPU.
+        tied_head_copied: whether a head tied to the embedding is stored a second time, packed for matrix products, as
+            on a CPU.
     """
     count = shape.parameters
     copied = count.embedding if tied_head_copied and not count.head else 0
     return (count.total + copied) * DTYPE_BYTES[dtype]
 
 
-def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: int) -> int:
+def activation_bytes(
+    shape: ModelShape, dtype: str, *, max_step: int, max_rows: int, gpu_context: int | None = None
+) -> int:
     """Estimated peak bytes of one step's tensors, besides weights and cache.
 
     The larger of a layer and the head, for the most tokens and rows of a step:
@@ -164,13 +168,15 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
         head    max_step × 3 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
         scores  max_step × 3 × hidden_size × dtype + (max_rows + SCORING_COPIES × scored rows) × vocab_size × 4
 
-    The residual, the normalised rows and the attention's output live beside a layer's widest products. Scores of
-    attention are left out, because it computes them in tiles. Prompt logprobs take the logits of so many rows at a time
-    as `scored_rows` says, beside those that tokens are drawn from.
+    The residual, the normalised rows and the attention's output are alive beside a layer's widest products. Attention
+    scores are left out, because they are computed in tiles. Prompt logprobs need the logits of `scored_rows` rows at a
+    time, beside those that tokens are drawn from.
 
     Args:
-        max_step: most tokens computed in one step.
-        max_rows: most rows of logits, one for each sequence.
+        max_step: maximum number of tokens computed in one step.
+        max_rows: maximum number of rows of logits, one per sequence.
+        gpu_context: maximum length of a sequence, if the device is a GPU: its decodes are split and leave partial
+            results, for recorded steps and for others (`kvcache/splits.py`).
     """
     size = DTYPE_BYTES[dtype]
     rows = min(max_rows, max_step)
@@ -179,16 +185,31 @@ def activation_bytes(shape: ModelShape, dtype: str, *, max_step: int, max_rows: 
     head = stream + rows * shape.vocab_size * (size + SAMPLER_COPIES * 4)
     scored = min(max_step, scored_rows(shape.vocab_size))
     scores = stream + (rows + SCORING_COPIES * scored) * shape.vocab_size * 4
-    return max(layer, head, scores)
+    partial = 0 if gpu_context is None else 2 * _partial_bytes(shape, rows, gpu_context)
+    return max(layer, head, scores) + partial
+
+
+def _partial_bytes(shape: ModelShape, max_rows: int, max_context: int) -> int:
+    """Return the bytes of the partial results of one layer's split decodes."""
+    if max_context <= SPLIT:
+        return 0
+    return max(
+        partial_bytes(
+            max_splits(max_rows, max_context, max_rows * max_context, layer.sliding_window, layer.num_kv_heads),
+            shape.num_heads,
+            layer.value_dim,
+        )
+        for layer in set(shape.kv_layers)
+    )
 
 
 def scored_rows(vocab_size: int) -> int:
-    """Rows of logits that prompt logprobs are computed from at a time: `SCORED_BYTES`, and at least one row."""
+    """Return how many rows of logits prompt logprobs use at a time: `SCORED_BYTES` worth, but at least one."""
     return max(1, SCORED_BYTES // (4 * vocab_size))
 
 
 def without_windows(layers: Sequence[LayerKVSpec]) -> tuple[LayerKVSpec, ...]:
-    """The same layers with full attention in place of sliding windows."""
+    """Return the same layers with full attention in place of sliding windows."""
     return tuple(replace(layer, sliding_window=None) for layer in layers)
 
 
@@ -197,10 +218,10 @@ class SequenceCost:
     """The KV cache of one sequence on one device, in blocks of `spec`.
 
     Attributes:
-        num_tokens: prompt and output.
-        blocks: held while it decodes; with sliding windows these are the last ones, else all.
-        prefill_blocks: held at the fullest, in a step that computes as many of its tokens as a step may.
-        needed_bytes: of the keys and values that `blocks` are there for.
+        num_tokens: prompt and output tokens.
+        blocks: blocks held while decoding; with sliding windows only the last ones, otherwise all.
+        prefill_blocks: the most blocks held at once, in a step that computes as many of its tokens as a step may.
+        needed_bytes: bytes of the keys and values that are still read.
     """
 
     spec: KVCacheSpec
@@ -223,13 +244,13 @@ class SequenceCost:
 
     @property
     def waste(self) -> float:
-        """The share of the sequence's block slots that hold no key or value it will read again, 0 to 1."""
+        """Share of the slots in the sequence's blocks that hold nothing it will read again, 0 to 1."""
         return 1.0 - self.needed_bytes / self.num_bytes
 
     def blocks_for(self, concurrency: int) -> int:
-        """Blocks for `concurrency` such sequences at once, one of them in the middle of its prompt."""
+        """Return the blocks for `concurrency` such sequences at once, one of them in the middle of its prompt."""
         return concurrency * self.blocks + self.prefill_blocks - self.blocks
 
     def sequences_in(self, usable_blocks: int) -> int:
-        """The number of such sequences that fit in `usable_blocks`."""
+        """Return how many such sequences fit in `usable_blocks`."""
         return max(0, (usable_blocks - (self.prefill_blocks - self.blocks)) // self.blocks)

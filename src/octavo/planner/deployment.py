@@ -1,4 +1,4 @@
-"""The question and the answer of `octavo plan`: one model, one workload, one kind of device."""
+"""Plan the memory of a deployment: one model, one workload, one kind of device (`octavo plan`)."""
 
 from __future__ import annotations
 
@@ -36,41 +36,43 @@ _DEFAULT_MAX_NUM_SEQS = 256
 class PlanOptions:
     """The options of `octavo plan`; those shared with `octavo serve` mean the same there."""
 
-    context: int | None = option(None, "tokens of one sequence, prompt and output; default: max_model_len")
+    context: int | None = option(None, "tokens of one sequence, prompt and output; default: --max-model-len")
     concurrency: int | None = option(
-        None, "sequences of that length at once; default: as many as --memory holds, at least 1"
+        None, "number of such sequences at once; default: as many as --memory holds, at least 1"
     )
     memory: int | str | None = option(
-        None, "memory of one device, as '80GiB'; default: none, and the answer is how much is needed"
+        None, "memory of one device, such as 80GiB; default: that of this machine, or with --device: not limited"
     )
     device: Literal["cuda", "cpu"] = option(
-        "cuda", "what is planned for; on a CPU much of the memory is left to others"
+        "cuda", "cpu leaves much of the memory to other processes; default: this machine's, or with --memory: cuda"
     )
     tensor_parallel_size: int = option(
-        1, "devices that share the model, heads and matrices divided among them; a plan only: octavo serve uses one"
+        1, "number of devices that share the model; for planning only: octavo serve uses one"
     )
     dtype: str = option("auto", f"weights and activations: {_DTYPES}; auto: bfloat16")
     kv_cache_dtype: str = option(
         "auto",
-        f"keys and values: {', '.join(KV_FORMATS)}, or a file of codecs by layer; auto: as the checkpoint says, or as "
-        "dtype; fp8: fp8_e4m3",
+        f"format of keys and values: {', '.join(KV_FORMATS)}, or a .toml file with a format for each layer; auto: the "
+        "checkpoint's, or --dtype; fp8: fp8_e4m3",
     )
-    block_size: int | Literal["max"] = option(16, "tokens per block; 'max': one block of max_model_len per sequence")
+    block_size: int | Literal["max"] = option(
+        16, "tokens per block; max: one block of max_model_len tokens per sequence"
+    )
     max_model_len: int | None = option(
-        None, "what a contiguous allocator reserves for each sequence; default: the model's own limit"
+        None, "tokens that a contiguous allocator reserves for each sequence; default: the model's own limit"
     )
     max_num_seqs: int | None = option(
-        None, f"most sequences in one step; default: concurrency, or {_DEFAULT_MAX_NUM_SEQS} where that is not given"
+        None, f"maximum number of sequences in one step; default: --concurrency, or {_DEFAULT_MAX_NUM_SEQS} without it"
     )
-    max_num_batched_tokens: int = option(2048, "most tokens computed in one step")
+    max_num_batched_tokens: int = option(2048, "maximum number of tokens computed in one step")
     kv_cache_memory: int | str | None = option(
-        None, "bytes for the KV cache of one device, as '2GiB'; default: what --memory leaves"
+        None, "memory for the KV cache of one device, such as 2GiB; default: what --memory leaves"
     )
-    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory for weights, activations and KV cache")
+    gpu_memory_utilization: float = option(0.9, "fraction of a GPU's memory for weights, activations and KV cache")
     swap_space: int | str | None = option(
-        None, "host memory for the blocks of preempted sequences, as '1GiB'; 0: none; default: 1GiB, or what is left"
+        None, "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left"
     )
-    kv_host_memory: int | str = option(0, "host memory for prefixes that the KV cache evicts, as '8GiB'; 0: none")
+    kv_host_memory: int | str = option(0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none")
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
@@ -100,11 +102,11 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One model under one set of options. Bytes are of one device, unless a name says otherwise.
+    """One model with one set of options. Bytes are per device, unless a name says otherwise.
 
     Raises:
-        ConfigError: a context over max_model_len, or a max_model_len over what the model supports.
-        UnsupportedModelError: heads that cannot be divided among the devices.
+        ConfigError: the context exceeds max_model_len, or max_model_len exceeds what the model supports.
+        UnsupportedModelError: the heads cannot be divided among the devices.
     """
 
     model: ModelShape
@@ -123,7 +125,7 @@ class Deployment:
 
     @property
     def shape(self) -> ModelShape:
-        """The part of the model on one device."""
+        """The part of the model that one device holds."""
         return divide(self.model, self.options.tensor_parallel_size)
 
     @property
@@ -152,6 +154,8 @@ class Deployment:
 
     @property
     def weights(self) -> int:
+        if self.model.packed_bytes and self.options.device == "cpu" and self.dtype != "float32":
+            return -(-self.model.packed_bytes // self.options.tensor_parallel_size)
         # With the compiled kernels a tied head is multiplied from the embedding itself.
         return weight_bytes(self.shape, self.dtype, tied_head_copied=False)
 
@@ -162,11 +166,12 @@ class Deployment:
     @property
     def activations(self) -> int:
         step = self.options.max_num_batched_tokens
-        return activation_bytes(self.shape, self.dtype, max_step=step, max_rows=self.max_num_seqs)
+        context = None if self.options.device == "cpu" else self.max_model_len
+        return activation_bytes(self.shape, self.dtype, max_step=step, max_rows=self.max_num_seqs, gpu_context=context)
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """How the memory of one device is divided, or None where no memory is given."""
+        """How the memory of one device is divided; None if no memory is given."""
         memory = self.options.memory
         if not isinstance(memory, int):
             return None
@@ -177,18 +182,18 @@ class Deployment:
 
     @property
     def _swap_set_aside(self) -> int:
-        """The part of the device's memory reserved for swapping: what is explicitly requested, on a CPU."""
+        """Device memory reserved for swapping: the explicitly requested swap space, on a CPU."""
         space = self.options.swap_space
         return swap_bytes(self.spec, space, 0) if self.options.device == "cpu" and isinstance(space, int) else 0
 
     @property
     def _prefixes_set_aside(self) -> int:
-        """The part of the device's memory reserved for prefixes in host memory: on a CPU they are the same."""
+        """Device memory reserved for --kv-host-memory: on a CPU, device and host memory are the same."""
         return self._host_memory if self.options.device == "cpu" else 0
 
     @property
     def _bookkeeping_bytes(self) -> int:
-        """Of one block, under the default eviction policy."""
+        """Bookkeeping bytes per block with the default eviction policy."""
         return self.spec.bookkeeping_bytes + eviction_bytes(DEFAULT_EVICTION_POLICY)
 
     @property
@@ -198,7 +203,7 @@ class Deployment:
 
     @property
     def swap_bytes(self) -> int:
-        """Host memory for swapped blocks, in whole blocks; on a CPU, by default no more than is left."""
+        """Bytes of host memory for swapped blocks; on a CPU, by default no more than the rest leaves."""
         space, left = self.options.swap_space, DEFAULT_SWAP_SPACE
         if self.options.device == "cpu" and self.budget is not None:
             pool = self.pool() if self.sequences_that_fit(self.cost) else None
@@ -207,7 +212,7 @@ class Deployment:
 
     @property
     def cache_bytes(self) -> int | None:
-        """Bytes for the KV cache, or None where the options give neither these nor the device's memory."""
+        """Bytes for the KV cache; None if neither these nor the device's memory are given."""
         if isinstance(self.options.kv_cache_memory, int):
             return self.options.kv_cache_memory
         return None if self.budget is None else self.budget.for_cache
@@ -219,11 +224,11 @@ class Deployment:
         return max(1, self.sequences_that_fit(self.cost))
 
     def sequences_that_fit(self, cost: SequenceCost) -> int:
-        """How many sequences of `context` tokens fit in the cache's memory; 0 where no memory is given."""
+        """Number of sequences of `context` tokens that fit in the KV cache; 0 if no memory is given."""
         return cost.sequences_in((self.cache_bytes or 0) // cost.spec.block_bytes - 1)
 
     def pool(self) -> PoolSize | None:
-        """The pool that the engine would allocate in the given memory, or None where none is given.
+        """The pool that the engine would allocate in the given memory; None if none is given.
 
         Raises:
             ConfigError: not even the smallest pool fits.
@@ -239,9 +244,9 @@ class Deployment:
         )
 
     def report(self) -> dict[str, Any]:
-        """The answer as `octavo plan --json` prints it; byte counts are totals over all devices.
+        """Return the plan as `octavo plan --json` prints it.
 
-        Keys that end in `_per_device` count one device.
+        Byte counts are totals over all devices, except for keys that end in `_per_device`.
         """
         devices, spec, cost = self.options.tensor_parallel_size, self.spec, self.cost
         concurrency = self.concurrency
@@ -320,7 +325,7 @@ class Deployment:
         return figures
 
     def _sliding_window(self) -> Mapping[str, Any] | None:
-        """Memory saved by sliding windows, compared with full attention; None where no layer has a window."""
+        """Memory saved by sliding windows compared with full attention; None if no layer has a window."""
         layers = self.shape.kv_layers
         windows = sorted({layer.sliding_window for layer in layers if layer.sliding_window is not None})
         if not windows:
@@ -354,7 +359,7 @@ class Deployment:
         return figures
 
     def _smallest_group(self) -> int | None:
-        """The fewest such devices that hold the workload, or None where no possible number does."""
+        """The smallest number of such devices that holds the workload; None if no possible number does."""
         for size in possible_groups(self.model):
             options = replace(self.options, concurrency=self.concurrency, tensor_parallel_size=size)
             group = Deployment(self.model, options)

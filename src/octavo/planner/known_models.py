@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 
 def known_config(name: str) -> tuple[str, Row] | None:
-    """(name in the table, `config.json`) of a model, or None where the table has no such model.
+    """Look up a model; returns its name in the table and its `config.json`, or None if it is not there.
 
     The name may be a hub id ("meta-llama/Llama-3.1-70B-Instruct") or Ollama's ("llama3.1:70b"): case, punctuation,
-    the owner and words for a variant of the same shape do not matter.
+    the owner and words for a variant of the same shape are ignored.
     """
     for candidate in _spellings(name):
         if (known := _BY_SPELLING.get(candidate)) is not None:
@@ -27,7 +27,7 @@ def known_config(name: str) -> tuple[str, Row] | None:
 
 
 def nearest_names(name: str, count: int = 3) -> list[str]:
-    """Names in the table that look most like `name`, best first; empty where none does."""
+    """Return the names in the table most similar to `name`, best first; empty if none is similar."""
     wanted = _squeeze(name.rsplit("/", 1)[-1])
     close = difflib.get_close_matches(wanted, _BY_SPELLING, n=count, cutoff=0.5)
     return list(dict.fromkeys(_BY_SPELLING[spelling] for spelling in close))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,12 +25,27 @@ _NO_LIMIT = 1 << 62
 
 
 def available_memory() -> int:
-    """Bytes that a new allocation can use without swapping, within this process's containers."""
+    """Return the bytes that a new allocation can use without swapping, within this process's containers."""
     return cgroup_memory(Path("/"), _meminfo_available())
 
 
+def gpu_memory() -> int | None:
+    """Return the memory of the first NVIDIA GPU in bytes, as nvidia-smi reports it; None without a GPU."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return int(done.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
 def usable_cpus() -> int:
-    """CPUs that this process may keep busy: as many as it is allowed to run on and its containers' quotas pay for."""
+    """Return how many CPUs this process can keep busy: those it may run on, limited by its containers' quotas."""
     return cgroup_cpus(Path("/"), ALLOWED_CPUS)
 
 
@@ -41,10 +57,10 @@ def default_num_threads() -> int:
 
 
 def cgroup_memory(root: Path, available: int) -> int:
-    """`available` bytes, but no more than is left to each cgroup on the way from this process's to the root's.
+    """Return `available` bytes, limited by what is left to each cgroup from this process's up to the root.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder that holds /proc and /sys.
     """
     for folder in _cgroup_folders(root, "memory"):
         for limit_name, used_name, cache_name in (
@@ -60,12 +76,12 @@ def cgroup_memory(root: Path, available: int) -> int:
 
 
 def cgroup_cpus(root: Path, allowed: frozenset[int]) -> int:
-    """How many of the `allowed` CPUs the cgroups on the way from this process's to the root's let it keep busy.
+    """Return how many of the `allowed` CPUs the cgroups from this process's up to the root let it keep busy.
 
-    A quota of 1.5 CPUs counts as two: with one thread a third of it would never be used.
+    A quota of 1.5 CPUs counts as two: one thread would never use a third of it.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder that holds /proc and /sys.
     """
     cpus = allowed
     for folder in _cgroup_folders(root, "cpuset"):
@@ -81,11 +97,11 @@ def cgroup_cpus(root: Path, allowed: frozenset[int]) -> int:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroups that may limit it, its own first and the outermost last.
+    """Return the folders of the cgroups that may limit this process, its own first and the outermost last.
 
-    /proc/self/cgroup has a line for each hierarchy, `number:controllers:path`; version 2 is "0::path". Within a
-    container the path may be that of the host, while /sys/fs/cgroup shows the container's own as its root: folders
-    that are not there are passed over.
+    /proc/self/cgroup has a line for each hierarchy, `number:controllers:path`; that of version 2 is "0::path". Inside a
+    container the path may be the host's, while /sys/fs/cgroup has the container's own cgroup as its root: missing
+    folders are skipped.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -109,7 +125,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """CPUs that a cgroup's quota pays for, or None: version 2's `cpu.max`, version 1's cfs quota."""
+    """Return the CPU quota of a cgroup, or None: `cpu.max` of version 2, the cfs quota of version 1."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return None if quota == "max" else int(quota) / int(period)
@@ -119,7 +135,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _read_cpus(path: Path) -> frozenset[int]:
-    """The CPUs of a list such as "0-3,8"; none where there is no such file, or nothing in it."""
+    """Parse a list of CPUs such as "0-3,8" from a file; empty if the file is missing or empty."""
     try:
         ranges = path.read_text().strip().split(",")
         bounds = [(part.split("-")[0], part.split("-")[-1]) for part in ranges if part]
@@ -129,7 +145,7 @@ def _read_cpus(path: Path) -> frozenset[int]:
 
 
 def _read_entry(path: Path, name: str) -> int:
-    """The number after a name in a file of "name number" lines; 0 where there is none."""
+    """Return the number after a name in a file of "name number" lines; 0 if there is none."""
     try:
         entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
         return int(entries.get(name, 0))
@@ -138,10 +154,10 @@ def _read_entry(path: Path, name: str) -> int:
 
 
 def limited_memory(available: int) -> int:
-    """`available`, but no more than the environment variable OCTAVO_MEMORY_LIMIT ("2GiB") allows an engine.
+    """Return `available`, limited by the environment variable OCTAVO_MEMORY_LIMIT ("2GiB").
 
     Raises:
-        ConfigError: the variable is no number of bytes.
+        ConfigError: the variable is not a number of bytes.
     """
     limit = os.environ.get(MEMORY_LIMIT_VARIABLE)
     return min(available, parse_bytes(limit)) if limit else available
@@ -159,7 +175,7 @@ def _meminfo_available() -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """The number in a file, or None where there is no file or no number ("max" and -1: no limit)."""
+    """Return the number in a file; None if there is no file, or no limit ("max" or -1)."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""A model's architecture as far as memory goes: keys and values per layer, parameters, activation widths.
+"""A model's architecture as far as its memory depends on it: keys and values per layer, parameters, activation widths.
 
-The native families are counted exactly from their ModelConfig; some families that run through transformers are counted
-from their `config.json`, by the rules of transformers' own classes of the same name.
+Native families are counted exactly, from their ModelConfig. Some families that run through transformers are counted
+from their `config.json`, by the rules of the transformers classes of the same name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from octavo.kvcache.spec import LayerKVSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCount:
-    """Parameter counts by how tensor parallelism divides them.
+    """Parameter counts, grouped by how tensor parallelism divides them.
 
     Attributes:
         embedding: the token embedding, vocab_size × hidden_size; divided by rows of the vocabulary.
-        head: the same for a language-model head of its own, 0 where it is tied to the embedding.
-        kv_projections: whatever has a row for each dimension of a KV head: divided with the heads.
-        divided: every other matrix that is split.
-        whole: norms, routers, latent projections, output biases: on each device in full.
+        head: a separate language-model head, divided likewise; 0 if it is tied to the embedding.
+        kv_projections: everything with a row per dimension of a KV head; divided with the heads.
+        divided: every other matrix that is divided.
+        whole: norms, routers, latent projections, output biases; replicated on each device.
     """
 
     embedding: int
@@ -38,22 +38,24 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Every parameter once, a tied head not counted again."""
+        """The number of parameters; a tied head counts once."""
         return self.embedding + self.head + self.kv_projections + self.divided + self.whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One model as the calculator sees it.
+    """The sizes of one model that memory depends on.
 
     Attributes:
-        kv_layers: what the allocator stores, layer by layer.
-        attention_width: elements per token alive at once while a layer attends: q, k and v, the rotated q, the output.
-        mlp_width: the same in the MLP: gate and up, and their product (of the experts a token visits).
-        latent_elements_per_token: what a cache of DeepSeek's compressed latents would hold per token over all layers,
-            which Octavo does not do: it stores the keys and values they expand to. None for other models.
-        kv_cache_dtype: the codec that the checkpoint asks for; None: it asks for none.
-        notes: how something is counted that a reader could expect otherwise.
+        kv_layers: what the KV cache stores for each layer.
+        attention_width: elements per token alive at once during attention: q, k, v, the rotated q and the output.
+        mlp_width: elements per token alive at once in the MLP: gate, up and their product, for all experts of a token.
+        latent_elements_per_token: elements per token over all layers in a cache of DeepSeek's compressed latents.
+            Octavo has none: it stores the keys and values that the latents expand to. None for other models.
+        kv_cache_dtype: the codec that the checkpoint asks for, if any.
+        packed_bytes: size of a GGUF file's weights once loaded on a CPU, where they stay quantised; None for other
+            checkpoints.
+        notes: remarks on anything that a reader might expect to be counted differently.
     """
 
     name: str
@@ -69,6 +71,7 @@ class ModelShape:
     mlp_width: int
     latent_elements_per_token: int | None = None
     kv_cache_dtype: str | None = None
+    packed_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -76,7 +79,7 @@ class ModelShape:
         return self.kv_layers[0].num_kv_heads
 
     def kv_dtype(self, option: str, dtype: str) -> str:
-        """The dtype of a cache under `kv_cache_dtype`; `dtype` is that of activations.
+        """Return the cache's dtype for a `kv_cache_dtype` option; `dtype` is that of activations.
 
         Raises:
             ConfigError: see `codec_table.kv_dtype`.
@@ -86,14 +89,14 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """How a family that is not native differs from Llama in what it stores.
+    """How a non-native family's parameters differ from Llama's.
 
     Attributes:
-        num_norms: normalisations of a hidden row per layer.
-        windows: which layers have a sliding window where `layer_types` does not say: every one but each `n`-th, where
-            n is this number unless the configuration states `sliding_window_pattern`; None: none.
-        latent: DeepSeek's attention, which projects keys and values from a latent.
-        expert_width: the configuration's key for an expert's intermediate size; empty: no mixture of experts.
+        num_norms: norms over the hidden size per layer.
+        windows: without `layer_types`, every layer but each n-th has a sliding window, where n is this number unless
+            the configuration has a `sliding_window_pattern`; None for no windows.
+        latent: whether keys and values are projected from a latent, as in DeepSeek's attention.
+        expert_width: the configuration's key for an expert's intermediate size; empty without a mixture of experts.
     """
 
     num_norms: int = 2
@@ -119,14 +122,14 @@ COUNTED_ARCHITECTURES = (*NATIVE_ARCHITECTURES, *_FAMILIES)
 
 
 def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of a model.
+    """Return the shape of a model.
 
     Args:
-        raw: its `config.json`; may be left out for the native families.
+        raw: its `config.json`; not needed for native families.
 
     Raises:
-        UnsupportedModelError: a family whose parameters the calculator has no rules for.
-        CorruptModelError: `raw` lacks a size; named.
+        UnsupportedModelError: the calculator has no rules for this family.
+        CorruptModelError: `raw` lacks a size, which the message names.
     """
     architecture = config.architecture
     multimodal = architecture == "Gemma3ForConditionalGeneration"
@@ -167,9 +170,9 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
 
 
 def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> ModelShape:
-    """The shape of a model of any architecture, from the number of parameters in its files.
+    """Return the shape of a model of any architecture, from the number of parameters in its files.
 
-    All are taken for matrices that can be divided; what layers keep is as far known as `config` spells it out.
+    All of them are assumed to be matrices that can be divided; the layers' keys and values are taken from `config`.
     """
     kv = config.num_kv_heads * (config.head_dim + config.value_dim)
     embedding = config.vocab_size * config.hidden_size
@@ -193,15 +196,15 @@ def shape_of_checkpoint(name: str, config: ModelConfig, num_parameters: int) -> 
 
 
 def possible_groups(shape: ModelShape) -> list[int]:
-    """Numbers of devices that can share the model: query heads divide evenly, KV heads divide or are replicated."""
+    """Return the numbers of devices that can share a model: those that divide its heads, or replicate its KV heads."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
 def divide(shape: ModelShape, num_devices: int) -> ModelShape:
-    """The part of one of `num_devices` under tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3).
+    """Return the part of a model on one of `num_devices` (Shoeybi et al. 2019, Megatron-LM, section 3).
 
-    Heads are divided; where there are more devices than KV heads, each KV head is kept by several of them.
+    Heads are divided; if there are more devices than KV heads, several devices hold the same KV head.
 
     Raises:
         UnsupportedModelError: the heads do not divide evenly.
@@ -269,7 +272,7 @@ class _Counter:
         return 2 * query + config.num_kv_heads * (config.head_dim + config.value_dim) + self._attended()
 
     def active_inner_size(self) -> int:
-        """Intermediate elements per token: of a dense MLP, or of the experts that the token is routed to."""
+        """Intermediate elements per token: of a dense MLP, or of all experts of a token."""
         dense = self._config.intermediate_size
         if not self.family.expert_width:
             return dense
@@ -279,7 +282,7 @@ class _Counter:
         return self._config.num_heads * self._config.value_dim
 
     def _attention(self) -> tuple[int, int, int]:
-        """(KV projections, other divided parameters, whole ones) of one layer."""
+        """Return one layer's KV projections, other divided parameters, and whole parameters."""
         config, hidden = self._config, self._config.hidden_size
         bias = int(config.qkv_bias)
         kv = config.num_kv_heads * (config.head_dim + config.value_dim) * (hidden + bias)
@@ -288,7 +291,7 @@ class _Counter:
         return kv, query + self._attended() * hidden, whole
 
     def _latent_attention(self) -> tuple[int, int, int]:
-        """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+        """Return the same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
         config, size, hidden = self._config, self._fields.size, self._config.hidden_size
         rank, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
         query_rank = size("q_lora_rank", 0, minimum=0)
@@ -298,7 +301,7 @@ class _Counter:
         return expand, query + self._attended() * hidden, whole
 
     def _mlps(self) -> tuple[int, int]:
-        """(divided, whole) parameters of all layers' MLPs."""
+        """Return the divided and the whole parameters of all layers' MLPs."""
         config, hidden = self._config, self._config.hidden_size
         sparse = self._num_sparse_layers()
         dense_bias, whole_bias = (2 * config.intermediate_size, hidden) if config.mlp_bias else (0, 0)
@@ -312,7 +315,7 @@ class _Counter:
         return divided, whole
 
     def _num_sparse_layers(self) -> int:
-        """Layers whose MLP is a mixture of experts."""
+        """Return the number of layers whose MLP is a mixture of experts."""
         layers, content = self._config.num_layers, self._fields.content
         if not self.family.expert_width:
             return 0
@@ -327,7 +330,7 @@ class _Counter:
         return self._fields.size(key)
 
     def _experts_inner_size(self, num_experts: int) -> int:
-        """Intermediate elements of `num_experts` routed experts and of the shared ones."""
+        """Return the intermediate elements of `num_experts` routed experts and the shared ones."""
         shared = self._fields.size("n_shared_experts", 0, minimum=0) if self.family.latent else 0
         return (num_experts + shared) * self._fields.size(self.family.expert_width)
 

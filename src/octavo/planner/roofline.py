@@ -1,12 +1,12 @@
-"""Estimated step times of a machine, from the bandwidth and matrix rate on its data sheet.
+"""Estimate a machine's step times from the bandwidth and matrix rate on its data sheet.
 
     T = launches + max(weights / bandwidth, 2 · parameters · rows / rate)      products
       + bytes of keys and values / bandwidth                                  attention of streams
       + 4 · heads · head_dim · layers · Σ query · context / rate              attention of chunks
       + 2 · layers all-reduces, where several devices share the model
 
-An estimate, and labelled as one wherever it is shown: what a kernel reaches of a data sheet's figure is an assumption
-(`BANDWIDTH_REACHED`, `RATE_REACHED`). `octavo calibrate-speed` measures instead.
+The share of a data sheet's figure that kernels reach is an assumption (`BANDWIDTH_REACHED`, `RATE_REACHED`), so results
+are labelled as estimates wherever they are shown. `octavo calibrate-speed` measures instead.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ RATE_REACHED = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One device by its data sheet.
+    """One device, by its data sheet.
 
     Attributes:
-        gb_s: of memory bandwidth, 1e9 bytes a second.
-        tflop_s: dense bf16 matrix products with fp32 sums, 1e12 operations a second, without sparsity.
+        gb_s: memory bandwidth, 1e9 bytes per second.
+        tflop_s: dense bf16 matrix products with fp32 accumulation, 1e12 operations per second, without sparsity.
         memory: bytes.
-        launch_us: of the host and the kernels' launches, for a layer and step. Assumed: 5 with graphs on a GPU.
-        link_gb_s: to the other devices of a group, one direction.
-        source: where the figures are from.
+        launch_us: host work and kernel launches per layer and step, in microseconds; assumed to be 5 with CUDA graphs.
+        link_gb_s: bandwidth to the other devices of a group, one direction, 1e9 bytes per second.
+        source: where the figures come from.
     """
 
     name: str
@@ -107,10 +107,10 @@ MACHINES: Mapping[str, Machine] = {
 
 
 def find_machine(name: str) -> Machine:
-    """The machine of that name.
+    """Return the machine called `name`.
 
     Raises:
-        ConfigError: there is none, with the nearest.
+        ConfigError: there is none; the message names the nearest.
     """
     if (machine := MACHINES.get(name.lower())) is None:
         raise ConfigError(f"no machine is called {name!r}{nearest(name.lower(), MACHINES)}")
@@ -120,7 +120,7 @@ def find_machine(name: str) -> Machine:
 def roofline(
     shape: ModelShape, spec: KVCacheSpec, machine: Machine, dtype: str = "bfloat16", num_devices: int = 1
 ) -> StepTimes:
-    """The estimate for one group of `num_devices`; `shape` and `spec` are of one device's part of the model."""
+    """Estimate the step times of `num_devices` together; `shape` and `spec` describe one device's part of the model."""
     byte_s = 1 / (machine.gb_s * 1e9 * BANDWIDTH_REACHED)
     flop_s = 1 / (machine.tflop_s * 1e12 * RATE_REACHED)
     weights = weight_bytes(shape, dtype, tied_head_copied=False) * byte_s
@@ -152,13 +152,13 @@ def roofline(
 
 
 def without_overlap(shape: ModelShape, spec: KVCacheSpec, dtype: str, gb_s: float, gflop_s: float) -> StepTimes:
-    """All terms added up, where hardware overlaps some: pessimistic by less than a factor of two.
+    """Estimate step times as the sum of all terms; hardware overlaps some, so this is up to twice too slow.
 
-    Reading the weights, two operations for each parameter and token, and each byte of context read once. The
-    arithmetic of attention counts for nothing. A block that is moved costs what reading its bytes does.
+    The terms are reading the weights, two operations per parameter and token, and reading each byte of context once.
+    The arithmetic of attention is left out. Moving a block costs as much as reading its bytes.
 
     Raises:
-        ConfigError: a speed that is not positive.
+        ConfigError: a speed is not positive.
     """
     if not gb_s > 0 or not gflop_s > 0:
         raise ConfigError(f"speeds must be above 0, got {gb_s:g} GB/s and {gflop_s:g} GFLOP/s")

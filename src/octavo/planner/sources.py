@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.gguf_requantize import loaded_bytes
 from octavo.checkpoint.hf_config import hf_model_config, read_json
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import PACKAGED_MODEL, ModelFormat, ModelSource, load_model_config, resolve_model
@@ -17,13 +20,14 @@ _LONGEST_HEADER = 100_000_000  # the safetensors format's own limit
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape of the model that a user names. Nothing is downloaded.
+    """Find the shape of the model that a user names, without downloading anything.
 
-    A folder (whose `config.json` alone is enough for the counted architectures), a GGUF file, 'smollm2', the name of
-    a well-known model or its hub id, or a hub id that is in the hub's cache.
+    Args:
+        name: a folder (for known architectures its `config.json` suffices), a GGUF file, 'smollm2', the name or hub id
+            of a well-known model, or a hub id in the hub's cache.
 
     Raises:
-        ModelError: nothing of that name, with the nearest names of the table; or it is damaged or cannot be counted.
+        ModelError: there is no such model (the message suggests similar names), or it is damaged or cannot be counted.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -39,18 +43,18 @@ def find_shape(name: str) -> ModelShape:
     if (folder := _cached_folder(name)) is not None:
         return _shape_of_files(ModelSource(name, folder, ModelFormat.HUGGINGFACE))
     nearest = nearest_names(name)
-    meant = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+    meant = f"did you mean {' or '.join(nearest)}? Otherwise, " if nearest else ""
     raise ModelNotFoundError(
-        f"{name!r} is neither a file or folder here nor a well-known model: {meant}"
-        f"Give a folder with a config.json, a .gguf file, or one of {len(KNOWN_MODELS)} names (`octavo plan --list`)"
+        f"{name!r} is neither a file or folder here nor a well-known model; {meant}"
+        f"give a folder with a config.json, a .gguf file, or one of {len(KNOWN_MODELS)} names (`octavo plan --list`)"
     )
 
 
 def shape_of_source(source: ModelSource, config: ModelConfig) -> ModelShape:
-    """The shape of a model on this machine whose configuration is read already.
+    """Return the shape of a model on this machine whose configuration has been read.
 
     Raises:
-        UnsupportedModelError: an architecture that is not counted, in a folder without weights to count.
+        UnsupportedModelError: the architecture is unknown, and the folder has no weights to count.
     """
     if source.format is ModelFormat.GGUF:
         return model_shape(source.name, config)
@@ -68,11 +72,13 @@ def shape_of_source(source: ModelSource, config: ModelConfig) -> ModelShape:
 
 
 def _shape_of_files(source: ModelSource) -> ModelShape:
-    return shape_of_source(source, load_model_config(source))
+    shape = shape_of_source(source, load_model_config(source))
+    packed = source.format is ModelFormat.GGUF
+    return replace(shape, packed_bytes=loaded_bytes(GGUFFile(source.path))) if packed else shape
 
 
 def _count_parameters(path: Path) -> int:
-    """Elements of all tensors in a safetensors file, which starts with its header's length (8 bytes) and the header."""
+    """Count the elements of all tensors in a safetensors file, from its header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
@@ -85,7 +91,7 @@ def _count_parameters(path: Path) -> int:
 
 
 def _cached_folder(hub_id: str) -> Path | None:
-    """Where the hub's cache keeps the model's configuration, or None where it does not."""
+    """Return the folder of the hub's cache with the model's configuration, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

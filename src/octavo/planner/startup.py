@@ -34,20 +34,19 @@ _LEAST_MODEL_LEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSizing:
-    """How an engine divides its device's memory under its options.
+    """How an engine divides its device's memory with given options.
 
     Attributes:
-        shape: of the model; `kv_layers` are replaced by the loaded model's own, where those are known.
-        dtype, kv_dtype: what "auto" came to.
-        available: bytes that weights, activations and cache may take together, before any of them is there.
+        shape: shape of the model; once it is loaded, with the loaded model's own `kv_layers`.
+        dtype, kv_dtype: the resolved types.
+        available: bytes for weights, activations and cache together, before any of them is allocated.
         cache_share: see MemoryBudget.
-        host_available: bytes that the swap space may take where the device has a memory of its own; None: it takes
-            them from `available`.
+        host_available: bytes for the swap space if the device has its own memory; None if it comes from `available`.
         tied_head_copied: see `weight_bytes`.
-        loaded_weights: bytes the weights really take, once they are loaded.
+        loaded_weights: bytes of the weights, once they are loaded.
 
     Raises:
-        ConfigError: max_model_len is over what the model supports.
+        ConfigError: max_model_len exceeds what the model supports.
     """
 
     config: EngineConfig
@@ -84,18 +83,22 @@ class StartSizing:
             self.available,
             weights,
             activation_bytes(
-                self.shape, self.dtype, max_step=self.config.max_num_batched_tokens, max_rows=self.config.max_num_seqs
+                self.shape,
+                self.dtype,
+                max_step=self.config.max_num_batched_tokens,
+                max_rows=self.config.max_num_seqs,
+                gpu_context=None if self.host_available is None else self.max_model_len,
             ),
             self.cache_share,
             0 if self.host_available is not None else (self._wanted_swap or 0) + self._host_memory,
         )
 
     def pool(self) -> PoolSize:
-        """The pool to allocate.
+        """Return the pool to allocate.
 
         Raises:
-            ConfigError: weights, activations, cache and swap space do not fit; itemised, with a command that would
-                start.
+            ConfigError: weights, activations, cache and swap space do not fit; the message lists them, with a command
+                that would start.
         """
         spec, left = self.spec, self.budget.left
         least = smallest_pool(spec).num_bytes
@@ -113,14 +116,15 @@ class StartSizing:
         return pool
 
     def bookkeeping_bytes(self, pool: PoolSize) -> int:
-        """Host memory that the accounting of the pool's blocks takes; default swap space leaves room for it."""
+        """Return the host memory of the pool's bookkeeping; default swap space leaves room for it."""
         return pool.num_blocks * (self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy))
 
     def num_host_blocks(self, pool: PoolSize) -> int:
-        """The number of host-memory blocks to allocate for swapped sequences.
+        """Return the number of host-memory blocks to allocate for swapped sequences.
 
         Raises:
-            ConfigError: the host has less than the swap space asked for; with a command that would start.
+            ConfigError: the host has less memory than the requested swap space; the message has a command that would
+                start.
         """
         if self.config.preemption_mode == "recompute":
             return 0
@@ -165,10 +169,10 @@ class StartSizing:
 
     @property
     def num_prefix_blocks(self) -> int:
-        """The number of host-memory blocks for prefixes, as asked for.
+        """Return the number of host-memory blocks to allocate for prefixes.
 
         Raises:
-            ConfigError: they do not hold a block, or the host has less memory.
+            ConfigError: the requested memory does not hold a block, or the host has less.
         """
         wanted = self.config.kv_host_memory
         assert isinstance(wanted, int)
@@ -182,7 +186,7 @@ class StartSizing:
 
     @property
     def _wanted_swap(self) -> int | None:
-        """Explicitly requested bytes, in whole blocks; None: as many as are left, up to the default."""
+        """Return the requested swap space in whole blocks; None for the default."""
         if self.config.preemption_mode == "recompute":
             return 0
         space = self.config.swap_space
@@ -192,9 +196,8 @@ class StartSizing:
         """Warn if the pool is too small for a sequence of max_model_len tokens."""
         if (longest := self._longest(pool)) < self.max_model_len:
             logger.warning(
-                "the KV cache of %d blocks (%s) holds a sequence of at most %d tokens, not of max_model_len (%d): "
-                "longer requests are refused; give it more memory, or say --max-model-len %d",
-                pool.usable_blocks,
+                "the KV cache (%s) holds a sequence of at most %d tokens, not of max_model_len (%d): longer requests "
+                "are refused; give it more memory, or --max-model-len %d",
                 format_bytes(pool.num_bytes),
                 longest,
                 self.max_model_len,
@@ -202,7 +205,7 @@ class StartSizing:
             )
 
     def _longest(self, pool: PoolSize) -> int:
-        """The longest sequence that the pool can hold, up to max_model_len."""
+        """Return the length of the longest sequence that the pool can hold, up to max_model_len."""
         spec, step = self.spec, self.config.max_num_batched_tokens
         low, high = 0, self.max_model_len
         while low < high:
@@ -243,7 +246,7 @@ class StartSizing:
         )
 
     def _with_less_swap(self) -> EngineConfig | None:
-        """The options with as much swap space as fits, if that change suffices."""
+        """Return the options with as much swap space as fits, if that is enough of a change."""
         if not self._wanted_swap:
             return None
         without = replace(self, config=self.config.replace(swap_space=None))
@@ -266,7 +269,7 @@ class StartSizing:
         )
 
     def _smaller(self) -> Iterator[EngineConfig]:
-        """Options in order of falling memory; among equal numbers of halvings, the longest sequences first."""
+        """Yield options that need less and less memory; for equal numbers of halvings, the longest sequences first."""
         # The cache's and the swap space's size are left to what there is.
         config = self.config.replace(kv_cache_memory=None, num_blocks=None, swap_space=None)
         steps = _halvings(config.max_num_batched_tokens, _LEAST_STEP)
@@ -283,7 +286,7 @@ class StartSizing:
 
 
 def _halvings(value: int, least: int) -> list[int]:
-    """value, value / 2, … down to `least`; only the value where it is below that."""
+    """Return value, value / 2, … down to `least`; only the value itself if it is below."""
     values = [value]
     while values[-1] > least:
         values.append(max(least, values[-1] // 2))
@@ -291,7 +294,7 @@ def _halvings(value: int, least: int) -> list[int]:
 
 
 def serve_command(config: EngineConfig) -> str:
-    """The `octavo serve` command line for `config`, with default options omitted."""
+    """Return the `octavo serve` command line for `config`, without options at their defaults."""
     argv = ["octavo", "serve", config.model]
     defaults = EngineConfig()
     for option in fields(config):

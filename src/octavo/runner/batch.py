@@ -1,4 +1,4 @@
-"""Build a step's tensors from its plan: the only place where slots are computed."""
+"""Builds a step's tensors from its plan; the only place where slots are computed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class StepBatch:
 
     Attributes:
         token_ids: int64 [num_tokens]
-        logits_indices: int64 [rows]; tokens whose logits or hidden states are needed: first the sampled ones, then the
-            scored ones, then the pooled ones.
+        logits_indices: int64 [rows]; tokens whose logits or hidden states are needed: first those to sample from, then
+            those to score, then those to pool.
         sampling: the draws; `sample_rows[i]` is the logits row of draw i.
-        num_sample_rows: how many of the rows are drawn from.
-        num_logits: how many of the rows need logits: all but the pooled ones.
-        scores: (first row, what to score) for prompt logprobs.
-        pools: (first row, what to pool) for embeddings.
-        inputs: of a step in which every sequence computes one token and draws one, where all of that lies.
+        num_sample_rows: number of rows to sample from.
+        num_logits: number of rows that need logits, which are all but the pooled ones.
+        scores: (first row, positions to score) for prompt logprobs.
+        pools: (first row, positions to pool) for embeddings.
+        inputs: the buffers of a pure decode step, in which every sequence computes one token and draws one; else None.
+        is_plain: whether it is a pure decode step from which only token ids are wanted.
     """
 
     token_ids: torch.Tensor
@@ -41,22 +42,23 @@ class StepBatch:
     scores: list[tuple[int, PromptScores]]
     pools: list[tuple[int, PromptPool]]
     inputs: StepInputs | None = None
+    is_plain: bool = False
 
 
 class _Streams:
-    """The batch of steps in which the same sequences compute one token each and draw one: most steps.
+    """The batch of consecutive steps in which the same sequences compute one token each and draw one: most steps.
 
-    Row i is token i and draw i. What is made once stays, and a step writes its numbers to it: beside a model that has
-    just read all its weights each call of another function costs microseconds, however little it does.
+    Row i is token i and draw i. The batch is built once, and each step only writes its numbers into it: right after a
+    model has read all its weights, each call of another function costs microseconds, however little it does.
 
     Args:
-        rows: of the sequences.
-        sampling: of draws from these rows; its positions are written anew by each step.
+        rows: table rows of the sequences.
+        sampling: inputs of the draws from these rows; each step overwrites its positions.
         tables: the block tables on the host.
-        inputs: where the numbers are written, and found by the device.
+        inputs: the buffers that steps write, and the device reads.
 
     Attributes:
-        follows_tokens: whether a penalty counts somebody's tokens, or a grammar follows them.
+        follows_tokens: whether a penalty or a grammar must be told the tokens of any sequence.
     """
 
     def __init__(self, rows: Rows, sampling: SamplingBatch, tables: list[np.ndarray], inputs: StepInputs) -> None:
@@ -71,11 +73,13 @@ class _Streams:
         inputs.rows[:count] = rows
         self._token_ids, self._positions = inputs.token_ids[:count], inputs.positions[:count]
         self._ends = inputs.lengths[:count]
+        self._counting = (inputs.places[:, :count], self._ends, sampling.positions)
+        self._steps_left = 0  # before some row enters its next block
         self._slots = [slots[:count] for slots in inputs.slots]
 
         self.batch = StepBatch(
             token_ids=inputs.device_token_ids(count),
-            attention=inputs.batch(count, max_context_len=0),
+            attention=inputs.batch(count, max_context_len=0, total_len=0),
             logits_indices=inputs.logits_indices(count),
             sampling=sampling,
             sample_rows=list(range(count)),
@@ -84,41 +88,55 @@ class _Streams:
             scores=[],
             pools=[],
             inputs=inputs,
+            is_plain=sampling.is_plain,
         )
 
     def write(self, plan: StepPlan, block_size: int) -> None:
         """Write a step's numbers."""
+        self._token_ids[:] = plan.token_ids
+        attention, total = self.batch.attention, sum(plan.starts)
+        if self._steps_left and not plan.tables and total == attention.total_decode_len:
+            # Usually each row is one token further in the block that it was in.
+            for numbers in self._counting:
+                numbers += 1  # in place
+            attention.max_context_len += 1
+            self._steps_left -= 1
+        else:
+            self._write_places(plan, block_size)
+        attention.total_decode_len = total + len(self.rows)
+        self._inputs.push()
+
+    def _write_places(self, plan: StepPlan, block_size: int) -> None:
         positions, ends = self._positions, self._ends
         positions[:] = plan.starts
-        self._token_ids[:] = plan.token_ids
         np.add(positions, 1, out=ends, casting="same_kind")
         np.subtract(ends, self._num_prompt_tokens, out=self.batch.sampling.positions)
-        blocks = positions // block_size
+        blocks, offsets = np.divmod(positions, block_size)
+        self._steps_left = block_size - 1 - int(offsets.max())
         for table, slots in zip(self._tables, self._slots, strict=True):
-            # A block's first slot and the offset in it, in one.
+            # slot = table entry * block_size + offset = (table entry - block index) * block_size + position
             np.subtract(table[self.rows, blocks], blocks, out=slots)
             slots *= block_size
             slots += positions
-        self._inputs.push()
         self.batch.attention.max_context_len = max(plan.starts) + 1
 
     def write_tokens(self, token_ids: torch.Tensor) -> None:
-        """Write a step's tokens, int64 [rows] on the device, which the host does not know."""
+        """Write a step's tokens, int64 [rows] on the device, if the host does not know them."""
         self.batch.token_ids.copy_(token_ids)
 
 
 class BatchBuilder:
-    """Builds each step's `StepBatch`, from the plan and what earlier plans said of its sequences.
+    """Builds each step's `StepBatch`, from its plan and what earlier plans said about its sequences.
 
     Args:
-        num_groups: groups of layers, each with its own block tables.
+        num_groups: number of groups of layers, each with its own block tables.
         block_size: tokens per block.
-        max_rows: most sequences known at once.
-        max_blocks: longest block table.
-        mirrored: the device's memory is another than the host's; default: the device is no CPU.
+        max_rows: maximum number of sequences known at once.
+        max_blocks: maximum length of a block table.
+        mirrored: whether the device has its own memory; by default, if it is not a CPU.
 
     Attributes:
-        inputs: of all decode steps, padded for the largest; None where memory is shared, and every batch has its own.
+        inputs: buffers shared by all decode steps, padded for the largest; None on a CPU, where each batch has its own.
     """
 
     def __init__(
@@ -135,7 +153,7 @@ class BatchBuilder:
         self.sequences = SequenceTable(num_groups, max_rows, max_blocks, self._device, mirrored)
         self.inputs = self._new_inputs(padded_size(max_rows)) if self.sequences.mirrored else None
         self._streams: _Streams | None = None
-        self._drawn: tuple[Rows, torch.Tensor] | None = None  # by the step before: rows, and the token of each
+        self._drawn: tuple[Rows, torch.Tensor] | None = None  # by the previous step: rows, and the token of each
 
     def build(self, plan: StepPlan) -> StepBatch:
         rows = self.sequences.apply(plan)
@@ -156,7 +174,7 @@ class BatchBuilder:
         )
 
     def forget(self, plan: StepPlan) -> None:
-        """Apply a plan without rows, which only says which sequences have ended; nothing of them is kept."""
+        """Apply a plan without rows, which only makes the runner forget sequences."""
         self.sequences.apply(plan)
         self._streams = None
 
@@ -174,14 +192,14 @@ class BatchBuilder:
         return same.batch
 
     def note_drawn(self, token_ids: torch.Tensor) -> None:
-        """The step that was built last has drawn these tokens, int64 [rows] on the device, one for each of its rows.
+        """Note the tokens that the last step drew, int64 [rows] on the device, one for each of its rows.
 
-        A plan made ahead of their coming to the host goes on with them.
+        A plan made ahead, before the host has them, continues with them.
         """
         self._drawn = (self.sequences.planned_rows, token_ids)
 
     def _drawn_before(self, rows: Rows) -> torch.Tensor:
-        """int64 [rows]: the token that each row, among those of the step before and in their order, drew there."""
+        """Return the tokens that these rows drew in the previous step, int64 [rows]; rows keep that step's order."""
         assert self._drawn is not None, "only a step that noted its tokens is followed by one that was planned ahead"
         before, token_ids = self._drawn
         if before is rows:
@@ -221,6 +239,7 @@ class BatchBuilder:
             num_tokens=num_tokens,
             max_query_len=max_query,
             max_context_len=max_context,
+            total_decode_len=int(context_lens[lengths == 1].sum()),
         )
 
     def _with_rows_to_sample(
@@ -229,7 +248,7 @@ class BatchBuilder:
         draws = np.array(plan.draws, dtype=np.int64)
         sampled = np.flatnonzero(draws)
         indices = query_start[1:][sampled].astype(np.int64) - 1
-        # Of each draw: the place of its row among those sampled, and its row in the plan.
+        # For each draw, the index of its row among the sampled rows, and its row in the plan.
         sample_rows = np.repeat(np.arange(len(sampled)), draws[sampled])
         drawn_from = sampled[sample_rows]
         seeds = []

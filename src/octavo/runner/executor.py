@@ -1,12 +1,12 @@
-"""Who executes plans: the contract, and the implementation that keeps its runner in a process of its own.
+"""Executors of plans: the interface, and an implementation with its runner in a separate process.
 
 engine ── StepPlan ──> executor ── StepResult ──> engine
 
-    launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     where plans are made ahead
+    launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     if plans are made ahead
 
-ModelRunner          in the engine's process: the default
+ModelRunner          in the engine's process; the default
 ProcessExecutor      a ModelRunner at the other end of a pipe
-RecordingExecutor    either of them, each plan written to a file with its seconds (`runner/recording.py`)
+RecordingExecutor    either of them, with each plan and its duration written to a file (`runner/recording.py`)
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ _CLOSING_S = 10.0
 T = TypeVar("T")
 
 Collect = Callable[[], StepResult]
-"""Waits for the result of a plan that was launched; raises as `Executor.execute` does. Called once at most."""
+"""Waits for the result of a launched plan; raises like `Executor.execute`. Called at most once."""
 
 
 class Executor(ABC):
-    """Carries out one plan after the other; keeps by id what they say of sequences.
+    """Executes plans in order; keeps the state of sequences by id.
 
     Attributes:
-        is_computing: the model is at work, and hardly needs this process's interpreter. Other threads may read it.
+        is_computing: whether the model is computing, which hardly needs the GIL. Other threads may read it.
     """
 
     is_computing = False
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out a plan.
+        """Execute a plan.
 
         Raises:
-            LogitsError: names the requests whose logits make no distribution.
-            Exception: anything else that went wrong. After either, only a plan that says `reset` may follow.
+            LogitsError: some logits are not a distribution; names the requests.
+            Exception: anything else went wrong. After either, the next plan must have `reset` set.
         """
 
     def launch(self, plan: StepPlan) -> Collect:
-        """Begin to carry out a plan. It may raise what `execute` raises, or leave that to what it returns.
+        """Start executing a plan. Both this and the returned function may raise what `execute` raises.
 
-        A plan made ahead may be launched before the result of the one before it is collected. Results are collected in
-        the order of their plans, or not at all: where a plan has failed, one that was made ahead of it is of no use.
+        A plan made ahead may be launched before the result of the previous one is collected. Results are collected in
+        the order of their plans, or not at all: if a plan has failed, a plan made ahead of its result is discarded.
         """
         result = self.execute(plan)
         return lambda: result
 
-    def close(self) -> None:  # noqa: B027  most hold nothing that must be given up
-        """Give up what it holds; no plan may follow. May be called again."""
+    def close(self) -> None:  # noqa: B027  most hold nothing that must be released
+        """Release all resources; no plan may follow. May be called again."""
 
 
 class ProcessExecutor(Executor, Generic[T]):
-    """A runner in a process of its own, over a pipe.
+    """A runner in a separate process, over a pipe.
 
         engine's process                      runner's process (spawned)
           start ────────────────────────────>  build() ─> (runner, facts)
@@ -74,10 +74,10 @@ class ProcessExecutor(Executor, Generic[T]):
                   <─── (step, result|error) ──
           close ─────  end of the pipe ──────> runner.close(), exit
 
-    The process ends when the pipe does, so none is left behind by an engine that dies.
+    The process ends when the pipe is closed, so an engine that dies leaves no process behind.
 
     Args:
-        build: called in the new process; makes the runner, and picklable facts about it that the engine needs.
+        build: called in the new process; returns the runner, and picklable facts about it for the engine.
     """
 
     def __init__(self, build: Callable[[], tuple[Executor, T]]) -> None:
@@ -94,11 +94,11 @@ class ProcessExecutor(Executor, Generic[T]):
 
     @property
     def pid(self) -> int | None:
-        """Of the runner's process."""
+        """The id of the runner's process."""
         return self._process.pid
 
     def facts(self) -> T:
-        """What `build` says of its runner; waits until it is there, and raises what it raised."""
+        """Return the facts from `build`; waits until it has finished, and raises what it raised."""
         try:
             facts: T = self._receive(None)
         except BaseException as error:
@@ -141,7 +141,7 @@ class ProcessExecutor(Executor, Generic[T]):
         return collect
 
     def close(self) -> None:
-        """End the process, by force where it does not end by itself."""
+        """End the process, by force if it does not exit by itself."""
         self._pipe.close()
         self._process.join(_CLOSING_S)
         if self._process.is_alive():
@@ -154,7 +154,7 @@ class ProcessExecutor(Executor, Generic[T]):
                 answered, value, error = self._pipe.recv()
             except (EOFError, OSError) as lost:
                 raise self._died() from lost
-            # An answer to an earlier step is of one that was given up here while it was computed there.
+            # Skip answers to earlier steps, which the engine has abandoned.
             if answered == step:
                 break
         if error is not None:
@@ -167,9 +167,9 @@ class ProcessExecutor(Executor, Generic[T]):
 
 
 def _serve(pipe: Connection, build: Callable[[], tuple[Executor, Any]], log_level: int) -> None:
-    """The runner's process."""
+    """The main function of the runner's process."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Ctrl-C reaches every process of the terminal: the engine's decides, and closes the pipe.
+    # Ctrl-C reaches every process of the terminal; ignore it here, because the engine's process closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         runner, facts = build()
@@ -192,7 +192,7 @@ def _serve(pipe: Connection, build: Callable[[], tuple[Executor, Any]], log_leve
 
 def _answer(pipe: Connection, step: int | None, value: Any, error: Exception | None) -> None:
     if error is not None and not isinstance(error, OctavoError):
-        # Anything else may not survive pickling, and loses its traceback.
+        # Other exceptions may not be picklable, and would lose their traceback.
         told = "".join(traceback.format_exception(error)).rstrip()
         error = ExecutorError(f"{type(error).__name__} in the process that computes steps: {error}\n{told}")
     pipe.send((step, value, error))

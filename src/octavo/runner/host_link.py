@@ -1,4 +1,4 @@
-"""Moves blocks between the device's memory and the host's."""
+"""Moves blocks between the memory of the device and that of the host."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class HostLink(ABC):
 
     @abstractmethod
     def ready(self, rows: torch.Tensor) -> Any:
-        """A mark in the device's work, after which `rows`, just computed, can be read by `to_host`."""
+        """Return a mark in the device's work queue, after which `to_host` can read the newly computed `rows`."""
 
     @abstractmethod
     def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
-        """`rows` in host memory, all there when this returns."""
+        """Copy `rows` to host memory; the copy is complete when this returns."""
 
     @abstractmethod
     def to_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` on the device, for the work that is queued there next."""
+        """Copy `rows` to the device, for the work queued there next."""
 
 
 class SameMemory(HostLink):
-    """Of a CPU: there is nothing to copy."""
+    """The link for a CPU, where nothing needs to be copied."""
 
     def ready(self, rows: torch.Tensor) -> Any:
         return None
@@ -41,7 +41,7 @@ SAME_MEMORY = SameMemory()
 
 
 class CudaLink(HostLink):
-    """Through pinned memory, on a stream beside the one that computes."""
+    """Copies through pinned memory, on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class CudaLink(HostLink):
     def ready(self, rows: torch.Tensor) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        # Its memory is not given to others before this link's stream has read it.
+        # Keeps the memory from being reused before this link's stream has read it.
         rows.record_stream(self._stream)
         return event
 

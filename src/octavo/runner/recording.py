@@ -1,4 +1,4 @@
-"""An executor that writes down what it executes."""
+"""An executor that records what it executes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from octavo.scheduler.plan_log import PlanLog
 
 
 class RecordingExecutor(Executor):
-    """Lets another executor carry out plans, and appends each that succeeds to a log with the seconds it took.
+    """Passes plans to another executor, and appends each that succeeds to a log with its duration.
 
-    A plan that was launched while the one before it was computed takes from the end of that one on.
+    The duration of a plan launched while the previous one was being computed starts at the end of that one.
     """
 
     def __init__(self, executor: Executor, log: PlanLog) -> None:
         self.executor = executor
         self._log = log
-        self._ended = 0.0  # when the last result was there
+        self._ended = 0.0  # when the last result arrived
 
     @property
     def is_computing(self) -> bool:  # type: ignore[override]  # it is only read

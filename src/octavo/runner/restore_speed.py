@@ -1,4 +1,4 @@
-"""Measure how long swapping a block takes, compared with recomputing its tokens."""
+"""Measures how long swapping a block takes, compared with recomputing its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.host_memory import BlockTransfer, HostBlockId
+from octavo.kvcache.host_memory import HostBlockId
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import RequestId, SequenceId
 from octavo.runner.runner import ModelRunner
@@ -21,7 +22,7 @@ from octavo.scheduler.preemption import RestoreSpeed
 from octavo.tiers.host import BlockTier
 
 _MEASURED_BYTES = 4 << 20
-# A short prefill twice, for the first of its kind is slow; where that is over soon, a longer one, which says more.
+# A short prefill is run twice, because the first is slow. If it is fast enough, a longer and more accurate one follows.
 _SHORT_PREFILL = 16
 _LONG_PREFILL = 64
 _SOON = 0.010
@@ -30,11 +31,11 @@ _SOON = 0.010
 def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: int) -> RestoreSpeed:
     """Time swapping a few blocks out and in, and a short prefill, before the engine serves.
 
-    Takes a few milliseconds for a small model, and three decode steps' time for a large one. What it writes into the
-    arena nobody reads.
+    This takes a few milliseconds for a small model, and as long as three decode steps for a large one. What it writes
+    to the arena is never read.
 
     Args:
-        max_tokens: most that one step, and one sequence, may have.
+        max_tokens: maximum number of tokens in a step, and in a sequence.
     """
     arena = runner.arena
     device = runner.model.device
@@ -45,7 +46,7 @@ def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: i
         swap_out(arena, tier, swaps)
         swap_in(arena, tier, swaps)
 
-    # The first time also pays for touching the memory, which happens once in a block's life.
+    # The first run also touches the memory for the first time, so take the fastest.
     per_block = min(_seconds(out_and_back, device) for _ in range(3)) / count / 2
 
     spec = arena.spec
@@ -60,7 +61,7 @@ def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: i
 
 
 def _prefill(num_tokens: int, spec: KVCacheSpec) -> StepPlan:
-    """Of a sequence that the next plan makes the runner forget: a scheduler's first plan is a `reset`."""
+    """Return a plan that prefills a dummy sequence; a scheduler's first plan is a `reset`, so the runner forgets it."""
     ids = itertools.count(1)
     tables = tuple(tuple(BlockId(next(ids)) for _ in range(spec.blocks_for_tokens(num_tokens))) for _ in spec.groups)
     seq_id = SequenceId(0)

@@ -1,9 +1,7 @@
-"""Executes step plans: the one owner of the device's tensors."""
+"""Executes step plans; the only owner of the device's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -27,7 +25,7 @@ from octavo.scheduler.plan import PromptScores, StepPlan, StepResult
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
 
-# Hidden states that are summed at a time.
+# The number of hidden states summed at a time.
 _POOLED_AT_ONCE = 256
 
 
@@ -35,11 +33,11 @@ class ModelRunner(Executor):
     """A model, the arena its keys and values live in, and the sampler.
 
     Args:
-        max_num_seqs: most sequences in one step.
-        max_model_len: longest sequence in tokens, hence the longest block table.
-        host: where swapped blocks go; None where no plan swaps.
-        capture: records decode steps, which are then replayed; None: each is launched kernel by kernel. Only a
-            `LlamaDecoder`'s are recorded.
+        max_num_seqs: maximum number of sequences in a step.
+        max_model_len: maximum sequence length in tokens, which determines the length of block tables.
+        host: host memory for swapped blocks; None if no plan swaps.
+        capture: records decode steps of a `LlamaDecoder`, to be replayed; if None, or for other models, each step is
+            launched kernel by kernel.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class ModelRunner(Executor):
 
     @property
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles the grammars of structured outputs; None where no plan may ask for one."""
+        """The compiler of grammars for structured outputs; None if no plan may use one."""
         return self._batches.sequences.grammars
 
     @grammars.setter
@@ -87,19 +85,19 @@ class ModelRunner(Executor):
         self._batches.sequences.grammars = compiler
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Transfers and copies first, then the model over the plan's tokens, then the samples.
+        """Execute a plan: transfers and copies first, then the model on the plan's tokens, then the samples.
 
-        What leaves may still be on its way while the model computes; when this returns, or raises, it has arrived.
-        A plan without rows only says which sequences to forget, or which blocks to store.
+        Stores may overlap with the model's computation, but are complete when this returns or raises. A plan without
+        rows only makes the runner forget sequences, or store blocks.
         """
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Collect:
-        """See `Executor.launch`. On a GPU a step of plain decodes is under way when this returns.
+        """See `Executor.launch`. On a GPU a step of plain decodes is being computed when this returns.
 
-        All that is launched comes one after the other on the device: blocks, block tables and inputs may be written for
-        the next step while this one is computed.
+        The device executes everything in the order of launching, so blocks, block tables and inputs may be written for
+        the next step while this one is being computed.
         """
         if not plan:
             if plan.stores:
@@ -119,10 +117,11 @@ class ModelRunner(Executor):
         self._has_failed = False
 
         def collect() -> StepResult:
+            self.is_computing = True
             try:
-                with self._computing():
-                    return take()
+                return take()
             finally:
+                self.is_computing = False
                 self._mover.finish()
 
         return collect
@@ -136,23 +135,29 @@ class ModelRunner(Executor):
     def _compute(self, plan: StepPlan) -> Collect:
         batch = self._batches.build(plan)
         attention = self.attention
-        if any(layer.finds_scales for layer in self._calibrated):
-            attention = ReferenceAttention()  # kernels encode by scales that are chosen already
+        if self._calibrated and any(layer.finds_scales for layer in self._calibrated):
+            attention = ReferenceAttention()  # kernels require scales that have already been chosen
         step = (batch.token_ids, batch.attention, self.arena.layers, attention, batch.logits_indices)
         if not batch.scores and not batch.pools:
-            with self._computing():
+            self.is_computing = True
+            try:
                 if self.graphs is not None and batch.inputs is not None and attention is self.attention:
-                    logits = self.graphs.logits(batch.num_sample_rows, batch.attention.max_context_len)
+                    logits = self.graphs.logits(batch.attention)
                 else:
                     logits = self.model.forward(*step)
-            if batch.inputs is not None and batch.sampling.is_plain:
+            finally:
+                self.is_computing = False
+            if batch.is_plain:
                 draws = self._sampler.draw(logits, batch.sampling, spoil=True)
                 self._batches.note_drawn(draws.token_ids)
                 return draws.result
             result = self._sampler.sample(logits, batch.sampling, batch.sample_rows, spoil=True)
             return lambda: result
-        with self._computing():
+        self.is_computing = True
+        try:
             logits, later = self.model.forward_in_part(*step, batch.num_sample_rows, batch.num_logits)
+        finally:
+            self.is_computing = False
         samples = self._sampler.sample(logits, batch.sampling, batch.sample_rows)
         scored = replace(
             samples,
@@ -161,16 +166,8 @@ class ModelRunner(Executor):
         )
         return lambda: scored
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        self.is_computing = True
-        try:
-            yield
-        finally:
-            self.is_computing = False
-
     def _score(self, first: int, score: PromptScores, later: LaterRows) -> tuple[TokenLogprobs, ...]:
-        """Prompt logprobs from the rows `first ..`, a few rows' logits at a time."""
+        """Return prompt logprobs from rows `first ..`, computing the logits of a few rows at a time."""
         at_once = scored_rows(self.model.vocab_size)
         scored: list[TokenLogprobs] = []
         for begin in range(0, len(score.targets), at_once):
@@ -181,9 +178,9 @@ class ModelRunner(Executor):
 
 
 def _sum_hidden(first: int, count: int, later: LaterRows) -> bytes:
-    """The sum of the hidden states of rows `first .. first + count`: float64 in the machine's byte order.
+    """Return the sum of the hidden states of rows `first .. first + count`, as float64 in native byte order.
 
-    In float64 it does not show in what order they came, so that chunks and batches make no difference.
+    In float64 the order of summation has no visible effect, so chunks and batches make no difference.
     """
     total = sum(
         later.hidden(begin, min(begin + _POOLED_AT_ONCE, first + count)).double().sum(0)

@@ -1,4 +1,4 @@
-"""The runner's state of running sequences: one row each, kept from step to step."""
+"""The runner's state of running sequences, in one row each, which persists between steps."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Rows = npt.NDArray[np.int64]
 
 
 class SequenceTable:
-    """Block tables and sampling state of the sequences of one runner, brought up to date by each plan.
+    """Block tables and sampling state of the sequences of one runner, updated by each plan.
 
-        row    block tables, one array a group          sampling
+        row    block tables, one array per group        sampling
         0      | 12  4 31  .  .  . |                    seq 7's parameters and token counts
         1      |  9 17  .  .  .  . |                    seq 3's
         2      |  .  .  .  .  .  . |  free
 
-    A row's entries past the end of its table are of no meaning.
+    A row's entries past the end of its table are meaningless.
 
     Args:
-        max_rows: most sequences known at once.
-        max_blocks: longest block table.
-        mirrored: the device's memory is another than the host's; default: the device is no CPU.
+        max_rows: maximum number of sequences known at once.
+        max_blocks: maximum length of a block table.
+        mirrored: whether the device has its own memory; by default, if it is not a CPU.
 
     Attributes:
         tables: int32 [max_rows, max_blocks], one per group.
-        grammars: compiles those of sequences with a structured output; None: there are none.
-        planned_rows: int64 [rows]; the row of each sequence of the plan that was applied last.
-        device_tables: the same as tensors: the very memory on a CPU, elsewhere a copy that each plan brings up to date.
+        grammars: compiler of grammars for structured outputs; None if there are none.
+        planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
+        device_tables: the tables as tensors: on a CPU the same memory, otherwise a copy that each plan updates.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class SequenceTable:
         device: torch.device | str = "cpu",
         mirrored: bool | None = None,
     ) -> None:
-        # Zeros are mapped on first touch: what is never used costs no memory.
+        # Zeros are mapped on first touch, so unused rows cost no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.mirrored = torch.device(device).type != "cpu" if mirrored is None else mirrored
         self.device_tables = [
             torch.zeros(table.shape, dtype=torch.int32, device=device) if self.mirrored else torch.from_numpy(table)
             for table in self.tables
         ]
-        self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies do not have
+        self._written: list[tuple[int, int, int]] = []  # (row, first, end) that the copies lack
         self.sampling = SamplingTable(max_rows)
         self.grammars: GrammarCompiler | None = None
-        self._lengths = [0] * max_rows  # of the row's tables
+        self._lengths = [0] * max_rows  # length of each row's tables
         self._rows: dict[SequenceId, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._planned: tuple[SequenceId, ...] = ()  # by the plan before
+        self._planned: tuple[SequenceId, ...] = ()  # by the previous plan
         self.planned_rows: Rows = np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class SequenceTable:
     def apply(self, plan: StepPlan) -> Rows:
         """Apply a plan's changes to its sequences; returns the row of each sequence that it computes: int64 [rows].
 
-        The very array of the plan before where nothing but tables has changed.
+        If nothing but tables has changed since the previous plan, it is the same array object.
         """
         same_rows = plan.seq_ids == self._planned and not (plan.reset or plan.changes or plan.new)
         if plan.reset:
@@ -123,7 +123,7 @@ class SequenceTable:
             self._written.append((row, first, end))
 
     def _mirror(self) -> None:
-        """Bring the device's copies up to date, in two transfers a group."""
+        """Update the device's copies, in two transfers per group."""
         written, self._written = self._written, []
         if not written:
             return

@@ -11,11 +11,11 @@ import torch
 from octavo.attention.base import AttentionBatch, GroupBatch
 from octavo.storage.device_copy import write_to_device
 
-_TOKENS, _POSITIONS, _ROWS, _LENGTHS, _SLOTS = range(5)
+_TOKENS, _ROWS, _LENGTHS, _POSITIONS, _SLOTS = range(5)
 
 
 def padded_size(num_seqs: int) -> int:
-    """1, 2, 4, 8, then multiples of 8 up to 64, of 16 up to 256, of 32 beyond."""
+    """Round up to 1, 2, 4, 8, then to multiples of 8 up to 64, of 16 up to 256, and of 32 beyond."""
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()
     step = 8 if num_seqs <= 64 else 16 if num_seqs <= 256 else 32
@@ -23,21 +23,23 @@ def padded_size(num_seqs: int) -> int:
 
 
 class StepInputs:
-    """One token each of up to `capacity` sequences: written on the host, and brought to the device in one transfer.
+    """The inputs of up to `capacity` sequences with one token each, written on the host and copied in one transfer.
 
-        host           | token ids | positions | rows | lengths | slots of group 0 | slots of group 1 | …
+        host           | token ids | rows | lengths | positions | slots of group 0 | slots of group 1 | …
                              └── one transfer ──> the same on the device
 
-    On a CPU both are the same memory. What lies beyond the sequences of a step is padding: token 0 at position 0 of a
+    On a CPU both are the same memory. Entries after the sequences of a step are padding: token 0 at position 0 of a
     sequence of one token, whose key and value go to the null block.
 
     Args:
         device_tables: each group's block tables on the device.
-        mirrored: the device's memory is another than the host's.
+        mirrored: whether the device has its own memory.
 
     Attributes:
-        token_ids, positions, rows: int64 [capacity]; lengths: int32 [capacity]; slots: int64 [capacity], one a group.
-            All on the host.
+        token_ids, positions, rows: int64 [capacity], on the host.
+        lengths: int32 [capacity], on the host.
+        slots: int64 [capacity] per group, on the host.
+        places: int64 [1 + groups, capacity], the positions and the slots, on the host.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StepInputs:
         fields = self._host.numpy()
         self.token_ids, self.positions, self.rows = fields[_TOKENS], fields[_POSITIONS], fields[_ROWS]
         self.lengths: npt.NDArray[np.int32] = fields[_LENGTHS].view(np.int32)[:capacity]
+        self.places = fields[_POSITIONS:]
         self.slots = [fields[_SLOTS + group] for group in range(num_groups)]
 
     @property
@@ -59,13 +62,13 @@ class StepInputs:
         return self._host.shape[1]
 
     def pad(self, count: int) -> None:
-        """Make padding of everything from `count` on."""
+        """Fill all entries from `count` on with padding."""
         for field in (self.token_ids, self.positions, self.rows, *self.slots):
             field[count:] = 0
         self.lengths[count:] = 1
 
     def push(self) -> None:
-        """Bring the device's copy up to date; the host's may be written again at once."""
+        """Update the device's copy; the host's may be overwritten at once."""
         if self._device is not self._host:
             write_to_device(self._host.numpy(), self._device)
 
@@ -75,8 +78,12 @@ class StepInputs:
     def logits_indices(self, count: int) -> torch.Tensor:
         return self._indices[:count]
 
-    def batch(self, count: int, max_context_len: int) -> AttentionBatch:
-        """The first `count` sequences, as the device has them."""
+    def batch(self, count: int, max_context_len: int, total_len: int) -> AttentionBatch:
+        """Return the attention inputs of the first `count` sequences, on the device.
+
+        Args:
+            max_context_len, total_len: the largest of their contexts, and the sum, or more.
+        """
         return AttentionBatch(
             query_start=self._query_start[: count + 1],
             context_lens=self._device[_LENGTHS].view(torch.int32)[:count],
@@ -89,4 +96,5 @@ class StepInputs:
             num_tokens=count,
             max_query_len=1,
             max_context_len=max_context_len,
+            total_decode_len=total_len,
         )

@@ -1,4 +1,4 @@
-"""Move blocks between the device and a tier."""
+"""Moves blocks between the device and a tier."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from octavo.kvcache.host_memory import BlockTransfer
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.runner.host_link import SAME_MEMORY, HostLink
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
 
-# Blocks on their way are in memory twice: two pieces of so many bytes at a time.
+# Blocks being stored are in memory twice, at most two pieces of this size at a time.
 _PIECE_BYTES = 32 << 20
-# Less than this is stored before a thread would have begun to.
+# Storing less than this takes less time than starting a thread.
 _WORTH_A_THREAD = 1 << 20
 
 
 def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
-    """Device to tier; each device block may be written again once this returns."""
+    """Copy blocks from the device to a tier; those on the device may be overwritten once this returns."""
     for piece in _pieces(arena, swaps):
         tier.write([swap.host for swap in piece], arena.read_blocks([swap.device for swap in piece]))
 
 
 def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
-    """Tier to device."""
+    """Copy blocks from a tier to the device."""
     for piece in _pieces(arena, swaps):
         rows = link.to_device(tier.read([swap.host for swap in piece]))
         arena.write_blocks([swap.device for swap in piece], rows)
@@ -39,13 +39,13 @@ class BlockMover:
         step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
         beside               └──> store in the tier ………………………………………┘
 
-    A device block may be written again as soon as it is copied aside. What a step brings back is needed by its own
-    computation, and may be what it has just moved out: it waits for all that is being stored. On a GPU the copy aside
-    stays on the device, and the thread brings it over on a stream of its own.
+    A device block may be overwritten as soon as it is copied aside. Loads are needed by the step's own computation, and
+    may include blocks that it has just stored, so they wait for all stores. On a GPU the copy aside stays on the
+    device, and the thread transfers it on its own stream.
 
     Args:
-        tier: None where no plan swaps.
-        link: between the memory of the arena and that of the tier.
+        tier: the tier to move blocks to and from; None if no plan swaps.
+        link: link between the memory of the arena and that of the tier.
     """
 
     def __init__(self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY) -> None:
@@ -79,7 +79,7 @@ class BlockMover:
 
     def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
         for piece in _pieces(self._arena, swaps):
-            # One is copied aside while another is stored, no more.
+            # At most one piece is copied aside while another is being stored.
             if len(self._stores) > 1:
                 self._stores.pop(0).result()
             rows = self._arena.read_blocks([swap.device for swap in piece])
@@ -88,7 +88,7 @@ class BlockMover:
 
 
 def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> None:
-    # A thread has a mode of its own, and the rows come from one that infers.
+    # Inference mode is per thread, and the rows were created in it.
     with torch.inference_mode():
         tier.write(ids, link.to_host(rows, ready))
 

@@ -1,15 +1,15 @@
-"""Steps of nobody's sequences before the engine serves, so that no request waits for what happens once.
+"""Warm-up steps before the engine serves, so that no request waits for one-time work.
 
-On a GPU that is the compilation of kernels, seconds each, and what libraries do at their first product. Each kind of
-step has kernels of its own:
+On a GPU this is the compilation of kernels, seconds each, and the initialisation of libraries at their first product.
+Each kind of step has its own kernels:
 
     a long prompt alone                          one chunk, stored by programs of several tokens
-    two short prompts beside its decode          several chunks, and a decode
-    three decodes                                recorded; contexts in several splits
-    two decodes, and one, of the short ones      recorded; contexts in one split
+    two short prompts with its decode            several chunks, and a decode
+    three decodes                                contexts in several splits
+    two decodes, and one, of the short ones      contexts in one split
     one decode of the long one
 
-A decode step of another size is recorded when it first comes up, which compiles nothing.
+After that, decodes are recorded as graphs (`graphs.py`), which compiles next to nothing.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from octavo.runner.executor import Executor
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import NewSequence, SamplingSnapshot, StepPlan
 
-# More tokens than a split of a decode has, and than are stored one by one; and fewer.
+# Lengths above and below those of a split of a decode, and those up to which tokens are stored one by one.
 _LONG, _SHORT = 300, 20
-_MOST_DECODES = 5  # of any of the sequences
+_MOST_DECODES = 5  # upper bound for any of the sequences
 
 _SAMPLING = SamplingSnapshot(RequestId("warming up"), SamplingParams(), seed=0, num_prompt_tokens=1)
 
 
 def warm_up(runner: Executor, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: int) -> None:
-    """Carry out a step of each kind, as far as the cache has room; a `reset` makes the runner forget them.
+    """Execute a step of each kind, as far as the cache has room; a `reset` makes the runner forget them.
 
     Args:
-        num_blocks: of the cache, the null block included. What is written there nobody reads.
-        max_tokens: most that one step, and one sequence, may have.
+        num_blocks: number of blocks in the cache, including the null block. What is written to them is never read.
+        max_tokens: maximum number of tokens in a step, and in a sequence.
     """
     for plan in plans(spec, num_blocks, max_num_seqs=max_num_seqs, max_tokens=max_tokens):
-        # What such tokens make of a model may be no distribution: it was computed all the same.
+        # The logits of such tokens may not be a distribution, but they have been computed.
         with suppress(LogitsError):
             runner.execute(plan)
 
 
 def plans(spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: int) -> Iterator[StepPlan]:
-    """The steps of a warm-up; none where the cache has no room for a short sequence."""
+    """Yield the steps of a warm-up; none if the cache has no room for a short sequence."""
     blocks_each = (num_blocks - 1) // len(spec.groups)
     most = min(max_tokens, blocks_each * spec.block_size) - _MOST_DECODES
     if most < 1:
@@ -60,7 +60,7 @@ def plans(spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_tokens: 
     ids, steps = itertools.count(1), itertools.count(1)
 
     def plan(rows: Seq[tuple[int, int]], new: Seq[int] = ()) -> StepPlan:
-        """A step of (sequence, tokens); decodes come first."""
+        """Return a step of (sequence, tokens) rows; decodes must come first."""
         step = next(steps)
         starts = tuple(computed[index] for index, _ in rows)
         for index, length in rows:

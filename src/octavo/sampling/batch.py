@@ -15,7 +15,7 @@ from octavo.grammar.state import GrammarState
 from octavo.sampling.counts import TokenCounts
 from octavo.scheduler.plan import SamplingSnapshot
 
-# Infinite in float32, a temperature would make NaN of masked logits.
+# The maximum temperature: if it were infinite in float32, masked logits would become NaN.
 _HOTTEST = 1e30
 
 _RECORD = np.dtype(
@@ -30,8 +30,9 @@ _RECORD = np.dtype(
         ("greedy", np.bool_),
         ("beam", np.bool_),
         ("needs_logprobs", np.bool_),
-        ("adjusted", np.bool_),  # by biases or penalties; `min_tokens` apart
-        ("structured", np.bool_),  # by a grammar, which takes care of `min_tokens` too
+        ("adjusted", np.bool_),  # by biases or penalties, but not `min_tokens`
+        ("limited", np.bool_),  # to `allowed_token_ids`
+        ("structured", np.bool_),  # by a grammar, which handles `min_tokens` too
     ]
 )
 _MASK_64 = 2**64 - 1
@@ -39,11 +40,11 @@ _MASK_64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Token sequences that must not be completed, found by the token before their last.
+    """Token sequences that must not be completed, indexed by the last token but one.
 
     Attributes:
-        alone: those of one token.
-        after: by the last token but one, (the tokens before the last, the last) of the others.
+        alone: sequences of one token.
+        after: the other sequences by their last token but one, as (tokens before the last, last token).
     """
 
     alone: list[int]
@@ -60,7 +61,7 @@ class BadWords:
         return found
 
     def forbidden(self, tail: Seq[int]) -> list[int]:
-        """The tokens that would complete one of them after an output that ends in `tail`."""
+        """Return the tokens that would complete a sequence after an output that ends in `tail`."""
         if not tail or not (near := self.after.get(tail[-1])):
             return self.alone
         end = list(tail)
@@ -69,20 +70,22 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """One sequence's parameters, and what else its draws depend on.
+    """One sequence's parameters, and everything else that its draws depend on.
 
     Attributes:
-        counts: of its tokens, where a penalty needs them.
-        allowed: the tokens that it may draw, if not all.
-        biases: token ids of `logit_bias`, and float32 what is added to them.
+        counts: token counts, if a penalty needs them.
+        allowed: the tokens that it may draw in ascending order; None for all.
+        allowed_words: the same as a mask with one bit per token, 32 per word: indices and values of the nonzero words.
+        grammar: state of a structured output's grammar after the tokens so far.
+        biases: token ids of `logit_bias`, and their float32 biases.
         ends: the tokens that `min_tokens` forbids at first.
-        bad_words: what must not be completed.
-        grammar: of a structured output, after its tokens so far.
+        bad_words: token sequences that must not be completed.
     """
 
     snapshot: SamplingSnapshot
     counts: TokenCounts | None = None
     allowed: npt.NDArray[np.int64] | None = None
+    allowed_words: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None = None
     grammar: GrammarState | None = None
     biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
     ends: npt.NDArray[np.int64] | None = None
@@ -95,7 +98,7 @@ class SamplingState:
         token_ids: npt.NDArray[np.integer],
         grammars: GrammarCompiler | None = None,
     ) -> SamplingState:
-        """The state of a sequence with these tokens, which are read only if a penalty counts them or a grammar does."""
+        """Return the state of a sequence with these tokens, which are read only for penalties and grammars."""
         counts = grammar = None
         params = snapshot.params
         if params.counts_tokens:
@@ -106,21 +109,23 @@ class SamplingState:
             grammar = GrammarState(grammars.begin(params.structured_outputs), output)
         given = params.allowed_token_ids
         allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
-        # As arrays once, not in every step: a thousand biases of 64 sequences took a step 4 ms.
+        # Converted to arrays once, because a thousand biases of 64 sequences took 4 ms per step.
         biases = ends = None
         if bias := params.logit_bias:
             biases = np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
         if params.min_tokens:
             ends = np.array([*snapshot.eos_token_ids, *params.stop_token_ids], dtype=np.int64)
         bad_words = BadWords.of(snapshot.bad_word_ids) if snapshot.bad_word_ids else None
-        return cls(snapshot, counts, allowed, grammar, biases, ends, bad_words)
+        words = None if allowed is None else _words(allowed)
+        return cls(snapshot, counts, allowed, words, grammar, biases, ends, bad_words)
 
     def fork(self) -> SamplingState:
-        """A copy for a forked sequence."""
+        """Return a copy for a forked sequence."""
         return SamplingState(
             self.snapshot,
             None if self.counts is None else self.counts.fork(),
             self.allowed,
+            self.allowed_words,
             None if self.grammar is None else self.grammar.fork(),
             self.biases,
             self.ends,
@@ -134,8 +139,8 @@ class SamplingBatch:
 
     Attributes:
         records: `_RECORD` [draws].
-        positions: int64 [draws]; output tokens before the one that is drawn.
-        states: one a draw.
+        positions: int64 [draws]; number of output tokens before the one being drawn.
+        states: one per draw.
     """
 
     records: npt.NDArray[Any]
@@ -144,7 +149,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, states: Seq[SamplingState], positions: Seq[int]) -> SamplingBatch:
-        """Of sequences one by one."""
+        """Build the inputs of draws from these sequences, one each."""
         records = np.zeros(len(states), dtype=_RECORD)
         for i, state in enumerate(states):
             records[i] = _record(state.snapshot)
@@ -155,7 +160,7 @@ class SamplingBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that is wanted is a token of each: no grammar, no log-probabilities, no candidates of beams."""
+        """Whether all draws need only a token: no grammar, no log-probabilities, no beam candidates."""
         records = self.records
         return not (records["structured"] | records["needs_logprobs"] | records["beam"]).any()
 
@@ -167,24 +172,24 @@ class SamplingBatch:
 
     @property
     def must_not_end(self) -> npt.NDArray[np.bool_]:
-        """bool [draws]: whether `min_tokens` forbids an end; that of a structured output is its grammar's to decide."""
+        """bool [draws]: whether `min_tokens` forbids an end; False for structured outputs, whose masks handle it."""
         forbidden: npt.NDArray[np.bool_] = self.positions < self.records["min_tokens"]
         forbidden &= ~self.records["structured"]
         return forbidden
 
     def select(self, draws: npt.NDArray[np.int64]) -> SamplingBatch:
-        """Some of the draws."""
+        """Return a batch of some of the draws."""
         if len(draws) == len(self.states):
             return self
         return SamplingBatch(self.records[draws], self.positions[draws], [self.states[i] for i in draws.tolist()])
 
 
 class SamplingTable:
-    """The sampling state of running sequences, each in a row of its own."""
+    """The sampling state of running sequences, one row each."""
 
     def __init__(self, max_rows: int) -> None:
         self._records = np.zeros(max_rows, dtype=_RECORD)
-        self._following = np.zeros(max_rows, dtype=np.bool_)  # the sequence's tokens: to count them, or by a grammar
+        self._following = np.zeros(max_rows, dtype=np.bool_)  # whether tokens must be counted, or followed by a grammar
         self._states: list[SamplingState | None] = [None] * max_rows
 
     def put(self, row: int, state: SamplingState) -> None:
@@ -193,7 +198,7 @@ class SamplingTable:
         self._states[row] = state
 
     def fork(self, parent: int, child: int, seed: int) -> None:
-        """Copy row `parent` to row `child`, with a seed of its own."""
+        """Copy row `parent` to row `child`, with its own seed."""
         self._records[child] = self._records[parent]
         self._records[child]["seed"] = seed & _MASK_64
         self._following[child] = self._following[parent]
@@ -204,17 +209,17 @@ class SamplingTable:
         self._states[row] = None
 
     def follows(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether somebody's tokens are to be told to `count`."""
+        """Whether any sequence's tokens must be passed to `count`."""
         return bool(self._following[rows].any())
 
     def count(
         self, rows: npt.NDArray[np.int64], starts: Seq[int], bounds: npt.NDArray[np.int32], token_ids: Seq[int]
     ) -> None:
-        """Count a step's tokens for penalties, and let grammars follow them; those that are known are skipped.
+        """Count a step's tokens for penalties, and let grammars follow them; tokens already known are skipped.
 
         Args:
             starts: position of each row's first token.
-            bounds: row i's tokens are token_ids[bounds[i] : bounds[i + 1]].
+            bounds: row i has token_ids[bounds[i] : bounds[i + 1]].
         """
         for i in np.flatnonzero(self._following[rows]).tolist():
             state = self._state(int(rows[i]))
@@ -231,11 +236,11 @@ class SamplingTable:
     def batch(
         self, rows: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], seeds: Iterable[tuple[int, int]] = ()
     ) -> SamplingBatch:
-        """The draws from these rows, one after the other.
+        """Return the draws from these rows, in order.
 
         Args:
-            num_tokens: int64 [draws]; tokens of the sequence before the one that is drawn.
-            seeds: (draw, seed) of those draws that do not use the row's own.
+            num_tokens: int64 [draws]; number of tokens of the sequence before the one being drawn.
+            seeds: (draw, seed) of draws that do not use the seed of their row.
         """
         records = self._records[rows]
         for draw, seed in seeds:
@@ -248,6 +253,12 @@ class SamplingTable:
         state = self._states[row]
         assert state is not None, f"row {row} holds no sequence"
         return state
+
+
+def _words(token_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    places, first = np.unique(token_ids // 32, return_index=True)
+    bits = np.left_shift(np.uint32(1), (token_ids % 32).astype(np.uint32))
+    return places, np.bitwise_or.reduceat(bits, first)
 
 
 def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
@@ -264,5 +275,6 @@ def _record(snapshot: SamplingSnapshot) -> tuple[Any, ...]:
         params.use_beam_search,
         params.needs_logprobs,
         params.counts_tokens or bool(params.logit_bias) or params.allowed_token_ids is not None,
+        params.allowed_token_ids is not None,
         params.structured_outputs is not None,
     )

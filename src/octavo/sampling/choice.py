@@ -1,4 +1,4 @@
-"""How tokens are chosen from rows of logits: the contract, and torch's operations, on any device."""
+"""Chooses tokens from rows of logits: the protocol, and its implementation in torch for any device."""
 
 from __future__ import annotations
 
@@ -12,57 +12,75 @@ import torch
 from octavo.request import TokenLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
-from octavo.sampling.grammar_masks import Words, allowed_ids, mask, split
 from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.mask_words import Words, allowed_ids, mask, split
 from octavo.sampling.rng import uniforms
 from octavo.sampling.rows import Draws, Flags, look_at, place, slices
-from octavo.sampling.top_k import argmax
+from octavo.sampling.top_k import argmax, largest
 
 ArgMax = Callable[[torch.Tensor], torch.Tensor]
 """float32 [rows, vocab] -> int64 [rows]: the lowest index of the largest value; an index of a NaN if there is one."""
 
 
 class Choice(Protocol):
-    """Chooses and scores tokens. What it finds for a row depends on that row alone, whatever others there are."""
+    """Chooses and scores tokens. The result for a row depends on that row alone, not on the rest of the batch.
+
+    Attributes:
+        leaves_out: whether `choose` excludes tokens not in `allowed_token_ids`; if not, their logits must be -inf.
+    """
+
+    leaves_out: bool
 
     def choose(
         self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [draws] token ids; bool [draws], whether the row's logits allow a choice.
+        """Choose a token for each draw.
 
         Args:
-            logits: float32 [draws, vocab]; only read.
-            is_wanted: bool [draws]; what is returned of the others is void. None: all are.
-            again: bool [draws]; whose first number has been used. None: nobody's.
+            logits: float32 [draws, vocab]; read-only.
+            is_wanted: bool [draws]; results for the other draws are meaningless. By default all are wanted.
+            again: bool [draws]; draws that use their second random number. By default none.
+
+        Returns:
+            int64 [draws] token ids, and bool [draws]: whether the row's logits allow a choice.
         """
 
     def choose_allowed(
         self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`choose` for some of the draws, rising, each among the tokens that its grammar allows.
+        """Choose for some of the draws, in ascending order, among the tokens that their grammars allow.
 
         Args:
-            words: uint32 [len(draws), ceil(vocab / 32)], a bit for each allowed token.
-            again: bool [len(draws)].
+            words: uint32 [len(draws), ceil(vocab / 32)], with a bit set for each allowed token.
+            again: bool [len(draws)], as for `choose`.
         """
 
     def score(
         self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
-        """What is known of the tokens of some rows, rising: log-probability, rank, and the likeliest num_top[i].
+        """Score one token in each of some rows: log-probability, rank, and the num_top[i] most likely tokens.
 
         Args:
             logits: float32 [*, vocab].
+            rows: the rows to score, in ascending order.
             token_ids: int64 [*], a token for each row of the logits.
+        """
+
+    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest log-probabilities of each row and their tokens, float32 and int64 [rows, num_top].
+
+        Equals are in order of ascending id. The first value of a row that is not a distribution is not finite.
         """
 
 
 class TorchChoice:
-    """Torch's operations, on any device.
+    """A `Choice` with torch operations, for any device.
 
     Args:
         greedy: finds the largest logit of each row.
     """
+
+    leaves_out = False
 
     def __init__(self, greedy: ArgMax = argmax) -> None:
         self._greedy = greedy
@@ -78,7 +96,7 @@ class TorchChoice:
         if is_wanted is None:
             is_wanted = np.ones(len(batch), dtype=np.bool_)
         is_greedy = records["greedy"]
-        # An argmax; a draw from the whole vocabulary; a draw among the most likely.
+        # Three kinds: argmax, a draw from the whole vocabulary, a draw among the most likely tokens.
         is_filtered = ((records["top_k"] > 0) & (records["top_k"] < logits.shape[1])) | (records["top_p"] < 1.0)
         greedy = np.flatnonzero(is_wanted & is_greedy)
         plain = np.flatnonzero(is_wanted & ~is_greedy & ~is_filtered)
@@ -128,6 +146,10 @@ class TorchChoice:
         for some in slices(rows, logits):
             found += token_logprobs(look_at(logits, some), look_at(token_ids, some), num_top[len(found) :][: len(some)])
         return found
+
+    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, ids = largest(logits, num_top)
+        return logits.log_softmax(-1).gather(1, ids), ids
 
 
 def _draw_params(

@@ -11,21 +11,21 @@ from octavo.limits import MOST_BAD_WORD_TOKENS
 
 TokenIds = npt.NDArray[np.int64]
 
-# Of an output's end, as many tokens as the longest bad word has before its last.
+# Number of last output tokens kept: as many as the longest bad word has before its last token.
 MAX_TAIL = MOST_BAD_WORD_TOKENS - 1
 
 
 class TokenCounts:
-    """The distinct tokens of a prompt, and of an output with their counts: O(1) for each further token.
+    """The distinct tokens of a prompt, and those of an output with their counts; O(1) per new token.
 
         prompt_ids        [ 3 17 90 ]        sorted; the same array for all forks
-        output_ids        [ 4 90 … |   ]     further ones in order of first occurrence, with room to grow
+        output_ids        [ 4 90 … |   ]     new ones in order of first occurrence, with room to grow
         output_counts     [ 1  2 … |   ]
-        tail              [ 4  7  4 ]        the output's last tokens, in their order
+        tail              [ 4  7  4 ]        the last output tokens, in order
 
     Args:
         token_ids: all tokens so far.
-        num_prompt_tokens: how many of them are the prompt's.
+        num_prompt_tokens: how many of them belong to the prompt.
     """
 
     __slots__ = ("_counts", "_ids", "_places", "num_tokens", "prompt_ids", "tail")
@@ -60,7 +60,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def fork(self) -> TokenCounts:
-        """A copy of the counts for a forked sequence. O(distinct tokens of the output)."""
+        """Return a copy of the counts for a forked sequence. O(distinct tokens of the output)."""
         child = TokenCounts.__new__(TokenCounts)
         child.prompt_ids, child.num_tokens = self.prompt_ids, self.num_tokens
         child.tail = self.tail.copy()

@@ -1,16 +1,16 @@
-"""Draw tokens from logits with one uniform number per row: temperature, filters, draw.
+"""Draws tokens from logits with one uniform number per row: temperature, filters, draw.
 
-All filters keep a row's most likely tokens, in vLLM's order and sense:
+All filters keep a row's most likely tokens, in the order and with the meaning that they have in vLLM:
 
     x = logits / temperature
     min_p   keeps  p(x) >= min_p * max p
     top_k   keeps  x >= the k-th largest (equals of the k-th stay too, as in vLLM and transformers)
-    top_p   keeps  the fewest most likely of what is left whose share reaches top_p (Holtzman et al. 2020);
-                   equals by rising token id
+    top_p   keeps  the fewest most likely remaining tokens whose share reaches top_p (Holtzman et al. 2020);
+                   equals by ascending token id
 
-The draw inverts the distribution function **in vocabulary order**: a last-bit difference of the logits, from another
-batch size or another cut of the prompt, then moves each boundary by as little, while in order of probability it could
-swap two neighbours and with them the token. Masses are summed in float64.
+The draw inverts the distribution function **in vocabulary order**. A last-bit difference of the logits, from another
+batch size or other chunks of the prompt, then moves each boundary only slightly, whereas in order of probability it
+could swap two neighbours and so change the token. Masses are summed in float64.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from octavo.sampling.top_k import largest
 
 _CHUNK = 256
-# How many of the largest are looked at: a peaked row is done with the first. Only top_k asks for the last: under top_p
-# alone a row that needs more than 256 may need thousands, and finding its cut by bisection is cheaper than that.
+# Numbers of largest logits to try in turn; a peaked row needs only the first. The last is tried only with top_k: with
+# top_p alone, a row that needs more than 256 may need thousands, and bisection finds its cut more cheaply.
 _WIDTHS = (64, 256, 1024)
 _LAST_WIDTH_FOR_TOP_P = 256
-# Logits bisected at a time on a CPU, so that the passes over them stay within its cache.
+# The number of logits bisected at a time on a CPU, so that all passes over them stay in its cache.
 _BISECTED_AT_ONCE = 2**19
 
 
@@ -50,30 +50,31 @@ class DrawParams:
     min_p: torch.Tensor
 
     def rows(self, index: torch.Tensor) -> DrawParams:
-        """The same for some of the rows."""
+        """Return the parameters of some of the rows."""
         return DrawParams(
             self.uniforms[index], self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
         )
 
 
 def draw_from_all(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row under temperature and min_p only, which need no sorting.
+    """Draw one token per row with only temperature and min_p, which need no sorting.
 
     Args:
         logits: float32 [rows, vocab].
 
     Returns:
-        int64 [rows] token ids, and bool [rows]: whether the row's logits make a distribution (else its id is void).
+        int64 [rows] token ids, and bool [rows]: whether the row's logits are a distribution; if not, its id is
+            meaningless.
     """
     scaled = _scale(logits, params.temperature)
     return _draw(_probs_above_min_p(scaled, params.min_p), params.uniforms)
 
 
 def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row under all filters; arguments and results as `draw_from_all`.
+    """Draw one token per row with all filters; arguments and results as for `draw_from_all`.
 
-    The few largest logits are enough for most rows; the others are tried again with more of them, and in the end
-    search the whole vocabulary for the cut. Which of these a row takes depends on that row alone.
+    A few of the largest logits suffice for most rows. The other rows are tried again with more of them, and finally by
+    bisecting the whole vocabulary for the cut. Which of these is used for a row depends on that row alone.
     """
     rows, vocab = logits.shape
     scaled = _scale(logits, params.temperature)
@@ -96,7 +97,7 @@ def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tenso
         ids, valid, complete = _draw_among(x, params.rows(now), totals[now], width)
         done = now[complete]
         token_ids[done], sound[done] = ids[complete], valid[complete]
-        # In rising order always: where all rows are left, they are `scaled` as it stands.
+        # Always in ascending order, so that if all rows are left, `scaled` is used without a copy.
         finished = torch.zeros_like(fits)
         finished[fits] = complete
         left = left[~finished]
@@ -112,9 +113,9 @@ def draw_from_top(logits: torch.Tensor, params: DrawParams) -> tuple[torch.Tenso
 def _draw_among(
     scaled: torch.Tensor, params: DrawParams, totals: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Filter and draw among the `width` largest; also says for which rows these held all that the filters keep.
+    """Filter and draw among the `width` largest; also returns for which rows these include all that the filters keep.
 
-    `totals` is what top_p is a share of, in units of the most likely token's mass, for the rows without top_k.
+    For rows without top_k, `totals` is the mass that top_p is a share of, in units of the most likely token's mass.
     """
     values, ids = largest(scaled, width)
     best, last = values[:, :1], values[:, -1:]
@@ -126,12 +127,12 @@ def _draw_among(
     cumulative = (masses * keep).cumsum(-1)
     totals = torch.where(params.top_k > 0, cumulative[:, -1], totals).unsqueeze(-1)
     share = params.top_p.unsqueeze(-1)
-    # Under top_k, what top_p is a share of must be here too, whether or not top_p then keeps it.
+    # With top_k, all that it keeps must be here, because top_p is a share of their mass.
     needed = keep & (limit > 0)
     keep &= (cumulative - masses < share * totals) | (share >= 1.0)
     keep[:, 0] = True
     needed |= keep
-    # Of the values equal to the last one some may be missing, unless they have no mass.
+    # Some values equal to the last one may be missing, which matters unless they have no mass.
     complete = ~(needed & (values == last)).any(-1) | (last == -torch.inf).squeeze(-1)
     if width == scaled.shape[1]:
         complete.fill_(True)
@@ -140,13 +141,13 @@ def _draw_among(
     total = cumulative[:, -1]
     place, _ = _invert(cumulative, params.uniforms * total)
     token_ids = ids.gather(-1, in_vocab_order.gather(-1, place.unsqueeze(-1))).squeeze(-1)
-    # A NaN or an infinite logit sorts to the front and makes the total NaN: let it be reported now, not looked for.
+    # A NaN or infinite logit sorts to the front and makes the total NaN: report such a row now instead of trying again.
     sound = torch.isfinite(total)
     return token_ids, sound, complete | ~sound
 
 
 def _draw_by_bisection(scaled: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filter and draw by finding the smallest logit that top_p keeps: 32 passes over the logits, no sort."""
+    """Filter and draw by bisecting for the smallest logit that top_p keeps: 32 passes over the logits, but no sort."""
     probs = _probs_above_min_p(scaled, params.min_p)
     for row, k in enumerate(params.top_k.tolist()):
         if k:
@@ -155,7 +156,7 @@ def _draw_by_bisection(scaled: torch.Tensor, params: DrawParams) -> tuple[torch.
     if bool((params.top_p < 1.0).any()):
         wanted = params.top_p.unsqueeze(-1) * _cumulative_masses(probs)[:, -1:]
         cut, above = _top_p_cut(scaled, probs, wanted)
-        # Of the tokens equal to the cut, as many by rising id as are needed. Without top_p the cut is below them all.
+        # Of the tokens equal to the cut, keep as many as needed by ascending id. Without top_p the cut is below all.
         equal = scaled == cut
         mass_of_one = torch.where(equal, probs, 0.0).amax(-1, keepdim=True).double()
         before = above + (equal.cumsum(-1) - 1) * mass_of_one
@@ -165,9 +166,9 @@ def _draw_by_bisection(scaled: torch.Tensor, params: DrawParams) -> tuple[torch.
 
 
 def _top_p_cut(scaled: torch.Tensor, probs: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest value c for which the tokens above c have less than the wanted mass, and that mass.
+    """Find the smallest value c such that the tokens above c have less than the wanted mass; also return that mass.
 
-    float32 [rows, 1] and float64 [rows, 1]. Floats are bisected by their place in the order of all floats, so that
+    float32 [rows, 1] and float64 [rows, 1]. Floats are bisected by their position in the order of all floats, so that
     32 steps find c exactly.
     """
     low = torch.full_like(wanted, _rank_of(-torch.inf), dtype=torch.int64)
@@ -175,7 +176,7 @@ def _top_p_cut(scaled: torch.Tensor, probs: torch.Tensor, wanted: torch.Tensor) 
     kept = torch.empty_like(scaled)
 
     def mass_above(rank: torch.Tensor) -> torch.Tensor:
-        # A float mask: torch compares into it and multiplies by it several times as fast as by a bool one.
+        # A float mask, because torch compares into it and multiplies by it several times as fast as with a bool mask.
         torch.gt(scaled, _float_at(rank), out=kept)
         return _cumulative_masses(kept.mul_(probs))[:, -1:]
 
@@ -188,20 +189,20 @@ def _top_p_cut(scaled: torch.Tensor, probs: torch.Tensor, wanted: torch.Tensor) 
 
 
 def _rank_of(value: float) -> int:
-    """Place of a float32 in the order of all of them, 0.0 at 0."""
+    """Return the position of a float32 in the order of all float32 numbers, with 0.0 at 0."""
     bits = int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
     return bits if bits >= 0 else -(bits & 0x7FFF_FFFF)
 
 
 def _float_at(rank: torch.Tensor) -> torch.Tensor:
-    """The float32 at a place in the order of all of them: the inverse of `_rank_of`."""
+    """Return the float32 at a position in the order of all; the inverse of `_rank_of`."""
     return rank.abs().int().view(torch.float32) * rank.sign()
 
 
 def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert each row's distribution function: the chunk first, then the token in it.
 
-    One pass of float32 sums over the vocabulary instead of a float64 cumsum.
+    This takes one pass of float32 sums over the vocabulary, instead of a float64 cumsum.
 
     Args:
         probs: float32 [rows, vocab], not necessarily summing to 1.
@@ -220,8 +221,8 @@ def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place whose cumulative mass exceeds the target, int64 [rows], and how far into that place's own mass
-    the target lies, float64 [rows] in [0, 1]. A place without mass is never chosen."""
+    """Return the first place whose cumulative mass exceeds the target, int64 [rows], and the position of the target
+    within that place's own mass, float64 [rows] in [0, 1]. A place without mass is never chosen."""
     # A product of u < 1 may round up to the total itself.
     below = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
     target = torch.minimum(target, below).unsqueeze(-1)
@@ -236,7 +237,7 @@ def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def _probs_above_min_p(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, vocab]: probabilities, 0 where p < min_p * max p."""
+    """Return probabilities, float32 [rows, vocab], with 0 for p < min_p * max p."""
     probs = scaled.softmax(-1)
     if bool((min_p > 0).any()):
         cut = scaled.amax(-1, keepdim=True) + min_p.unsqueeze(-1).log()
@@ -245,9 +246,9 @@ def _probs_above_min_p(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tenso
 
 
 def _cumulative_masses(probs: torch.Tensor) -> torch.Tensor:
-    """float64 [rows, ceil(vocab / chunk)]: the mass up to the end of each chunk.
+    """Return the mass up to the end of each chunk, float64 [rows, ceil(vocab / chunk)].
 
-    Sums of a fixed number of neighbours: torch splits the sum of one long row among threads, and not that of several.
+    Chunks have a fixed length, because torch splits the sum of one long row among threads, but not those of several.
     """
     rows, vocab = probs.shape
     whole = vocab // _CHUNK * _CHUNK
@@ -259,6 +260,6 @@ def _cumulative_masses(probs: torch.Tensor) -> torch.Tensor:
 
 
 def _total_mass(scaled: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """float64 [rows]: mass of all tokens that min_p leaves, in units of the most likely token's."""
+    """Return the mass of all tokens that min_p keeps, float64 [rows], in units of the most likely token's mass."""
     probs = _probs_above_min_p(scaled, min_p)
     return _cumulative_masses(probs)[:, -1] / probs.amax(-1).double()

@@ -1,83 +1,75 @@
-"""Which tokens the grammars of a step's draws allow.
+"""Computes which tokens the grammars of a step's draws allow.
 
-A grammar is broad or narrow after each token (`GrammarState.is_broad`):
+After each token a grammar is either in free text or not (`GrammarState.in_free_text`):
 
-    narrow   {"name": …     its mask is found out as soon as it is, 30 µs, and the next token is drawn under it
-    broad    "in a text     a mask would take 200 µs and allow nearly all: a token is drawn as if there were no
-                            grammar, and asked for, 10 µs; another is drawn under a mask where it is refused
+    {"name": …    few tokens may follow: a mask takes 30 µs, and the next token is drawn under it
+    "in a text    a mask would take 200 µs and allow nearly all tokens: a token is drawn without a mask and checked by
+                  the grammar, which takes 10 µs; if it is refused, another is drawn under a mask
 
-(`structured.py` says why that is the same distribution.) Masks are filled in one pass of llguidance over all who need
-one. A mask that allows one token forces it: it follows the drawn one at once, and takes no step of its own.
-
-A row of masks is a bit a token, 32 in a word. For torch's operations it is index arithmetic then:
-
-    few         their logits are gathered, and the token is drawn among these alone     [rows, FEW]
-    nearly all  the few others become -inf                                              [rows, vocab]
-    else        all others become -inf
+(`structured.py` explains why the distribution is the same.) One call of llguidance fills all masks that are needed. If
+a mask allows a single token, that token is forced: it follows the drawn one at once, without a step. If there are many
+draws, another thread advances the grammars and fills the masks while the engine's thread does the rest of the step.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from octavo.errors import GrammarError
-from octavo.grammar.state import GrammarBroken, GrammarState
+from octavo.grammar.state import GrammarBroken, GrammarFinding, GrammarState, allows_free_text
 from octavo.sampling.batch import SamplingState
+from octavo.sampling.mask_words import Words, is_set, positions_of
+from octavo.sampling.numbers import end_long_number
 
-# A row that allows no more is drawn from among those.
-FEW = 256
-# A row that forbids no more has them masked one by one.
-_FEW_FORBIDDEN = 4096
-# Tokens that follow one drawn token at once. A grammar may force thousands: the rest follow the next one.
+# The maximum number of tokens forced after one drawn token. A grammar may force thousands; the rest follow later.
 _MOST_FORCED = 32
-# Draws of a step with more leave forced tokens to the next: with so many rows, another costs as much as a draw.
+# With more draws than this in a step, forced tokens are left to the next step: finding them then costs as much as a
+# draw.
 _MOST_TO_FORCE = 32
 _MOST_THREADS = 8
 
-Words = npt.NDArray[np.uint32]
-"""Masks: [rows, ceil(vocab / 32)]."""
-_Ids = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
+_Task = tuple[Any, int | None, bool]
+"""A matcher, the token that it has yet to follow, and whether another may come after that."""
 
 
 class GrammarMasks:
-    """Asks grammars about draws, fills masks, and tells them what was drawn. Holds nothing of a sequence.
+    """Fills the masks of draws from their grammars, and advances the grammars. It holds no state of sequences.
 
-    Its methods are given the states of some draws, which all have a grammar, and `positions`: how many output tokens
-    each has before the one that is drawn.
+    Its methods take the states of some draws, which all have a grammar, and `positions`, the number of output tokens
+    before the one being drawn.
     """
 
-    def find_broad(self, states: Seq[SamplingState], positions: Seq[int]) -> _Flags:
-        """bool [draws]: whether a token may be drawn without a mask."""
-        broad = np.zeros(len(states), dtype=np.bool_)
+    def find_free_text(self, states: Seq[SamplingState], positions: Seq[int]) -> _Flags:
+        """Return bool [draws]: whether a token may be drawn without a mask."""
+        found = np.zeros(len(states), dtype=np.bool_)
         for i, (grammar, position) in enumerate(zip(_grammars(states), positions, strict=True)):
             grammar.return_to(position)
             try:
-                broad[i] = grammar.is_broad
+                found[i] = grammar.in_free_text
             except GrammarBroken:
-                continue  # the mask's to say
-        return broad
+                continue  # `fill` reports it
+        return found
 
     def accept(
         self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], own: Seq[bool]
     ) -> tuple[_Flags, _Flags]:
-        """Which draws, made without a mask from broad grammars, these allow: bool [draws].
-
-        Also says which of them their grammars have followed already: those that share theirs with no other draw.
+        """Check draws that were made without a mask in free text against their grammars.
 
         Args:
-            own: whether the draw is of the row's own sequence. What a parallel sample drew will be told of its fork.
+            own: whether the draw is for the row's own sequence; a parallel sample's token is passed to its fork later.
+
+        Returns:
+            bool [draws]: whether the grammar allows the token; and bool [draws]: whether it has already followed it, as
+            it does for an allowed token of the row's own sequence if no other draw shares the grammar.
         """
         grammars = _grammars(states)
         draws_of = Counter(map(id, grammars))
@@ -85,20 +77,20 @@ class GrammarMasks:
         followed = np.zeros(len(states), dtype=np.bool_)
         for i, (grammar, token_id) in enumerate(zip(grammars, token_ids, strict=True)):
             if token_id in _ends(states[i], positions[i]):
-                continue  # the mask knows whether anything else can follow
+                continue  # only a mask shows whether anything else can follow
             follow = own[i] and draws_of[id(grammar)] == 1
             try:
                 accepted[i] = grammar.takes(token_id, follow=follow)
             except GrammarBroken:
-                continue  # the mask's to say
+                continue  # `fill` reports it
             followed[i] = accepted[i] and follow
         return accepted, followed
 
     def fill(self, states: Seq[SamplingState], positions: Seq[int], vocab: int) -> Words:
-        """What each draw may be: uint32 [draws, ceil(vocab / 32)].
+        """Return the masks of allowed tokens, uint32 [draws, ceil(vocab / 32)].
 
         Raises:
-            GrammarError: names the requests whose grammar cannot be followed any further.
+            GrammarError: some grammars cannot be followed any further; names the requests.
         """
         grammars = _grammars(states)
         due: dict[int, GrammarState] = {}  # by identity: the parallel samples of a prompt share one
@@ -117,82 +109,129 @@ class GrammarMasks:
             raise GrammarError({s.snapshot.request_id: reasons[id(g)] for s, g in of if id(g) in reasons})
         words = np.concatenate([masks[id(grammar)] for grammar in grammars]).reshape(len(grammars), -1)
         _forbid_ends(words, states, positions)
+        for word, grammar in zip(words, grammars, strict=True):
+            end_long_number(word, grammar)
         return words
 
     def follow(self, states: Seq[SamplingState], token_ids: Seq[int]) -> None:
-        """Let each grammar follow its draw, which a mask has allowed, or `accept` without following it."""
+        """Advance each grammar by its draw, which must be allowed by a mask or `accept`."""
         self._follow(_grammars(states), token_ids)
+
+    def go_on(
+        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
+    ) -> dict[int, tuple[int, ...]]:
+        """Let each grammar follow its draw, and compute what may come next.
+
+        Args:
+            followed: bool [draws]: whether the grammar has already followed its draw in `accept`.
+
+        Returns:
+            Forced tokens by index of the draw, which their grammars have followed; otherwise they would be drawn in
+            later steps. Empty for more than `_MOST_TO_FORCE` draws.
+        """
+        if len(states) > _MOST_TO_FORCE:
+            self._go_on_beside(states, positions, token_ids, followed, vocab)
+            return {}
+        due = [i for i, has_followed in enumerate(followed) if not has_followed]
+        self.follow([states[i] for i in due], [token_ids[i] for i in due])
+        return self.look_ahead(states, positions, token_ids, vocab)
 
     def look_ahead(
         self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], vocab: int
     ) -> dict[int, tuple[int, ...]]:
-        """Find out what may follow the draws; what must, one way only, is taken in and returned by their numbers.
-
-        Each such token is the one that a mask would have allowed in its place: without it, it would be drawn next.
-        """
+        """Find and follow the forced tokens after the draws, which have been followed; returns them like `go_on`."""
         going: dict[int, GrammarState] = {}
         for i, (state, grammar) in enumerate(zip(states, _grammars(states), strict=True)):
-            goes_on = positions[i] + 1 < (state.snapshot.params.max_tokens or 1)
-            if goes_on and grammar.is_sound and token_ids[i] not in grammar.eos_token_ids:
+            if _goes_on(state, positions[i]) and grammar.is_sound and token_ids[i] not in grammar.eos_token_ids:
                 going[i] = grammar
-        narrow = _narrow(going)
-        if len(states) > _MOST_TO_FORCE:
-            self._begin_masks(list(narrow.values()), vocab)
-            return {}
+        going = _outside_free_text(going)
         forced: dict[int, list[int]] = {}
-        while narrow:
+        while going:
             forcing: dict[int, int] = {}
-            for i, token_id in self._find_only(narrow, vocab).items():
+            for i, token_id in self._find_only(going, vocab).items():
                 params, already = states[i].snapshot.params, forced.setdefault(i, [])
                 room = min((params.max_tokens or 1) - positions[i] - 1, _MOST_FORCED) - len(already)
-                # Each token is reported with what the model gave it, or may end the text: it is drawn, not forced.
+                # With logprobs or stop strings a token is drawn rather than forced, because it is reported with its
+                # log-probability, or may end the text.
                 if room > 0 and not params.needs_logprobs and not params.stop:
                     already.append(token_id)
                     forcing[i] = token_id
-            going = {i: narrow[i] for i in forcing}
-            self._follow(list(going.values()), list(forcing.values()))
-            narrow = _narrow(
+            forced_on = {i: going[i] for i in forcing}
+            self._follow(list(forced_on.values()), list(forcing.values()))
+            going = _outside_free_text(
                 {
                     i: grammar
-                    for i, grammar in going.items()
+                    for i, grammar in forced_on.items()
                     if grammar.is_sound and forcing[i] not in grammar.eos_token_ids
                 }
             )
         return {i: tuple(following) for i, following in forced.items() if following}
 
     def _find_only(self, grammars: dict[int, GrammarState], vocab: int) -> dict[int, int]:
-        """Let some grammars keep their masks; returns the token of each that allows one only."""
+        """Compute and keep the masks of some grammars; returns the token of each that allows only one."""
         words, broken = self._fill(list(grammars.values()), vocab)
         for row, grammar in enumerate(grammars.values()):
             if row in broken:
-                grammar.failed()  # said when it draws again
+                grammar.failed()  # reported when it draws again
                 words[row] = 0
             else:
                 grammar.keep(words[row])
         single = np.flatnonzero(np.bitwise_count(words).sum(-1) == 1)
-        _, token_ids = _positions(words[single])
+        _, token_ids = positions_of(words[single])
         numbers = list(grammars)
         return {numbers[row]: token_id for row, token_id in zip(single.tolist(), token_ids.tolist(), strict=True)}
 
-    def _begin_masks(self, grammars: list[GrammarState], vocab: int) -> None:
-        """Let another thread fill some masks while this one does the rest of the step."""
-        if not grammars:
-            return
-        matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
-        words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
-        begun = threading.Event()
+    def _go_on_beside(
+        self, states: Seq[SamplingState], positions: Seq[int], token_ids: Seq[int], followed: Seq[bool], vocab: int
+    ) -> None:
+        """Advance the grammars in another thread while this one does the rest of the step.
 
-        def fill() -> None:
-            begun.set()
-            self._one_thread.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
+        llguidance's calls for a single grammar hold the GIL, which the model's computation does not need.
+        """
+        asked: list[GrammarState] = []
+        tasks: list[_Task] = []
+        for i, (state, grammar, token_id) in enumerate(zip(states, _grammars(states), token_ids, strict=True)):
+            if grammar.is_sound:  # otherwise it is rebuilt when it draws again
+                is_end = token_id in grammar.eos_token_ids
+                due = None if is_end or followed[i] else token_id
+                tasks.append((grammar.matcher, due, not is_end and _goes_on(state, positions[i])))
+                asked.append(grammar)
+            if not followed[i]:
+                grammar.drew(token_id)
+        if asked:
+            finding = self._beside.submit(self._find, tasks, asked[0].compiled.vocabulary.probes, -(-vocab // 32))
+            for place, grammar in enumerate(asked):
+                grammar.find_later(finding, place)
 
-        filling = self._beside.submit(fill)
-        begun.wait()  # so that it has had the interpreter's lock, else it would begin when the model does
-        for grammar, (matcher, row) in zip(grammars, matchers, strict=True):
-            grammar.keep_later(_MaskBeside(filling, matcher, words[row]))
+    def _find(self, tasks: list[_Task], probes: Seq[list[int]], num_words: int) -> list[GrammarFinding]:
+        moves = [(matcher, token_id) for matcher, token_id, _ in tasks if token_id is not None]
+        accepted = iter(self._one_thread.consume_token_par(moves) if moves else ())
+        masked: list[tuple[Any, int]] = []
+        known: list[tuple[bool, bool | None]] = []
+        for matcher, token_id, goes_on in tasks:
+            is_followed = token_id is None or next(accepted)
+            in_free_text: bool | None = None
+            if is_followed and goes_on:
+                in_free_text = allows_free_text(matcher, probes)
+                is_followed = in_free_text or not matcher.is_error()
+                if is_followed and not in_free_text:
+                    masked.append((matcher, len(masked)))
+            known.append((is_followed, in_free_text))
+        words = np.empty((len(masked), num_words), dtype=np.uint32)
+        if masked:
+            self._one_thread.unsafe_compute_mask_ptr(masked, words.ctypes.data, words.shape[1] * 4, len(words))
+        masks = iter(words)
+        found: list[GrammarFinding] = []
+        for (matcher, _, _), (is_followed, in_free_text) in zip(tasks, known, strict=True):
+            mask = next(masks) if is_followed and in_free_text is False else None
+            # `fill` handles grammars that cannot continue or have become too complex.
+            found.append(
+                GrammarFinding(is_followed, in_free_text, None if mask is None or matcher.is_stopped() else mask)
+            )
+        return found
 
     def _follow(self, grammars: Seq[GrammarState], token_ids: Seq[int]) -> None:
-        """Let grammars follow tokens that they allow."""
+        """Advance grammars by tokens that they allow."""
         going: list[tuple[Any, int]] = []
         followers: list[GrammarState] = []
         for grammar, token_id in zip(grammars, token_ids, strict=True):
@@ -206,7 +245,7 @@ class GrammarMasks:
                     grammar.failed()
 
     def _fill(self, grammars: Seq[GrammarState], vocab: int) -> tuple[Words, dict[int, str]]:
-        """A mask for each; those of broken ones are void: by their rows, why they are."""
+        """Fill a mask for each grammar; also returns the reasons of broken ones by row, whose masks are undefined."""
         words = np.empty((len(grammars), -(-vocab // 32)), dtype=np.uint32)
         broken: dict[int, str] = {}
         matchers: list[tuple[Any, int]] = []
@@ -235,7 +274,7 @@ class GrammarMasks:
             self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.shape[1] * 4, len(words))
 
     def _compute_anew(self, grammar: GrammarState, row: int, words: Words) -> Any:
-        """A mask that became too complex, without looking at what it forces. Raises `GrammarBroken`."""
+        """Retry a mask that became too complex, without searching for forced tokens; raises `GrammarBroken`."""
         matcher = grammar.matcher
         if grammar.give_up_forcing():
             matcher = grammar.matcher
@@ -261,68 +300,10 @@ class GrammarMasks:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-masks")
 
 
-@dataclass(frozen=True, slots=True)
-class _MaskBeside:
-    """One of many that another thread fills."""
-
-    filling: Future[None]
-    matcher: Any
-    words: Words
-
-    def result(self) -> Words | None:
-        self.filling.result()
-        # What cannot go on, or has become too complex, is left to `GrammarMasks.fill`.
-        return None if self.matcher.is_stopped() else self.words
-
-
-def split(words: Words) -> tuple[_Ids, _Ids]:
-    """Rows that allow no more than `FEW` tokens, and the others."""
-    is_few = np.bitwise_count(words).sum(-1) <= FEW
-    return np.flatnonzero(is_few), np.flatnonzero(~is_few)
-
-
-def allowed_ids(words: Words) -> tuple[_Ids, npt.NDArray[np.bool_]]:
-    """The allowed tokens of rows that have few: int64 [rows, FEW] in rising order, and which entries are any."""
-    rows, token_ids = _positions(words)
-    counts = np.bincount(rows, minlength=len(words))
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.zeros((len(words), FEW), dtype=np.int64)
-    table[rows, place] = token_ids
-    return table, np.arange(FEW) < counts[:, None]
-
-
-def mask(logits: torch.Tensor, rows: _Ids, words: Words) -> None:
-    """Set every token that row `rows[i]` does not allow by `words[i]` to -inf, in place: float32 [*, vocab]."""
-    vocab = logits.shape[1]
-    forbidden = ~words
-    if rest := vocab % 32:
-        forbidden[:, -1] &= np.uint32((1 << rest) - 1)
-    is_dense = np.bitwise_count(forbidden).sum(-1) > _FEW_FORBIDDEN
-    sparse = np.flatnonzero(~is_dense)
-    if len(sparse):
-        which, token_ids = _positions(forbidden[sparse])
-        index = torch.from_numpy(rows[sparse][which] * vocab + token_ids).to(logits.device)
-        logits.view(-1).index_fill_(0, index, -torch.inf)
-    dense = np.flatnonzero(is_dense)
-    if len(dense):
-        bits = np.unpackbits(forbidden[dense].view(np.uint8), axis=1, bitorder="little", count=vocab)
-        is_forbidden = torch.from_numpy(bits).view(torch.bool).to(logits.device)
-        for row, each in zip(rows[dense].tolist(), is_forbidden, strict=True):
-            logits[row].masked_fill_(each, -torch.inf)
-
-
-def _positions(words: Words) -> tuple[_Ids, _Ids]:
-    """(row, token id) of every bit that is set, in rising order."""
-    rows, columns = np.nonzero(words)
-    bits = np.unpackbits(words[rows, columns].astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
-    which, bit = np.nonzero(bits)
-    return rows[which], columns[which] * 32 + bit
-
-
 def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) -> None:
-    """`min_tokens` and `ignore_eos` keep an output from ending, as long as the grammar allows anything else."""
+    """Apply `min_tokens` and `ignore_eos`, which keep an output from ending while the grammar allows anything else."""
     for row, (state, position) in enumerate(zip(states, positions, strict=True)):
-        if not (ends := [token_id for token_id in _ends(state, position) if _is_set(words, row, token_id)]):
+        if not (ends := [token_id for token_id in _ends(state, position) if is_set(words, row, token_id)]):
             continue
         going_on = words[row].copy()
         for token_id in ends:
@@ -332,30 +313,31 @@ def _forbid_ends(words: Words, states: Seq[SamplingState], positions: Seq[int]) 
 
 
 def _ends(state: SamplingState, position: int) -> frozenset[int]:
-    """The tokens that may not end the output yet."""
+    """Return the tokens that must not end the output yet."""
     params, eos_token_ids = state.snapshot.params, state.snapshot.eos_token_ids
     if position < params.min_tokens:
         return eos_token_ids.union(params.stop_token_ids)
     return eos_token_ids if params.ignore_eos else frozenset()
 
 
-def _is_set(words: Words, row: int, token_id: int) -> bool:
-    return token_id // 32 < words.shape[1] and bool(int(words.item(row, token_id // 32)) >> token_id % 32 & 1)
-
-
 def _set(words: Words, token_id: int) -> None:
     words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
-def _narrow(grammars: dict[int, GrammarState]) -> dict[int, GrammarState]:
-    narrow: dict[int, GrammarState] = {}
+def _goes_on(state: SamplingState, position: int) -> bool:
+    """Whether another token may be drawn after the one at `position`."""
+    return position + 1 < (state.snapshot.params.max_tokens or 1)
+
+
+def _outside_free_text(grammars: dict[int, GrammarState]) -> dict[int, GrammarState]:
+    found: dict[int, GrammarState] = {}
     for i, grammar in grammars.items():
         try:
-            if not grammar.is_broad:
-                narrow[i] = grammar
+            if not grammar.in_free_text:
+                found[i] = grammar
         except GrammarBroken:
-            continue  # said when it draws again
-    return narrow
+            continue  # reported when it draws again
+    return found
 
 
 def _grammars(states: Seq[SamplingState]) -> list[GrammarState]:

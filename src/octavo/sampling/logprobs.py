@@ -1,8 +1,6 @@
-"""Log-probabilities and ranks of tokens, and a row's likeliest ones."""
+"""Log-probabilities and ranks of tokens, and the most likely tokens of a row."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence as Seq
 
 import torch
 
@@ -12,11 +10,11 @@ from octavo.sampling_params import MAX_LOGPROBS
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """Row i's log-probability and rank of token_ids[i], and its num_top[i] most likely tokens (equals by id)."""
+    """Return log-probability and rank of token_ids[i] in row i, and its num_top[i] likeliest tokens (equals by id)."""
     logprobs = logits.log_softmax(-1)
     given = token_ids.unsqueeze(1)
     chosen = logprobs.gather(1, given).squeeze(1).tolist()
-    # Counted in float32, exact below 2^24: several times as fast as counting a bool mask.
+    # Counting in float32 is exact below 2^24, and several times as fast as counting a bool mask.
     above = torch.gt(logits, logits.gather(1, given), out=torch.empty_like(logits))
     ranks = (above.sum(-1).long() + 1).tolist()
     if (most := max(num_top)) == 0:
@@ -29,23 +27,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[
     ]
 
 
-def logprobs_of_row(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-    """`token_logprobs` of several tokens of one row [vocab], which is not read anew for each of them."""
-    logprobs = logits.log_softmax(-1)
-    given = logits[token_ids]
-    above = logits[logits > given.min()]
-    ranks = ((above > given.unsqueeze(1)).sum(-1) + 1).tolist()
-    top: Seq[tuple[int, float]] = ()
-    if num_top:
-        top_ids = _top_ids(logits.unsqueeze(0), num_top).squeeze(0)
-        top = TopLogprobs(top_ids.tolist(), logprobs[top_ids].tolist())
-    return [
-        TokenLogprobs(logprob, rank, top) for logprob, rank in zip(logprobs[token_ids].tolist(), ranks, strict=True)
-    ]
-
-
 def _top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [rows, min(k, vocab)]: the most likely tokens, equals by rising id."""
+    """Return the most likely tokens, int64 [rows, min(k, vocab)]; equals by ascending id."""
     vocab = logits.shape[1]
     k, width = min(k, vocab), min(2 * MAX_LOGPROBS, vocab)
     values, ids = largest(logits, width)

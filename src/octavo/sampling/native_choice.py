@@ -1,10 +1,10 @@
-"""Choosing and scoring tokens on a CPU by one call of the C++ library for the whole batch.
+"""Chooses and scores tokens on a CPU, with one call of the C++ library for the whole batch.
 
-It finds the tokens that `TorchChoice` finds from the same numbers, but where a number falls onto a boundary between two
-tokens, or a filter's cut onto a token: masses are summed in another order there, so that boundaries differ by about a
-millionth of a row's mass.
+It finds the same tokens as `TorchChoice` from the same random numbers, unless a number falls on a boundary between two
+tokens, or a filter's cut on a token: masses are summed in another order, so boundaries differ by about a millionth of a
+row's mass.
 
-A row is worked on by one thread, and the interpreter's lock is free meanwhile.
+Each row is processed by one thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ import torch
 from octavo import kernels
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
-from octavo.sampling.grammar_masks import Words
+from octavo.sampling.mask_words import Words
 from octavo.sampling.rng import uniforms
 from octavo.sampling.rows import Draws, Flags
 
 
 class NativeChoice:
-    """A `Choice` by the kernels of `csrc/sampling.cpp`."""
+    """A `Choice` with the kernels of `csrc/sampling.cpp`."""
+
+    leaves_out = True
 
     def choose(
         self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if is_wanted is None or is_wanted.all():
+        is_limited = batch.records["limited"]
+        if is_wanted is None:
+            is_wanted = np.ones(len(batch), dtype=np.bool_)
+        if is_wanted.all() and not is_limited.any():
             return _draw(logits, np.arange(len(batch)), batch.records, batch.positions, again, None)
-        draws = np.flatnonzero(is_wanted)
         token_ids = torch.zeros(len(batch), dtype=torch.int64)
         sound = torch.zeros(len(batch), dtype=torch.bool)
-        if not len(draws):
-            return token_ids, sound
-        chosen, proper = _draw(
-            logits, draws, batch.records[draws], batch.positions[draws], None if again is None else again[draws], None
-        )
-        index = torch.from_numpy(draws)
-        token_ids[index], sound[index] = chosen, proper
+        for draws in map(np.flatnonzero, (is_wanted & ~is_limited, is_wanted & is_limited)):
+            if not len(draws):
+                continue
+            words = _words(batch, draws, logits.shape[1]) if is_limited[draws[0]] else None
+            some = None if again is None else again[draws]
+            chosen, proper = _draw(logits, draws, batch.records[draws], batch.positions[draws], some, words)
+            index = torch.from_numpy(draws)
+            token_ids[index], sound[index] = chosen, proper
         return token_ids, sound
 
     def choose_allowed(
@@ -59,6 +64,24 @@ class NativeChoice:
             TokenLogprobs(logprob, rank, TopLogprobs(ids[:k], values[:k]) if k else ())
             for logprob, rank, ids, values, k in scored
         ]
+
+    def likeliest(self, logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.arange(len(logits))
+        # The scored token itself, 0, is not needed.
+        _, _, ids, values = kernels.score_tokens(logits, rows, torch.zeros_like(rows), torch.full_like(rows, num_top))
+        return values, ids
+
+
+def _words(batch: SamplingBatch, draws: Draws, vocab: int) -> Words:
+    """Return the masks of `allowed_token_ids`, uint32 [len(draws), ceil(vocab / 32)]."""
+    words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
+    for row, draw in zip(words, draws.tolist(), strict=True):
+        limited = batch.states[draw].allowed_words
+        assert limited is not None, "its record says that it is limited"
+        places, values = limited
+        inside = slice(int(places.searchsorted(len(row))))
+        row[places[inside]] = values[inside]
+    return words
 
 
 def _draw(

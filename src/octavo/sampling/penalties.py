@@ -1,7 +1,8 @@
-"""Logit adjustments before a token is chosen: what may be drawn at all, minimum length, biases and penalties.
+"""Adjusts logits before a token is chosen: allowed tokens, minimum length, biases and penalties.
 
-Each touches a few tokens of a row (but `allowed_token_ids` all others), so all of it is index arithmetic on flat
-positions `row * vocab + token_id`, one gather and one scatter per kind for the whole batch.
+Each adjustment changes a few tokens of a row (except `allowed_token_ids`, which masks all others), so it is done by
+index arithmetic on flat positions `row * vocab + token_id`, with one gather and one scatter per kind for the whole
+batch.
 """
 
 from __future__ import annotations
@@ -15,36 +16,38 @@ from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.counts import TokenCounts
 from octavo.storage.device_copy import to_device
 
-# A penalty of 1e-300 is 0 in float32, and would make infinities of logits: no request may do that to a step.
+# Limit of penalties: 1e-300 would be 0 in float32 and make logits infinite, which would fail the step.
 _LARGEST = 1e30
 
 _Ids = npt.NDArray[np.int64]
 
 
-def adjust(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Change float32 [rows, vocab] in place, in vLLM's order; row i belongs to draw i.
+def adjust(logits: torch.Tensor, batch: SamplingBatch, *, limits: bool = True) -> None:
+    """Adjust logits, float32 [rows, vocab], in place, in vLLM's order; row i belongs to draw i.
 
-    1. `allowed_token_ids`: all others to -inf.
-    2. `bad_words`: the last token of each to -inf, where the output ends in those before it.
-    3. `min_tokens`: end-of-sequence and stop token ids to -inf, until that many tokens are out (with `ignore_eos`
-       too, whose end-of-sequence would not end anything). Not where a grammar says which tokens may come.
+    1. `allowed_token_ids`: all others to -inf, if `limits`; otherwise the draw excludes them, with the same result.
+    2. `bad_words`: the last token of each to -inf, if the output ends with the tokens before it. Where this would leave
+       no token to draw, words of several tokens are allowed for this draw; words of one token never are.
+    3. `min_tokens`: end-of-sequence and stop token ids to -inf, until the output has that many tokens (also with
+       `ignore_eos`, although end-of-sequence would not end it then). Not if a grammar decides which tokens may come.
     4. `logit_bias`: added.
-    5. `repetition_penalty`, over prompt and output: x / r where x > 0, x * r elsewhere (Keskar et al. 2019, CTRL, 4.1).
+    5. `repetition_penalty`, over prompt and output: x / r if x > 0, else x * r (Keskar et al. 2019, CTRL, 4.1).
     6. `frequency_penalty` times the token's count in the output, and `presence_penalty` if it occurs there at all:
        subtracted (OpenAI).
 
-    Token ids outside the vocabulary are passed over: nothing can draw them.
+    Token ids outside the vocabulary are ignored, because they cannot be drawn.
     """
     rows = [(i, batch.states[i]) for i in np.flatnonzero(batch.records["adjusted"]).tolist()]
     ending = np.flatnonzero(batch.must_not_end).tolist()
     flat = logits.view(-1)
     vocab = logits.shape[1]
-    _allow_only(logits, rows)
-    _mask_bad_words(flat, vocab, rows)
+    if limits:
+        _allow_only(logits, rows)
+    _mask_bad_words(flat, vocab, rows, set(ending))
     _mask_ends(flat, vocab, [(i, batch.states[i]) for i in ending])
-    _add_biases(flat, vocab, rows)
+    _add_biases(logits, rows)
     _penalise_repetition(logits, rows)
-    _penalise_counts(flat, vocab, rows)
+    _penalise_counts(logits, rows)
 
 
 _Rows = list[tuple[int, SamplingState]]
@@ -59,29 +62,59 @@ def _allow_only(logits: torch.Tensor, rows: _Rows) -> None:
             logits[i, kept] = values
 
 
-def _mask_bad_words(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
+def _mask_bad_words(flat: torch.Tensor, vocab: int, rows: _Rows, ending: set[int]) -> None:
     pieces = []
     for i, state in rows:
         if (words := state.bad_words) is not None:
-            pieces.append((i, np.array(words.forbidden(_counts(state).tail), dtype=np.int64)))
-    index, _ = _flat_index(pieces, vocab)
+            forbidden = words.forbidden(_counts(state).tail)
+            if len(forbidden) > len(words.alone) and not _leaves_any(forbidden, state, vocab, must_not_end=i in ending):
+                # Requests whose words of one token leave nothing are refused when they arrive.
+                forbidden = words.alone
+            pieces.append((i, np.array(forbidden, dtype=np.int64)))
+    index = _flat_index(pieces, vocab)
     if index.size:
         flat.index_fill_(0, _to(flat, index), -torch.inf)
+
+
+def _leaves_any(forbidden: list[int], state: SamplingState, vocab: int, *, must_not_end: bool) -> bool:
+    """Whether a token is left that the sequence may draw, if it may draw none of `forbidden`."""
+    never = set(forbidden)
+    if must_not_end and state.ends is not None:
+        never.update(state.ends.tolist())
+    if len(never) < (vocab if state.allowed is None else len(state.allowed)):
+        return True
+    return not never.issuperset(range(vocab) if state.allowed is None else state.allowed.tolist())
 
 
 def _mask_ends(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
     pieces = [(i, state.ends) for i, state in rows if state.ends is not None]
-    index, _ = _flat_index(pieces, vocab)
+    index = _flat_index(pieces, vocab)
     if index.size:
         flat.index_fill_(0, _to(flat, index), -torch.inf)
 
 
-def _add_biases(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    biased = [(i, state.biases) for i, state in rows if state.biases is not None]
-    index, inside = _flat_index([(i, token_ids) for i, (token_ids, _) in biased], vocab)
-    if index.size:
-        values = np.concatenate([values for _, (_, values) in biased])
-        flat.index_add_(0, _to(flat, index), _to(flat, values[inside]))
+def _add_biases(logits: torch.Tensor, rows: _Rows) -> None:
+    _add(logits, [(i, *state.biases) for i, state in rows if state.biases is not None])
+
+
+def _add(logits: torch.Tensor, pieces: list[tuple[int, _Ids, npt.NDArray[np.float32]]]) -> None:
+    """Add amounts to the logits of some token ids; the rows must be in ascending order."""
+    if not pieces:
+        return
+    rows = np.array([row for row, _, _ in pieces], dtype=np.int64)
+    bounds = np.concatenate(([0], np.cumsum([len(token_ids) for _, token_ids, _ in pieces])))
+    token_ids, amounts = (np.concatenate([piece[part] for piece in pieces]) for part in (1, 2))
+    add = add_amounts if logits.is_cuda or not kernels.available() else kernels.add_amounts
+    add(logits, *(torch.from_numpy(each) for each in (rows, bounds, token_ids, amounts)))
+
+
+def add_amounts(
+    logits: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor, token_ids: torch.Tensor, amounts: torch.Tensor
+) -> None:
+    """Do what `kernels.add_amounts` does with torch operations, on any device."""
+    inside = (token_ids >= 0) & (token_ids < logits.shape[1])
+    where = (rows.repeat_interleave(bounds.diff()) * logits.shape[1] + token_ids)[inside]
+    logits.view(-1).index_add_(0, _to(logits, where.numpy()), _to(logits, amounts[inside].numpy()))
 
 
 def _penalise_repetition(logits: torch.Tensor, rows: _Rows) -> None:
@@ -89,7 +122,7 @@ def _penalise_repetition(logits: torch.Tensor, rows: _Rows) -> None:
     if not found:
         return
     penalties = np.array([r for _, _, r in found]).clip(1 / _LARGEST, _LARGEST).astype(np.float32)
-    # A prompt's tokens rise.
+    # A prompt's tokens are in ascending order.
     token_ids = np.concatenate([ids for _, counts, _ in found for ids in (counts.prompt_ids, counts.output_ids)])
     num_sorted = np.array([len(counts.prompt_ids) for _, counts, _ in found], dtype=np.int64)
     lengths = num_sorted + [len(counts.output_ids) for _, counts, _ in found]
@@ -107,30 +140,27 @@ def penalise_repetition(
     token_ids: torch.Tensor,
     penalties: torch.Tensor,
 ) -> None:
-    """`kernels.penalise_repetition` by torch's operations, on any device."""
-    # A token of prompt and output is gathered twice before anything is written, and written twice with the same value:
-    # no need to make the ids unique.
+    """Do what `kernels.penalise_repetition` does with torch operations, on any device."""
+    # A token in both prompt and output is gathered twice before anything is written, then written twice with the same
+    # value, so the ids need not be unique.
     lengths = bounds.diff()
     inside = (token_ids >= 0) & (token_ids < logits.shape[1])
-    where = (rows.repeat_interleave(lengths) * logits.shape[1] + token_ids)[inside].to(logits.device)
-    r = penalties.repeat_interleave(lengths)[inside].to(logits.device)
+    where = _to(logits, (rows.repeat_interleave(lengths) * logits.shape[1] + token_ids)[inside].numpy())
+    r = _to(logits, penalties.repeat_interleave(lengths)[inside].numpy())
     flat = logits.view(-1)
     x = flat[where]
     flat[where] = torch.where(x > 0, (x / r).clamp(max=_LARGEST), x * r)
 
 
-def _penalise_counts(flat: torch.Tensor, vocab: int, rows: _Rows) -> None:
-    pieces, amounts = [], []
+def _penalise_counts(logits: torch.Tensor, rows: _Rows) -> None:
+    pieces = []
     for i, state in rows:
         params = state.snapshot.params
         if params.presence_penalty or params.frequency_penalty:
             counts = _counts(state)
-            pieces.append((i, counts.output_ids))
             penalty = params.presence_penalty + params.frequency_penalty * counts.output_counts
-            amounts.append(penalty.astype(np.float32))
-    index, inside = _flat_index(pieces, vocab)
-    if index.size:
-        flat.index_add_(0, _to(flat, index), _to(flat, np.concatenate(amounts)[inside]), alpha=-1)
+            pieces.append((i, counts.output_ids, (-penalty).astype(np.float32)))
+    _add(logits, pieces)
 
 
 def _counts(state: SamplingState) -> TokenCounts:
@@ -138,14 +168,14 @@ def _counts(state: SamplingState) -> TokenCounts:
     return state.counts
 
 
-def _flat_index(pieces: list[tuple[int, _Ids]], vocab: int) -> tuple[_Ids, npt.NDArray[np.bool_]]:
-    """Flat positions of the (row, token ids) pieces that lie in the vocabulary, and which of all ids those are."""
+def _flat_index(pieces: list[tuple[int, _Ids]], vocab: int) -> _Ids:
+    """Return the flat positions of the (row, token ids) pieces, without ids outside the vocabulary."""
     if not pieces:
-        return np.empty(0, np.int64), np.empty(0, np.bool_)
+        return np.empty(0, np.int64)
     token_ids = np.concatenate([ids for _, ids in pieces])
     starts = np.repeat(np.array([row * vocab for row, _ in pieces], dtype=np.int64), [len(ids) for _, ids in pieces])
-    inside = (token_ids >= 0) & (token_ids < vocab)
-    return (starts + token_ids)[inside], inside
+    inside: _Ids = (starts + token_ids)[(token_ids >= 0) & (token_ids < vocab)]
+    return inside
 
 
 def _to(flat: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:

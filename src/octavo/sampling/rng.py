@@ -12,14 +12,14 @@ _SECOND = np.uint64(0xD1B54A32D192ED03)
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], again: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position): float64 [rows], a multiple of 2^-53.
+    """Return one number in [0, 1) for each (seed, position): float64 [rows], multiples of 2^-53.
 
     Args:
-        again: bool [rows]: which of them are a second number for the same position, independent of the first.
+        again: bool [rows]: whether to return a second number for the position, independent of the first.
 
-    Output number `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-    generators"), started from the mixed seed: sequences are seeded with consecutive integers, whose raw streams
-    would be the same one shifted by a step.
+    The number is output `position` of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators"), started from the mixed seed. Sequences have consecutive integers as seeds, whose raw streams would be
+    the same stream shifted by one step.
     """
     with np.errstate(over="ignore"):
         start = _mix(seeds + _GOLDEN)

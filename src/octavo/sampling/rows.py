@@ -1,4 +1,4 @@
-"""Some rows of a step's logits: how torch's operations read and write them."""
+"""Selects rows of a step's logits for torch operations."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy.typing as npt
 import torch
 
 Draws = npt.NDArray[np.int64]
-"""Numbers of draws."""
+"""Indices of draws."""
 Flags = npt.NDArray[np.bool_]
-"""One for each draw."""
+"""One flag per draw."""
 
-# Logits that are drawn from or scored at a time on a CPU. Copies of a few MiB stay in its cache and with the allocator,
-# which returns larger ones to the system after each use: draws with logprobs from 57 rows of 49,152 took 41 ms at once,
-# and take 9 in slices.
+# Number of logits processed at a time on a CPU. Copies of a few MiB stay in its cache and with the allocator, which
+# returns larger ones to the system after each use: draws with logprobs from 57 rows of 49,152 took 41 ms at once, and
+# take 9 ms in slices.
 _AT_ONCE = 2**20
 
 
 def slices(rows: Draws, logits: torch.Tensor) -> Iterator[Draws]:
-    """Some of the rows at a time, as many as are worked on at once."""
+    """Return slices of the rows, each small enough to be processed at once."""
     at_once = max(1, len(logits) if logits.is_cuda else _AT_ONCE // logits.shape[1])
     return (rows[first : first + at_once] for first in range(0, len(rows), at_once))
 
 
 def look_at(tensor: torch.Tensor, rows: Draws) -> torch.Tensor:
-    """Some rows, rising, to be read only: not copied where they are neighbours."""
+    """Return some rows, which must be in ascending order; read-only, because adjacent rows are not copied."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[int(rows[0]) : int(rows[-1]) + 1]
     return select(tensor, rows)

@@ -1,14 +1,14 @@
 """Samples tokens from logits in one batched pass, each request with its own `SamplingParams`.
 
-The sampler holds no state: what a draw depends on comes with it (`sampling/batch.py`). The random number for position p
-of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a request gives the same
-tokens alone or in a batch, before and after preemption.
+The sampler holds no state: each batch contains everything that its draws depend on (`sampling/batch.py`). The random
+number for position p of a sequence is a function of (seed, p), and a row's result depends on that row alone, so a
+request gives the same tokens alone or in a batch, before and after preemption.
 
-    greedy rows                  argmax                                     (`choice`, or by a kernel `native_choice`)
+    greedy rows                  argmax                                     (`choice`, or the kernel of `native_choice`)
     temperature, min_p           softmax, sums by chunk, inversion          (`draw.draw_from_all`)
     top_k, top_p as well         the same among the largest logits          (`draw.draw_from_top`)
     beams                        no draw: the largest log-probabilities, for the scheduler to choose from
-    structured outputs           any of the first three, and again under a mask where the grammar refuses (`structured`)
+    structured outputs           any of the first three, and again under a mask if the grammar refuses (`structured`)
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import LogitsError
-from octavo.request import TokenLogprobs
+from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice, TorchChoice
-from octavo.sampling.logprobs import logprobs_of_row
 from octavo.sampling.penalties import adjust
 from octavo.sampling.rows import Draws, select
 from octavo.sampling.structured import StructuredDraws
@@ -33,13 +32,13 @@ from octavo.sampling.top_k import largest
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
 from octavo.storage.device_copy import begin_copy_to_host
 
-# Rows scored at a time: what is made of so few stays in a core's cache.
+# Number of rows scored at a time, so that intermediate results stay in a core's cache.
 _SCORED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDraws:
-    """Tokens drawn on the device, and on their way to the host.
+    """Tokens drawn on the device and being copied to the host.
 
     Attributes:
         token_ids: int64 [draws], on the device.
@@ -50,7 +49,7 @@ class DeviceDraws:
     _batch: SamplingBatch
 
     def result(self) -> StepResult:
-        """Wait for them; raises `LogitsError` as `Sampler.sample` does."""
+        """Wait for the tokens; raises `LogitsError` like `Sampler.sample`."""
         token_ids, sound = self._arrived()
         _require_sound(sound, self._batch)
         return StepResult(tuple(token_ids.tolist()))
@@ -60,7 +59,7 @@ class Sampler:
     """Draws one token per sequence, or ranks its candidates.
 
     Args:
-        choice: finds the tokens of rows that nothing but filters concerns; default: torch's operations.
+        choice: chooses and scores tokens; by default with torch operations.
     """
 
     def __init__(self, choice: Choice | None = None) -> None:
@@ -71,18 +70,18 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, row_of: Seq[int] | None = None, *, spoil: bool = False
     ) -> StepResult:
-        """The next token of each draw, and its logprobs where the request asks for them.
+        """Draw the next token for each draw, with its logprobs if the request asks for them.
 
-        Logprobs are those of the model: before temperature, penalties, filters and grammars (vLLM's `raw_logprobs`).
+        Logprobs are those of the model, before temperature, penalties, filters and grammars (vLLM's `raw_logprobs`).
 
         Args:
             logits: [rows, vocab], any floating dtype.
-            row_of: logits row of each draw; several may share one, the first of them is the row's own sequence. None:
-                row i belongs to draw i.
-            spoil: the logits are of no use to the caller afterwards, and may be written over.
+            row_of: logits row of each draw; several may share one, the first of which is for the row's own sequence. If
+                None, row i belongs to draw i.
+            spoil: whether the logits may be overwritten, because the caller no longer needs them.
 
         Raises:
-            LogitsError: names the requests whose logits make no distribution, or whose grammar has failed.
+            LogitsError: some logits are not a distribution, or a grammar has failed; names the requests.
         """
         if not len(batch):
             return StepResult()
@@ -99,22 +98,22 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, batch: SamplingBatch, *, spoil: bool = False) -> DeviceDraws:
-        """`sample` for a batch that `is_plain`, without waiting for the tokens; row i belongs to draw i."""
+        """Sample for a batch that `is_plain`, without waiting for the tokens; row i belongs to draw i."""
         logits = logits.float().contiguous()
         if batch.adjusted.any():
             logits = logits if spoil else logits.clone()
-            adjust(logits, batch)
+            adjust(logits, batch, limits=not self._choice.leaves_out)
         token_ids, sound = self._choice.choose(logits, batch)
         return DeviceDraws(token_ids, _to_host(token_ids, sound), batch)
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, targets: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-        """Log-probabilities of given tokens, for prompt logprobs.
+        """Return the log-probabilities of given tokens, for prompt logprobs.
 
         Args:
             logits: [rows, vocab], any floating dtype.
-            targets: one token id a row.
-            num_top: how many of the most likely tokens to report beside each.
+            targets: one token id per row.
+            num_top: number of most likely tokens to report with each.
         """
         scored: list[TokenLogprobs] = []
         for first in range(0, len(targets), _SCORED_ROWS):
@@ -134,7 +133,7 @@ class Sampler:
         chosen_from = logits
         if batch.adjusted.any():
             chosen_from = logits if spoil else logits.clone()
-            adjust(chosen_from, batch)
+            adjust(chosen_from, batch, limits=not self._choice.leaves_out)
         forced: dict[int, tuple[int, ...]] = {}
         if len(structured):
             token_ids, sound, forced = self._structured.draw(chosen_from, batch, structured, own)
@@ -153,13 +152,20 @@ class Sampler:
         return StepResult(tuple(drawn), logprobs, forced=forced)
 
     def _candidates(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
-        """Each beam's likeliest next tokens; biases and penalties change log-probabilities here, as in transformers."""
-        logprobs = logits.log_softmax(-1)
-        if batch.adjusted.any():
-            adjust(logprobs, batch)
+        """Return each beam's likeliest tokens; biases and penalties change log-probabilities, as in transformers."""
         snapshots = [state.snapshot for state in batch.states]
-        most = max(snapshot.num_candidates for snapshot in snapshots)
-        values, ids = largest(logprobs, min(most, logits.shape[1]))
+        most = min(max(snapshot.num_candidates for snapshot in snapshots), logits.shape[1])
+        is_adjusted = batch.adjusted.any()
+        # What the model finds likeliest, which is reported, and what is likeliest after biases and penalties.
+        raw, raw_ids = logits, torch.empty(0)
+        if not is_adjusted or batch.records["needs_logprobs"].any():
+            reported = max(snapshot.params.logprobs or 0 for snapshot in snapshots)
+            raw, raw_ids = self._choice.likeliest(logits, min(max(most, reported), logits.shape[1]))
+        values, ids = raw, raw_ids
+        if is_adjusted:
+            logprobs = logits.log_softmax(-1)
+            adjust(logprobs, batch)
+            values, ids = largest(logprobs, most)
         _require_sound(torch.isfinite(values[:, 0]), batch)
         found: dict[int, tuple[Candidate, ...]] = {}
         for i, (snapshot, row) in enumerate(zip(snapshots, values.tolist(), strict=True)):
@@ -167,7 +173,7 @@ class Sampler:
             token_ids = ids[i, places]
             known: list[TokenLogprobs | None] = [None] * len(token_ids)
             if (num_top := snapshot.params.logprobs) is not None:
-                known = [*logprobs_of_row(logits[i], token_ids, num_top)]
+                known = [*_known_of_likeliest(logits[i], raw[i].tolist(), raw_ids[i], token_ids.tolist(), num_top)]
             found[i] = tuple(map(Candidate, token_ids.tolist(), [row[place] for place in places], known))
         best = {i: candidates[0] for i, candidates in found.items()}
         return StepResult(
@@ -193,7 +199,7 @@ def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult
 
 
 def _own_draws(num_draws: int, row_of: Seq[int] | None) -> npt.NDArray[np.bool_]:
-    """bool [draws]: whether a draw is the first from its row."""
+    """Return bool [draws]: whether a draw is the first from its row."""
     own = np.ones(num_draws, dtype=np.bool_)
     if row_of is not None and num_draws > 1:
         rows = np.asarray(row_of)
@@ -202,10 +208,10 @@ def _own_draws(num_draws: int, row_of: Seq[int] | None) -> npt.NDArray[np.bool_]
 
 
 def _places_to_choose_from(token_ids: list[int], snapshot: SamplingSnapshot) -> list[int]:
-    """Of a beam's likeliest tokens, best first, the places of those that a search of w beams may choose.
+    """Return the positions, among a beam's most likely tokens, of those that a search of w beams may choose.
 
-    The w best, of which those that end become hypotheses, and the w best that do not end: at most 2w, however many
-    tokens end an output.
+    These are the w best, of which those that end an output become hypotheses, and the w best that do not end it: at
+    most 2w in total.
     """
     width = snapshot.params.num_sequences
     ends = snapshot.params.stop_token_ids
@@ -215,6 +221,29 @@ def _places_to_choose_from(token_ids: list[int], snapshot: SamplingSnapshot) -> 
     return sorted({*range(min(width, len(token_ids))), *going_on[:width]})
 
 
+def _known_of_likeliest(
+    logits: torch.Tensor, logprobs: list[float], ids: torch.Tensor, token_ids: list[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Return the `TokenLogprobs` of some tokens of a row, which is only read if one is not among the likeliest.
+
+    Args:
+        logprobs, ids: the likeliest tokens, at least `num_top`.
+    """
+    listed = ids.tolist()
+    values = logits[ids].tolist()
+    top = TopLogprobs(listed[:num_top], logprobs[:num_top]) if num_top else ()
+    place_of = {token_id: place for place, token_id in enumerate(listed)}
+    known: list[TokenLogprobs] = []
+    for token_id in token_ids:
+        if (place := place_of.get(token_id)) is not None:
+            known.append(TokenLogprobs(logprobs[place], 1 + sum(other > values[place] for other in values), top))
+        else:
+            value = logits[token_id]
+            rank = 1 + int(torch.count_nonzero(logits > value))
+            known.append(TokenLogprobs(float(value) - values[0] + logprobs[0], rank, top))
+    return known
+
+
 def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
     if not bool(sound.all()):
         bad = [state.snapshot.request_id for state, ok in zip(batch.states, sound.tolist(), strict=True) if not ok]
@@ -222,7 +251,7 @@ def _require_sound(sound: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 def _to_host(token_ids: torch.Tensor, sound: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Both in one transfer from a GPU, which the function that is returned waits for."""
+    """Copy both to the host in one transfer; the returned function waits for it."""
     if not token_ids.is_cuda:
         return lambda: (token_ids, sound)
     arrived = begin_copy_to_host(torch.stack((token_ids, sound.long())))
@@ -235,7 +264,7 @@ def _to_host(token_ids: torch.Tensor, sound: torch.Tensor) -> Callable[[], tuple
 
 
 def _spread(logits: torch.Tensor, num_draws: int, row_of: Seq[int] | None) -> torch.Tensor:
-    """float32 [draws, vocab]; the very tensor where it is that already."""
+    """Return the logits of each draw, float32 [draws, vocab]; without a copy, if possible, for one row per draw."""
     rows = list(range(num_draws)) if row_of is None else list(row_of)
     if len(rows) != num_draws:
         raise ValueError(f"row_of names {len(rows)} rows for {num_draws} draws")

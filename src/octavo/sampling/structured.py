@@ -1,15 +1,15 @@
-"""Draws from structured outputs: many without a mask, and of the same distribution as if every row had one.
+"""Draws for structured outputs: many without a mask, but with the same distribution as with one.
 
-    narrow grammars    1. a token is drawn under the mask                  (seed, position), first number
-    broad grammars     1. a token of the whole vocabulary is drawn         (seed, position), first number
-                       2. its grammar allows it: it stands
-                       3. else another is drawn under the mask             (seed, position), second number
+    in free text    1. a token is drawn from the whole vocabulary       (seed, position), first number
+                    2. if its grammar allows it, it is kept
+                    3. otherwise another is drawn under the mask        (seed, position), second number
+    elsewhere       1. a token is drawn under the mask                  (seed, position), first number
 
-A token that is drawn and kept only if it is allowed has the distribution of one that is drawn among the allowed
-(von Neumann's rejection), and so has one that is drawn among them with a number of its own: so has the outcome. Under
-greedy decoding every way gives the largest allowed logit. Which way a row goes depends on that row alone.
+A token that is kept only if it is allowed has the distribution of a draw among the allowed tokens (von Neumann's
+rejection sampling), and so has a draw among them with an independent number; hence so has the result. With greedy
+decoding both ways give the largest allowed logit. Which way is used for a row depends on that row alone.
 
-Filters (top_k, top_p, min_p) choose among what a mask leaves: their rows have a mask always.
+Filters (top_k, top_p, min_p) must choose among the tokens that the mask allows, so their rows always use a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.sampling.rows import Draws, Flags, place
 
 
 class StructuredDraws:
-    """Draws for batches of which some rows have a grammar."""
+    """Draws for batches in which some rows have a grammar."""
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
@@ -33,21 +33,21 @@ class StructuredDraws:
     def draw(
         self, logits: torch.Tensor, batch: SamplingBatch, structured: Draws, own: Flags
     ) -> tuple[torch.Tensor, torch.Tensor, dict[int, tuple[int, ...]]]:
-        """Token ids, whether they are sound, and what must follow some of them, by the number of the draw.
+        """Draw token ids; also returns whether each row's logits allow a draw, and forced tokens by draw.
 
         Args:
-            logits: float32 [draws, vocab]; only read.
-            structured: the draws that have a grammar, rising.
-            own: bool [draws]: whether the draw is of the row's own sequence.
+            logits: float32 [draws, vocab]; read-only.
+            structured: the draws that have a grammar, in ascending order.
+            own: bool [draws]: whether the draw is for the row's own sequence.
 
         Raises:
-            GrammarError: names the requests whose grammar cannot be followed any further.
+            GrammarError: some grammars cannot be followed any further; names the requests.
         """
         states = [batch.states[i] for i in structured.tolist()]
         positions = batch.positions[structured].tolist()
         records, own = batch.records[structured], own[structured]
         is_tried = (records["top_k"] == 0) & (records["top_p"] == 1.0) & (records["min_p"] == 0.0) | records["greedy"]
-        is_tried &= self._grammars.find_broad(states, positions)
+        is_tried &= self._grammars.find_free_text(states, positions)
         is_first = np.ones(len(batch), dtype=np.bool_)
         is_first[structured[~is_tried]] = False
         token_ids, sound = self._choice.choose(logits, batch, is_first)
@@ -70,11 +70,13 @@ class StructuredDraws:
         if not bool(sound.all()):
             return token_ids, sound, {}
         drawn = token_ids[torch.from_numpy(structured).to(token_ids.device)].tolist()
-        due = np.flatnonzero(own & ~followed).tolist()
-        self._grammars.follow([states[i] for i in due], [drawn[i] for i in due])
         mine = np.flatnonzero(own).tolist()
-        forced = self._grammars.look_ahead(
-            [states[i] for i in mine], [positions[i] for i in mine], [drawn[i] for i in mine], logits.shape[1]
+        forced = self._grammars.go_on(
+            [states[i] for i in mine],
+            [positions[i] for i in mine],
+            [drawn[i] for i in mine],
+            followed[mine].tolist(),
+            logits.shape[1],
         )
         numbers = structured[mine].tolist()
         return token_ids, sound, {numbers[i]: following for i, following in forced.items()}

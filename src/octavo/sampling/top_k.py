@@ -1,8 +1,8 @@
-"""The largest logits of a row without sorting the vocabulary.
+"""Finds the largest logits of a row without sorting the vocabulary.
 
-Both functions look at a maximum per chunk first, which reads each logit once at memory speed, and then only into the
-chunks that can matter: 15 times faster than `torch.argmax`, and twice as fast as `torch.topk`, at 64 rows of 49,152
-on two CPU cores.
+Both functions first compute the maximum of each chunk, which reads each logit once at memory speed, and then search
+only the chunks that can matter. This is 15 times faster than `torch.argmax`, and twice as fast as `torch.topk`, at 64
+rows of 49,152 on two CPU cores.
 
     row     |  chunk 0  |  chunk 1  |  chunk 2  |  …         [rows, vocab]
     maxima  |    4.1    |    9.7    |    0.3    |  …         [rows, vocab / chunk]
@@ -22,9 +22,9 @@ _MAX_CHUNKED_K = 256
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of each row's largest value: float32 [rows, vocab] -> int64 [rows].
+    """Return the index of each row's largest value: float32 [rows, vocab] -> int64 [rows].
 
-    The lowest index of equals; an index of a NaN where there is one.
+    Among equals it is the lowest index; if there is a NaN, an index of one.
     """
     rows, vocab = logits.shape
     if vocab < _SMALL_VOCAB:
@@ -36,10 +36,11 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's k largest values, largest first, and where they are: float32 [rows, k], int64 [rows, k].
+    """Return each row's k largest values, largest first, and their indices: float32 [rows, k], int64 [rows, k].
 
-    Equals come by rising index. Where more of them equal the last value than fit, which of those are returned is
-    unspecified: trust the ids of values above the last one (or of all, at k = vocab). NaN counts as the largest.
+    Equals are in order of ascending index. If more values equal the last one than fit, it is unspecified which of them
+    are returned, so only the indices of values above the last one are reliable (or of all, at k = vocab). NaN counts as
+    the largest.
     """
     vocab = logits.shape[1]
     if k >= vocab:
@@ -65,7 +66,7 @@ def _largest_by_chunks(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torc
 
 
 def _chunked(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """[rows, vocab] -> [rows, ceil(vocab / size), size], filled up with -inf."""
+    """Return [rows, vocab] as [rows, ceil(vocab / size), size], padded with -inf."""
     if rest := -logits.shape[1] % size:
         logits = F.pad(logits, (0, rest), value=-torch.inf)
     return logits.view(len(logits), -1, size)

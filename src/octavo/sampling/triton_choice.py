@@ -1,7 +1,7 @@
-"""Choosing tokens on a GPU by one kernel for the whole batch, between which and the next step nothing waits.
+"""Chooses tokens on a GPU, with one kernel for the whole batch, without waiting for the host.
 
-It finds the tokens that `TorchChoice` finds from the same numbers, but where a number falls onto a boundary between two
-tokens, or a filter's cut onto a token: masses are summed in another order there.
+It finds the same tokens as `TorchChoice` from the same random numbers, unless a number falls on a boundary between two
+tokens, or a filter's cut on a token, because masses are summed in another order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import TorchChoice
-from octavo.sampling.grammar_masks import Words
+from octavo.sampling.mask_words import Words
 from octavo.sampling.rng import uniforms
 from octavo.sampling.rows import Draws, Flags, look_at
 from octavo.sampling.triton_draw import draw_rows
@@ -20,7 +20,7 @@ from octavo.storage.device_copy import to_device
 
 
 class TritonChoice(TorchChoice):
-    """A `Choice` by the kernel of `triton_draw`, which applies masks too; torch scores, with one wait for the host."""
+    """A `Choice` with the kernel of `triton_draw`, which also applies masks; scoring uses torch, with one transfer."""
 
     def choose(
         self, logits: torch.Tensor, batch: SamplingBatch, is_wanted: Flags | None = None, again: Flags | None = None
@@ -44,7 +44,7 @@ class TritonChoice(TorchChoice):
         ranks = (logits > logits.gather(1, given)).sum(-1, keepdim=True) + 1
         most = min(max(num_top), logits.shape[1])
         top_ids = _likeliest(logits, most)
-        # Exact in float64: ids, ranks and float32 alike.
+        # float64 holds ids, ranks and float32 values exactly.
         pieces = (logprobs.gather(1, given), ranks, top_ids, logprobs.gather(1, top_ids))
         found = torch.cat([piece.double() for piece in pieces], dim=1).tolist()
         return [
@@ -53,8 +53,18 @@ class TritonChoice(TorchChoice):
         ]
 
 
+def draw_masked_row(vocab_size: int, device: torch.device) -> int:
+    """Draw a token under a mask that allows the last one only, which compiles the kernel; returns that token."""
+    logits = torch.zeros(1, vocab_size, device=device)
+    table = torch.tensor([[0.5, 1.0, -torch.inf, 1.0, 0.0, 0.0]], dtype=torch.float64, device=device)
+    masks = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    masks[0, -1] = int(np.array(1 << (vocab_size - 1) % 32, np.uint32).view(np.int32))
+    token_ids, _ = draw_rows(logits, table, masks)
+    return int(token_ids.item())
+
+
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [rows, k]: equals by rising id. Order and id are one number each, so that no tie is left to `topk`."""
+    """Return the k largest, int64 [rows, k], equals by ascending id, which is part of the key to avoid ties."""
     bits = (logits + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
     order = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
     last = 0x7FFF_FFFF
@@ -63,7 +73,7 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _table(logits: torch.Tensor, batch: SamplingBatch, again: Flags | None) -> torch.Tensor:
-    """float64 [draws, 6], as `triton_draw.PARAMETERS` says, in one transfer."""
+    """Return the table of `triton_draw.PARAMETERS`, float64 [draws, 6], moved to the device in one transfer."""
     records = batch.records
     with np.errstate(divide="ignore"):
         log_min_p = np.log(records["min_p"].astype(np.float32))

@@ -1,14 +1,14 @@
-"""Draws by one Triton kernel, which waits for nothing and sorts nothing: all filters of `draw.py`, in the same sense.
+"""Draws with one Triton kernel, which neither waits nor sorts, with all filters of `draw.py` in the same meaning.
 
-A program has one row, and reads it once for each line:
+A program handles one row, and reads it once for each line:
 
-    the largest logit            greedy rows are done
+    largest logit                greedy rows are done
     top_k                        8 times: the k-th largest, four bits of it at a time
-    mass of what is left
+    mass of the rest
     top_p                        8 times: the smallest logit that it keeps, likewise; and the mass above it
-    mass of what is left, and the token in which the uniform number's share of it lies, in vocabulary order
+    mass of the rest, and the token in which the uniform number's share of it lies, in vocabulary order
 
-Four bits at a time: floats are ordered as integers are, whose range is cut in 16 parts by each reading.
+Four bits at a time means that floats are ordered like integers, and each pass cuts the range of integers in 16 parts.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _TILE = 1024
 _WARPS = 8
 
 PARAMETERS = ("uniform", "temperature", "log_min_p", "top_p", "top_k", "greedy")
-"""The columns of a table of draws; what they mean is in `draw.DrawParams`."""
+"""The columns of a table of draws; see `draw.DrawParams` for their meaning."""
 
 
 @triton.jit
 def _order(x):
-    """int32 in the order of floats; -0.0 is 0.0."""
+    """Map floats to int32 in the same order; -0.0 is treated as 0.0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _load(row, mask_row, start, vocab, temperature, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Logits over the temperature; -inf past the vocabulary, and where the bit of a mask is 0."""
+    """Load logits divided by the temperature; -inf past the vocabulary, and if the bit of a mask is 0."""
     columns = start + tl.arange(0, TILE)
     inside = columns < vocab
     if MASKED:
@@ -50,35 +50,37 @@ def _smallest_kept(
     row, mask_row, vocab, temperature, best, floor, wanted,
     BY_MASS: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The smallest number above which less than `wanted` lies, in `_order`: int64. Counts tokens, or the mass of those
-    from `floor` on."""
+    """Return the smallest number, as int64 in `_order`, above which there is less than `wanted`, measured in tokens or
+    in the mass of those from `floor` on."""
     low = tl.full([], -2147483648, tl.int64)
     for step in range(8):
         width = tl.full([], 1, tl.int64) << (28 - 4 * step)
-        ends = low + (tl.arange(0, 16) + 1) * width - 1
-        above = tl.zeros([16], tl.float64)
-        for start in range(0, vocab, TILE):
+        ends = (low + (tl.arange(0, 16) + 1) * width - 1).to(tl.int32)
+        # Each thread sums its own columns before the final sum, so that counts stay exact in float32.
+        parts = tl.zeros([TILE, 16], tl.float32)
+        for start in tl.range(0, vocab, TILE, num_stages=3):
             x, columns = _load(row, mask_row, start, vocab, temperature, MASKED, TILE)
-            order = _order(x).to(tl.int64)
+            order = _order(x)
             if BY_MASS:
                 weight = tl.where(order >= floor, tl.exp(x - best), 0.0)
             else:
                 weight = (columns < vocab).to(tl.float32)
-            above += tl.sum(tl.where(order[:, None] > ends[None, :], weight[:, None], 0.0), 0).to(tl.float64)
+            parts += tl.where(order[:, None] > ends[None, :], weight[:, None], 0.0)
+        above = tl.sum(parts.to(tl.float64), 0)
         low += tl.sum((above >= wanted).to(tl.int64), 0) * width
     return low
 
 
 @triton.jit
 def _kept(x, best, floor, cut, above, wanted, equals, FILTERED: tl.constexpr):
-    """Masses of what the filters keep of a tile, and how many tokens so far equal the cut of top_p."""
+    """Return the masses that the filters keep in a tile, and how many tokens so far equal the cut of top_p."""
     order = _order(x).to(tl.int64)
     mass = tl.exp(x - best)
     keep = order >= floor
     if FILTERED:
         is_cut = order == cut
         rank = equals + tl.cumsum(is_cut.to(tl.int32), 0)
-        # Of those equal to the cut, as many by rising id as are needed.
+        # Of those equal to the cut, keep as many as needed by ascending id.
         before = above + (rank - 1).to(tl.float64) * mass.to(tl.float64)
         keep = keep & ((order > cut) | (is_cut & (before < wanted)))
         equals += tl.sum(is_cut.to(tl.int32), 0)
@@ -104,7 +106,7 @@ def _draw(
     largest = tl.full([TILE], float("-inf"), tl.float32)
     where_largest = tl.full([TILE], 0, tl.int32)
     num_nan = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab, TILE):
+    for start in tl.range(0, vocab, TILE, num_stages=3):
         x, columns = _load(row, mask_row, start, vocab, temperature, MASKED, TILE)
         better = x > largest
         largest = tl.where(better, x, largest)
@@ -147,7 +149,7 @@ def _draw(
             x, columns = _load(row, mask_row, start, vocab, temperature, MASKED, TILE)
             mass, equals = _kept(x, best, floor, cut, above, wanted, equals, True)
             of_tile = tl.sum(mass, 0).to(tl.float64)
-            # The last tile with any mass that begins at or below the target: u < 1 may still round up to the total.
+            # Use the last tile with mass that starts at or below the target, because u < 1 may round up to the total.
             if (of_tile > 0.0) & (seen <= target):
                 inside = tl.cumsum(mass.to(tl.float64), 0)
                 all_inside = tl.max(inside, 0)
@@ -168,19 +170,21 @@ def draw_rows(
     Args:
         logits: float32 [rows, vocab].
         table: float64 [rows, 6], one column for each of `PARAMETERS`; a greedy row's temperature is 1.
-        masks: int32 [rows, ceil(vocab / 32)], a bit for each token that may be drawn; None: all may.
+        masks: int32 [rows, ceil(vocab / 32)], with a bit set for each token that may be drawn; if None, all may.
 
     Returns:
-        int64 [rows] token ids, and int64 [rows]: 1 where the row's logits make a distribution, else 0.
+        int64 [rows] token ids, and int64 [rows]: 1 if the row's logits are a distribution, else 0.
     """
     rows, vocab = logits.shape
-    found = torch.empty(2, rows, dtype=torch.int64, device=logits.device)
+    # Two tensors, because in a shared one the flags of an odd number of rows would be aligned differently, which
+    # compiles another kernel.
+    token_ids, sound = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
     _draw[(rows,)](
         logits,
         table,
         logits if masks is None else masks,
-        found[0],
-        found[1],
+        token_ids,
+        sound,
         vocab,
         logits.stride(0),
         0 if masks is None else masks.stride(0),
@@ -188,4 +192,4 @@ def draw_rows(
         TILE=min(_TILE, triton.next_power_of_2(vocab)) if INTERPRETED else _TILE,
         num_warps=_WARPS,
     )
-    return found[0], found[1]
+    return token_ids, sound

@@ -1,11 +1,12 @@
-"""Who is given a place among the running, and with how many blocks.
+"""Admission: which waiting sequences start to run, and with how many blocks.
 
-A newcomer is matched with the prefix cache first: what it finds there need not be allocated, only kept from being
-evicted. On top of its own blocks so many must stay available as those that run, and the newcomer with its parallel
-samples, are bound to take in the next steps (`RunningSet.reserve`).
+A newcomer is matched with the prefix cache first: blocks found there need not be allocated, only kept from eviction.
+Besides its own blocks, admission must leave enough available for what the running sequences, the newcomer and its
+parallel samples are bound to take in the next steps (`RunningSet.reserve`).
 
-Looking up a long prefix takes long. So who did not fit is not looked at again before as much has been freed or
-published as it lacked, nor before so many steps have passed that looking costs next to nothing a step.
+Looking up a long prefix is slow. It is spread over steps (`LOOKED_UP_PER_STEP`), and a sequence that did not fit is
+tried again only once as many blocks as it lacked have been freed or published, and enough steps have passed that the
+cost of the look-up per step is negligible.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ from octavo.scheduler.waiting import WaitingLine, is_scored, needs_all_tokens
 from octavo.scheduler.yielding import Yielding
 
 MOST_REFUSED = 8
-"""Of those that wait, how many may be tried in vain in a step."""
+"""The maximum number of waiting sequences that a step may try to admit in vain."""
 
-# A look-up of so many blocks may be repeated with every step: about 0.1 ms.
+LOOKED_UP_PER_STEP = 16_384
+"""The number of cached blocks that a step looks up, in about a millisecond; a longer prefix takes several steps. A step
+that has looked up more than half of that admits nothing that long, because taking the blocks costs as much again."""
+
+# A look-up of this many blocks, about 0.1 ms, may be repeated in every step.
 _BLOCKS_PER_STEP = 200
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """Why a look-up need not be repeated.
+    """A failed admission, recorded so that the look-up is not repeated too early.
 
     Attributes:
-        shortage: blocks that were missing.
-        supply: what had been freed or published until then (`Admission._supply`).
-        unclaimed: blocks that were available then and that nobody who ran was bound to take.
-        again_at: step before which it is not repeated.
+        shortage: number of missing blocks.
+        supply: `Admission._supply` at the time, which counts freed and published blocks.
+        unclaimed: blocks that were available at the time and that no running sequence was bound to take.
+        again_at: step before which the look-up is not repeated.
     """
 
     shortage: int
@@ -52,7 +57,7 @@ class Admission:
     """Admits waiting sequences one by one.
 
     Attributes:
-        copies: of blocks, that the step must do for those it has admitted.
+        copies: block copies that the step must make for the sequences admitted in it.
     """
 
     def __init__(
@@ -78,11 +83,13 @@ class Admission:
         self._watermark = watermark_blocks
         self._backfill = Backfill(kv.spec, running, max_num_seqs, max_num_batched_tokens, turns)
         self._refusals: dict[SequenceId, _Refusal] = {}
-        self._over_cap: dict[str, int] = {}  # of tenants over their caps, what they held and were bound to take then
+        self._over_cap: dict[str, int] = {}  # by tenant over its cap: blocks held and bound at the time
         self._step = 0
+        self._to_look_up = LOOKED_UP_PER_STEP
 
     def begin_step(self) -> None:
         self._step += 1
+        self._to_look_up = LOOKED_UP_PER_STEP
         self.copies = []
         self._waiting.line_up(self._may_fit_cap)
 
@@ -92,11 +99,11 @@ class Admission:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a step might admit somebody, as far as can be told without looking up what is cached."""
+        """Whether a step might admit a sequence, judging without a look-up of cached prefixes."""
         if not self.has_place:
             return False
         if self._tenants or not len(self._running):
-            return True  # a floor, or an empty machine, overrules a refusal
+            return True  # a tenant's floor, or an idle engine, overrules a refusal
         if self._kv.pool.num_available <= self._watermark:
             return False
         head = self._waiting.head
@@ -106,15 +113,27 @@ class Admission:
             if seq is not None
         )
 
+    @property
+    def is_looking_up(self) -> bool:
+        """Whether this step has looked up so much of a prefix that the next one must go on with it."""
+        return self._to_look_up <= LOOKED_UP_PER_STEP // 2
+
+    def is_looked_up(self, seq: Sequence) -> bool:
+        """Look up more of a waiting sequence's cached prefix; returns whether it may be matched and admitted now."""
+        if seq.num_tokens <= LOOKED_UP_PER_STEP // 4 * self._kv.spec.block_size or needs_all_tokens(seq):
+            return True  # even the most newcomers that a step admits beside streams are matched in 2 ms
+        self._to_look_up = self._kv.look_up(seq, self._to_look_up)
+        return not self.is_looking_up
+
     def num_lacking_places(self, seq: Sequence) -> int:
-        """Places that are missing for a waiting sequence and its siblings."""
+        """Return the number of places that a waiting sequence and its siblings lack."""
         return self._running.num_places + 1 + num_pending_siblings(seq) - self._max_num_seqs
 
     def num_lacking_blocks(self, seq: Sequence) -> int:
-        """Blocks that are missing for a waiting sequence to be admitted; 0 or less where none is."""
+        """Return the number of blocks that a waiting sequence lacks to be admitted; 0 or negative if it lacks none."""
         kv = self._kv
         if (refusal := self._refusals.get(seq.seq_id)) is not None:
-            # Not by supply: that counts blocks that were freed and taken again, and here somebody is to yield for it.
+            # `_supply` also counts blocks that were freed and taken again, but another sequence would yield for these.
             return refusal.shortage - (self._num_unclaimed() - refusal.unclaimed)
         most = kv.spec.blocks_for_tokens(seq.num_tokens) * len(kv.spec.groups)
         if most + self._reserve(seq, seq.num_tokens) <= kv.pool.num_available:
@@ -127,23 +146,26 @@ class Admission:
         return shortage
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence waits no more."""
+        """Forget a sequence that no longer waits."""
         self._refusals.pop(seq.seq_id, None)
 
     def forget_refusals(self) -> None:
-        """Tenants' floors or caps have changed."""
+        """Forget why sequences were refused: tenants' floors or caps have changed."""
         self._refusals.clear()
 
     def admit(self, seq: Sequence, budget: StepBudget, share: int = 1) -> int:
         """Give a waiting sequence a place, and blocks for its first chunk.
 
         Args:
-            share: it is offered the chunk that the budget allows, divided by this.
+            share: divisor of the chunk that the budget allows.
 
         Returns:
-            How many of its tokens are to be computed in this step; 0: it does not fit, and nothing has changed.
+            The number of its tokens to compute in this step; if 0, it does not fit, or its cached prefix has not been
+            looked up entirely, and nothing has changed.
         """
         if not self._backfill.may_pass(seq, self._waiting.head, self._step) and not self._is_within_floor(seq):
+            return 0
+        if not self._is_refused(seq) and not self.is_looked_up(seq):
             return 0
         if self.is_over_cap(seq):
             tenant = seq.request.tenant
@@ -161,7 +183,7 @@ class Admission:
                     refusal = self._refusals.get(seq.seq_id)
                     self._backfill.hold(seq, self._step, refusal.shortage if refusal else 1)
                 return 0
-            # Nobody runs who could free anything by ending.
+            # No running sequence could free blocks by ending.
             if not self._yielding.free_more():
                 return 0
         if num_new is None:
@@ -175,7 +197,11 @@ class Admission:
         return num_new
 
     def _take_blocks(self, seq: Sequence, budget: StepBudget, share: int) -> int | None:
-        """How many tokens it has blocks for now; 0 where it does not fit, None where the step has no room for it."""
+        """Allocate blocks for the first chunk of a sequence.
+
+        Returns:
+            The number of tokens in the chunk; 0 if there are too few blocks, None if the step has no budget left.
+        """
         kv, running = self._kv, self._running
         within_floor = self._is_within_floor(seq)
         if within_floor:
@@ -190,7 +216,7 @@ class Admission:
         if not num_new:
             return None
         reserve = self._reserve(seq, start + num_new)
-        # Asked beforehand, because making room may evict what it speaks of.
+        # Explain before admitting, because making room may evict the blocks that the report is about.
         report = kv.explain(seq, hit) if seq.request.cache_report is None else None
         if not kv.admit(seq, hit, num_new, reserve):
             shortage = kv.shortage(hit, num_new, reserve)
@@ -204,12 +230,12 @@ class Admission:
         return num_new
 
     def _match(self, seq: Sequence) -> PrefixHit:
-        """What a waiting sequence need not compute: all that it had when it was preempted, or a cached prefix."""
+        """Return the tokens that need not be computed: those from before a preemption, or a cached prefix."""
         kv = self._kv
         return kv.no_hit if needs_all_tokens(seq) and not kv.can_resume(seq) else kv.match(seq)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that must stay available when a newcomer has blocks for its first `num_tokens` tokens."""
+        """Return how many blocks must stay available once a newcomer has blocks for its first `num_tokens` tokens."""
         if not len(self._running):
             return 0
         kept = self._tenants.kept_for_others(seq.request.tenant) if self._tenants else 0
@@ -218,12 +244,12 @@ class Admission:
         return max(self._watermark, self._running.reserve_with(seq, num_tokens), kept)
 
     def _may_fit_cap(self, seq: Sequence) -> bool:
-        """Whether its tenant holds, and is bound to take, less than when a waiting sequence did not fit its cap."""
+        """Whether a tenant holds and is bound to take fewer blocks than when this sequence did not fit its cap."""
         tenant = seq.request.tenant
         return self._tenants.use_of(tenant) < self._over_cap[tenant]
 
     def is_over_cap(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence does not fit its tenant's cap, beside what else runs of the tenant."""
+        """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""
         tenants, kv = self._tenants, self._kv
         if not tenants.is_capped(seq.request.tenant):
             return False
@@ -235,7 +261,7 @@ class Admission:
         return tenants.num_over_cap(seq, kv.num_needed(hit, seq.num_tokens - hit.num_tokens) + bound) > 0
 
     def _is_within_floor(self, seq: Sequence) -> bool:
-        """Whether its tenant's floor holds a waiting sequence, beside what else runs of the tenant."""
+        """Whether a waiting sequence fits its tenant's floor, together with the tenant's running sequences."""
         tenant, spec = seq.request.tenant, self._kv.spec
         if not (unused := self._tenants.unused_floor(tenant)):
             return False
@@ -243,7 +269,7 @@ class Admission:
         return whole + self._bound(seq) + self._tenants.bound_of(tenant) <= unused
 
     def _bound(self, seq: Sequence) -> int:
-        """Blocks that a newcomer is bound to take beyond those of the tokens that it has."""
+        """Return how many blocks a newcomer is bound to take beyond those for its present tokens."""
         return self._running.reserve_with(seq, seq.num_tokens) - self._running.reserve
 
     def _is_refused(self, seq: Sequence) -> bool:
@@ -260,10 +286,10 @@ class Admission:
         return self._kv.pool.num_available - self._running.reserve
 
     def _supply(self) -> int:
-        """Rises by one at least with every block of which a refused sequence may come to lack one less.
+        """Return a counter that rises by at least one for each block that may reduce a refused sequence's shortage.
 
-        Those are blocks that became available or were published, and blocks that those who run are no longer bound to
-        take: the reserve falls by as much when they take blocks, which then lack elsewhere, or when they end.
+        These are blocks that became available or were published, and blocks that running sequences are no longer bound
+        to take. The reserve falls when they end, and also when they take blocks, which others then lack.
         """
         pool = self._kv.pool
         return pool.num_freed + pool.num_published_ever - self._running.reserve

@@ -18,9 +18,9 @@ class Advancing:
 
     Args:
         moves: the scheduler's operations on sequences.
-        turns: told what was computed, where tenants take turns.
-        fail: ends a request, because its own update raised.
-        tells_all: False: a stream's token that does nothing but follow the one before is told to nobody.
+        turns: informed of computed tokens if tenants take turns; else None.
+        fail: ends a request whose own update raised.
+        tells_all: if False, no update is returned for a stream's token that is merely appended.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Advancing:
         self._fail = fail
         self._tells_all = tells_all
         self._sampling = Sampling(max_model_len)
-        self._searches: dict[RequestId, BeamDecoding] = {}  # of those requests that do not sample
+        self._searches: dict[RequestId, BeamDecoding] = {}  # by request that uses beam search
 
     def begin(self, request: Request) -> None:
-        """A request was queued."""
+        """Start following a queued request."""
         if request.params.use_beam_search:
             self._searches[request.request_id] = BeamDecoding(request)
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._searches.pop(request.request_id, None)
 
     def decoding(self, seq: Sequence) -> Decoding:
-        """How the request of a sequence continues."""
+        """Return the decoding of a sequence's request."""
         return self._searches.get(seq.request.request_id, self._sampling)
 
     def advance(
@@ -63,7 +63,7 @@ class Advancing:
         draws: Seq[tuple[Sequence, ...]],
         running: RunningSet,
     ) -> list[SequenceUpdate]:
-        """Advance the sequence of each row; `draws` are those that draw in the rows behind the streams."""
+        """Advance the sequence of each row; `draws` holds the drawing sequences of each row after the streams."""
         for scores, logprobs in zip(plan.scores, result.prompt_logprobs, strict=True):
             sequences[scores.row].request.prompt_logprobs.extend(logprobs)
         for pool, total in zip(plan.pools, result.pooled, strict=True):
@@ -71,7 +71,7 @@ class Advancing:
                 states.add(pool.num_tokens, total)
         updates: list[SequenceUpdate] = []
         places, forced, tells_all = running.places, result.forced, self._tells_all
-        # Nearly all rows of nearly all steps only gain a token: what else may come, `attend_at` and `ending_ids` say.
+        # Nearly every row only gains a token; `attend_at` and `ending_ids` identify those that need more.
         streams = sequences[: plan.num_streams]
         for draw, (seq, token_id) in enumerate(zip(streams, result.token_ids, strict=False)):
             computed, place = seq.num_computed + 1, places.get(seq.seq_id)
@@ -93,7 +93,7 @@ class Advancing:
     def _advance_stream(
         self, seq: Sequence, num_computed: int, token_id: int, place: Place, updates: list[SequenceUpdate]
     ) -> None:
-        """What `_advance` does for one that samples, and wants no log-probabilities: parallel samples all at once."""
+        """Advance a row of plain sampling without log-probabilities: a shorter `_advance`."""
         try:
             seq.num_computed = num_computed
             if self._turns is not None:
@@ -104,7 +104,7 @@ class Advancing:
             if self._sampling.append(seq, token_id, self._moves):
                 update.note_end()
             else:
-                place.attend_at = min(place.publish_at, self._longest(seq) - 1)
+                place.attend_at = min(place.publish_at, seq.max_num_tokens(self._max_model_len) - 1)
         except Exception as error:
             self._fail(seq.request, error)
 
@@ -118,9 +118,9 @@ class Advancing:
         running: RunningSet,
         updates: list[SequenceUpdate],
     ) -> None:
-        """One row of a step's result, in general: `drawing` are given the samples from `draw` on."""
+        """Advance any row: the sequences in `drawing` get the samples from number `draw` on."""
         if seq.status is SequenceStatus.FINISHED:
-            return  # with a sibling whose own update failed
+            return  # it was ended when the update of a sibling failed
         try:
             seq.num_computed = num_computed
             place = running.places[seq.seq_id]
@@ -133,17 +133,13 @@ class Advancing:
             request = seq.request
             if request.request_id not in self._searches and not request.params.needs_logprobs:
                 # The last token's key and value are never computed.
-                place.attend_at = min(place.publish_at, self._longest(seq) - 1)
+                place.attend_at = min(place.publish_at, seq.max_num_tokens(self._max_model_len) - 1)
                 place.ending_ids = request.ending_ids
         except Exception as error:
             self._fail(seq.request, error)
 
-    def _longest(self, seq: Sequence) -> int:
-        """Tokens that a sequence has at most."""
-        return min(seq.num_prompt_tokens + (seq.request.params.max_tokens or 1), self._max_model_len)
-
     def _publish(self, seq: Sequence, place: Place) -> None:
-        """Let the cache hear of the tokens that are computed, where it must."""
+        """Commit computed tokens to the cache, if that changes the cache."""
         if (computed := seq.num_computed) >= place.publish_at:
             self._kv.commit(seq)
             size = self._kv.spec.block_size

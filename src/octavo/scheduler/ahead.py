@@ -1,16 +1,16 @@
-"""Who takes part in a step that is planned while the one before it is being computed.
+"""Plans a step while the previous one is being computed.
 
     device    │ step t ……………………… │ step t+1 ………………… │ step t+2 …
     host      │ plan t+1 │ wait for t │ take in t, plan t+2 │ wait for t+1 │ …
 
-Only a step of decodes alone can be followed so: its sequences go on, each with the token that it draws in it. Which
-token that is stays on the device. Whether it ends its sequence is not known: who turns out to have ended, by a stop
-token or a stop string, or because its client has left, has computed one token for nobody, which is thrown away. Whoever
-reaches its longest length is known, and left out.
+Only a step that consists of decodes can be followed this way: each of its sequences continues with the token that it
+draws in that step. The token itself stays on the device. Whether it ends its sequence is not known yet: a sequence that
+turns out to have ended, by a stop token or a stop string or because its client has left, has computed one extra token,
+which is discarded. A sequence that reaches its maximum length is known in advance and left out.
 
-Everything else waits for the step: admissions, chunks of prompts, preemption, transfers to and from the host, and draws
-that depend on which tokens came before. So no plan ahead takes a block from anybody. The blocks of a sequence that ends
-meanwhile may be given to others at once: what is written there for nobody is written before the next plan begins.
+Everything else waits for the result: admissions, chunks of prompts, preemption, transfers to and from the host, and
+draws that depend on earlier tokens. So a plan made ahead never takes a block from another sequence. The blocks of a
+sequence that ends in the meantime may be reused at once: its extra token is written before the next plan begins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from octavo.scheduler.tenant_shares import TenantShares
 
 
 class LookAhead:
-    """Finds the sequences of the next step before the result of the present one is there.
+    """Finds the sequences of the next step before the result of the current one is known.
 
     Args:
-        max_model_len: longest sequence in tokens.
-        takes_places: whether somebody who waits may take the place of somebody who runs.
+        max_model_len: maximum sequence length in tokens.
+        takes_places: whether a waiting sequence may take the place of a running one.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class LookAhead:
         self._takes_places = takes_places
 
     def streams(self, computing: Seq[Sequence], *, is_awaited: bool) -> list[Sequence]:
-        """The sequences of the next step, each with a block for its token; none where this step must be awaited.
+        """Return the sequences of the next step, each with a block for its token; none if this step must be awaited.
 
         Args:
-            computing: of the step in flight, in which each computes one token and draws one.
-            is_awaited: whether somebody waits for a place.
+            computing: sequences of the step in flight, each of which computes and draws one token.
+            is_awaited: whether a sequence waits for a place.
         """
         running = self._running
         if running.num_following or self._moves_blocks():
@@ -70,12 +70,12 @@ class LookAhead:
             computed = seq.num_computed + 1
             if computed >= place.attend_at and self._ends(seq):
                 if is_awaited:
-                    return []  # its place is free in the very next step
+                    return []  # the next step can give its place away
             elif computed < place.capacity or self._extend(seq):
                 streams.append(seq)
             else:
                 return []
-        # To give somebody a block another may have been evicted, which is to be kept on the host.
+        # Allocating a block may have evicted another, which must be stored on the host.
         if self._moves_blocks():
             return []
         if streams:
@@ -83,16 +83,15 @@ class LookAhead:
         return streams
 
     def _moves_blocks(self) -> bool:
-        """Whether the next step has blocks to bring to the host, or from there."""
-        return self._kv.hierarchy.host.has_transfers
+        """Whether the next step must move blocks to or from the host."""
+        return self._kv.hierarchy.transfers.are_planned
 
     def _ends(self, seq: Sequence) -> bool:
-        """Whether the token that is drawn now is a sequence's last, whatever it is."""
-        longest = min(seq.num_prompt_tokens + (seq.request.params.max_tokens or 1), self._max_model_len)
-        return seq.num_tokens + 1 >= longest
+        """Whether the token being drawn is the sequence's last, whichever it is."""
+        return seq.num_tokens + 1 >= seq.max_num_tokens(self._max_model_len)
 
     def _extend(self, seq: Sequence) -> bool:
-        """Room for the token after the one that is computed now."""
+        """Make room for the token after the one being computed."""
         copies = self._kv.extend(seq, 2, self._tenants.room)
         if copies is None:
             return False

@@ -1,11 +1,11 @@
-"""From options to a cache and a scheduler: the only place that joins them.
+"""Builds the cache and the scheduler from options; the only place that does.
 
     EngineConfig + KVCacheSpec ──assemble_cache──> KVCacheManager      prefix cache, eviction, pins, swap space
                                      │
                    + max_model_len ──assemble_scheduler──> Scheduler   queue, victims, preemption
 
-The engine, `octavo bench memory`, the benchmarks and the simulator all build through it, so that an option means the
-same in each of them. No torch.
+The engine, `octavo bench memory`, the benchmarks and the simulator all use it, so that an option means the same in each
+of them. It imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from octavo.scheduler.preemption import (
 )
 from octavo.scheduler.queue import ArrivalOrder, LongestPrefixFirst, WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.scheduler_config import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK, SchedulerConfig
+from octavo.scheduler.scheduler_config import (
+    DEFAULT_HEADROOM_TOKENS,
+    DEFAULT_WATERMARK,
+    HEADROOM_TOKENS_IN_TURNS,
+    SchedulerConfig,
+)
 from octavo.scheduler.tenant_queue import TenantQueue
 
 
@@ -52,16 +57,16 @@ def assemble_cache(
     clock: Callable[[], float] = time.monotonic,
     explains: bool = True,
 ) -> KVCacheManager:
-    """The KV cache manager that the options describe.
+    """Return the KV cache manager that the options describe.
 
     Args:
-        num_blocks: size of the pool, the null block included.
-        num_host_blocks: blocks of host memory that swapped sequences may take.
-        num_prefix_blocks: blocks of host memory beside those, for prefixes.
-        identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
-        cost: of computing a block again, for the eviction policy "cost"; by default that of an 8B model.
-        wrap_eviction: puts an observer around the eviction policy.
-        clock: seconds, never going back.
+        num_blocks: size of the pool, including the null block.
+        num_host_blocks: blocks of host memory for swapped sequences.
+        num_prefix_blocks: additional blocks of host memory for prefixes.
+        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
+        cost: cost of recomputing a block, for the eviction policy "cost"; by default that of an 8B model.
+        wrap_eviction: wraps the eviction policy in an observer.
+        clock: a monotonic clock, in seconds.
         explains: whether the ledger records who computed what, so that it can say why a prompt was not cached.
     """
     prefix_cache, eviction = make_prefix_cache(
@@ -99,22 +104,25 @@ def assemble_scheduler(
     *,
     restore_speed: RestoreSpeed | None = None,
     watermark: float = DEFAULT_WATERMARK,
-    headroom_tokens: int = DEFAULT_HEADROOM_TOKENS,
+    headroom_tokens: int | None = None,
     builder: PlanBuilder | None = None,
     tells_all: bool = True,
 ) -> Scheduler:
-    """The scheduler that the options describe, over a cache that `assemble_cache` made of the same options.
+    """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
-        restore_speed: as measured or assumed; needed where `needs_restore_speed` says so.
-        watermark, headroom_tokens: see `SchedulerConfig`.
+        restore_speed: measured or assumed speed; required if `needs_restore_speed` is true.
+        watermark: see `SchedulerConfig`.
+        headroom_tokens: see `SchedulerConfig`; if None, the default of the scheduling policy.
         builder, tells_all: see `Scheduler`.
 
     Raises:
-        ConfigError: the speed is missing.
+        ConfigError: `restore_speed` is required but None.
     """
     turns = make_turns(config.scheduling_policy, kv)
-    victims = make_victim_policy(config.preemption_victim, kv.restore_cost)
+    if headroom_tokens is None:
+        headroom_tokens = DEFAULT_HEADROOM_TOKENS if turns is None else HEADROOM_TOKENS_IN_TURNS
+    victims = make_victim_policy(config.preemption_victim, kv.holdings.restore_cost)
     return Scheduler(
         SchedulerConfig(
             config.max_num_seqs,
@@ -137,25 +145,25 @@ def assemble_scheduler(
 
 
 def needs_restore_speed(config: EngineConfig, num_host_blocks: int) -> bool:
-    """Whether victims are swapped or recomputed by what is cheaper, so that both speeds must be known."""
+    """Whether the restore speeds must be known, because each victim is restored in the cheaper way."""
     return bool(num_host_blocks) and config.preemption_mode == "auto"
 
 
 PRIORITY_SECONDS = 60.0
-"""What a step of priority is worth under the policy "priority": so long may the less urgent have waited already."""
+"""Seconds of waiting that outweigh one level of priority under the policy "priority"."""
 
 Policy = Literal["fcfs", "priority", "vtc", "dlpm"]
 
 
 def make_claims(policy: Policy, turns: VirtualTokenCounter | None) -> Claims | None:
-    """Who may take the place of somebody that runs; None where nobody may."""
+    """Return the policy by which a waiting request may take the place of a running one; None if none may."""
     if policy == "priority":
         return ByPriority()
     return None if turns is None else ByService(turns)
 
 
 def make_turns(policy: Policy, kv: KVCacheManager) -> VirtualTokenCounter | None:
-    """Who says whose turn it is between tenants; None where the order is that of arrival."""
+    """Return the policy of turns between tenants; None if requests are served in order of arrival."""
     if policy == "vtc":
         return VirtualTokenCounter()
     return DeficitRound(CachedPrefixes(kv)) if policy == "dlpm" else None
@@ -164,10 +172,11 @@ def make_turns(policy: Policy, kv: KVCacheManager) -> VirtualTokenCounter | None
 def make_queue(
     turns: VirtualTokenCounter | None, prefixes: CachedPrefixes | None, *, by_age: bool = False
 ) -> WaitingQueue:
-    """A queue for all, or a line per tenant; by cached prefixes where they are given.
+    """Return the waiting queue: one line per tenant if there are turns, else one for all.
 
     Args:
-        by_age: strictly in order of service, whatever is cached and however short others are.
+        prefixes: if given, lines are ordered by the length of the cached prefix.
+        by_age: admit strictly in order of service, regardless of cached prefixes and of the lengths of prompts.
     """
     if by_age:
         return ArrivalOrder(short_may_pass=False)
@@ -179,7 +188,7 @@ def make_queue(
 
 
 def _prefixes(config: EngineConfig, kv: KVCacheManager) -> CachedPrefixes | None:
-    """The tree finds a prefix without hashing, so it can afford to look before it admits."""
+    """Return the cached lengths for ordering the queue: the radix tree looks up a prefix without hashing it."""
     looks = config.prefix_cache == "radix" or config.scheduling_policy == "dlpm"
     return CachedPrefixes(kv) if looks and config.enable_prefix_caching else None
 
@@ -195,4 +204,4 @@ def _preemption_mode(config: EngineConfig, kv: KVCacheManager, restore_speed: Re
             "preemption_mode is 'auto' and there is host memory to swap to, but nobody measured what swapping and "
             "recomputing cost: use preemption_mode 'recompute' or 'swap'"
         )
-    return CheaperWay(kv.restore_cost, restore_speed)
+    return CheaperWay(kv.holdings.restore_cost, restore_speed)

@@ -1,10 +1,10 @@
-"""Backfilling: who may overtake a request that does not fit yet.
+"""Backfilling: which requests may overtake one that does not fit yet.
 
-The head of the line may need more places or blocks than are free: parallel samples as many as run at once, or a prompt
-as long as the pool. To let nobody pass would leave the rest of the machine idle; to let everybody pass would starve the
-head. So, as batch schedulers of clusters do (EASY backfilling: Lifka, The ANL/IBM SP Scheduling System, 1995), the head
-is promised a step by which it starts, from how long those that run may go on at most. Others pass as long as they keep
-that promise:
+The head of the line may need more places or blocks than are free, if it has as many parallel samples as may run at once
+or a prompt as long as the pool. Letting no other request pass would leave the rest of the machine idle; letting all
+pass would starve the head. So, as batch schedulers of clusters do (EASY backfilling: Lifka, The ANL/IBM SP Scheduling
+System, 1995), the head is promised a step by which it starts, computed from how long the running sequences may last at
+most. Others pass as long as they keep that promise:
 
     places                     │ promised step
       ▲   running ─────────────┤
@@ -13,12 +13,12 @@ that promise:
       │             │    │  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ …      ▒▒▒ passes: the head leaves that much free
       └──────────────────────────────────────────▶ steps
 
-Once the step is over and the head has not started (somebody's blocks were shared, so that their end freed less than was
-thought), nobody passes any more until it has. So a head waits no longer than those that run when it becomes the head.
+If the head has not started by that step, because the end of a sequence with shared blocks freed fewer than expected, no
+other request passes until it has. So a head waits no longer than for the sequences that ran when it became the head.
 
-Passing costs the head no time, and yet it is service that the head's tenant does not receive. Where tenants take turns
-nobody passes whose tenant is ahead of the head's by more than a bound (`VirtualTokenCounter.may_pass`): what is free
-is then left idle, because else tenants of small requests would have the better of one whose requests fill the pool.
+Passing does not delay the head, but it is service that the head's tenant does not receive. If tenants take turns, no
+request passes whose tenant is ahead of the head's by more than a bound (`VirtualTokenCounter.may_pass`). Free blocks
+then stay idle, because tenants with small requests would otherwise outdo one whose requests fill the pool.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.scheduler.waiting import num_missing
 
 @dataclass(slots=True)
 class _Promise:
-    """That `head` starts by `step`; `places` and `blocks` is what will be left over then."""
+    """A promise that `head` starts by `step`, with `places` and `blocks` left over at that time."""
 
     head: Sequence
     step: int
@@ -44,10 +44,10 @@ class _Promise:
 
 
 class Backfill:
-    """The promise to the head of the line.
+    """Keeps the promise to the head of the line.
 
     Args:
-        turns: how far ahead of the head's tenant others may be that pass; None: any tenant may.
+        turns: limits how far ahead of the head's tenant others may be to pass; if None, any tenant may pass.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Backfill:
         self._promise: _Promise | None = None
 
     def hold(self, head: Sequence, now: int, missing_blocks: int) -> None:
-        """The head of the line does not fit in step `now`: it lacks that many blocks, or places, or both."""
+        """Promise a step to the head of the line, which lacks blocks, places or both in step `now`."""
         if self._promise is not None and self._promise.head is head:
             return
         wanted = 1 + num_pending_siblings(head)
@@ -85,11 +85,11 @@ class Backfill:
         self._promise = _Promise(head, step, max(0, places), max(0, blocks))
 
     def release(self) -> None:
-        """The head of the line has been admitted."""
+        """Drop the promise, because the head of the line has been admitted."""
         self._promise = None
 
     def may_pass(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
-        """Whether a waiting sequence may be admitted although it is not the head of the line; it is taken to be."""
+        """Whether a waiting sequence may pass the head of the line; if so, it is assumed to be admitted."""
         outlasting = self._outlasting(seq, head, now)
         if outlasting is None:
             return False
@@ -99,11 +99,11 @@ class Backfill:
         return True
 
     def keeps_promise(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> bool:
-        """What `may_pass` would say."""
+        """Whether a waiting sequence may pass the head of the line, without assuming that it is admitted."""
         return self._outlasting(seq, head, now) is not None
 
     def _outlasting(self, seq: Sequence, head: Callable[[], Sequence | None], now: int) -> tuple[int, int] | None:
-        """Places and blocks that a waiting sequence would still have in the promised step; None: it may not pass."""
+        """Return places and blocks that a sequence would still hold in the promised step; None if it may not pass."""
         promise = self._promise
         if promise is None or seq is promise.head or promise.head is not head():
             return 0, 0
@@ -115,7 +115,7 @@ class Backfill:
         return None if places > promise.places or blocks > promise.blocks else (places, blocks)
 
     def _steps_left(self, seq: Sequence) -> int:
-        """Most steps until a sequence ends, once it runs."""
+        """Return an upper bound on the number of steps until a sequence ends."""
         prompt = num_missing(seq) // self._chunk
         return prompt + (seq.request.params.max_tokens or 1) - seq.num_output_tokens
 

@@ -6,7 +6,7 @@ The rules are those of transformers' `generate(num_beams=w, do_sample=False)` (`
                                      ├─ of the first w, those that end ──> hypotheses: the w best by normalised score
                                      └─ the w best that do not end ──────> live beams of the next step
 
-To choose so, no beam needs more candidates than the w best that do not end, and as many as there are tokens that end.
+For this choice each beam needs at most w candidates plus one for each token that ends an output.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from octavo.scheduler.plan import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A live beam and what could follow it.
+    """A live beam with its candidates for the next token.
 
     Attributes:
-        token_ids: its output so far; of the same length for all beams of a search.
+        token_ids: its output so far, of the same length for all beams of a search.
         score: sum of the log-probabilities of `token_ids`.
-        logprobs: one entry per token where the request asks for them, else none.
-        candidates: best first.
+        logprobs: one entry per token if the request asks for them, else empty.
+        candidates: candidates for the next token, best first.
     """
 
     token_ids: Seq[int]
@@ -45,7 +45,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """A beam (its place among those given to `advance`) with one more token; `score` includes that token."""
+    """A beam with one more token, which `score` includes; `parent` is its index among the beams given to `advance`."""
 
     parent: int
     candidate: Candidate
@@ -69,11 +69,11 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """One prompt's search.
+    """The beam search of one prompt.
 
     Args:
         enders: token ids that end a hypothesis, each with the stop reason to report.
-        min_tokens: enders end nothing before that many tokens.
+        min_tokens: output length below which enders do not end a hypothesis.
 
     Attributes:
         hypotheses: the `width` best found so far, best first.
@@ -99,7 +99,7 @@ class BeamSearch:
 
     @classmethod
     def of(cls, request: Request) -> BeamSearch:
-        """The search that a request's parameters describe."""
+        """Return the search that a request's parameters describe."""
         params = request.params
         return cls(
             width=params.num_sequences,
@@ -114,11 +114,11 @@ class BeamSearch:
         """Choose among the candidates of all live beams.
 
         Returns:
-            The live beams of the next step, best first; none when the search is over.
+            The live beams of the next step, best first; empty if the search is over.
         """
         length = len(beams[0].token_ids) + 1
         going: list[Extension] = []
-        # Each beam's candidates are sorted, and few of all of them are looked at: up to the last that can matter.
+        # Each beam's candidates are sorted, so the merge stops at the last one that can matter.
         for rank, extension in enumerate(heapq.merge(*map(_extensions, count(), beams), key=_worst_last)):
             if rank >= self._width and (len(going) == self._width or length >= self._max_tokens):
                 break
@@ -128,7 +128,7 @@ class BeamSearch:
                     going.append(extension)
             elif rank < self._width:
                 self._keep(beams[extension.parent], extension, reason)
-        # Among equals the earlier found stays first.
+        # The sort is stable: among equals the one found first stays first.
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self._width :]
         return [] if self._is_over(going, length) else going
@@ -159,14 +159,14 @@ class BeamSearch:
             return False
         if self._early_stopping is True:
             return True
-        # With a length penalty above 0 the score of a beam can rise yet: only "never" waits until it no longer could.
+        # With a length penalty above 0 a beam's score can still rise; only "never" waits until it no longer can.
         hopes_for_more = self._early_stopping == "never" and self._length_penalty > 0
         best_length = float(self._max_tokens if hopes_for_more else length)
         return going[0].score / math.pow(best_length, self._length_penalty) <= self.hypotheses[-1].score
 
 
 def _extensions(place: int, beam: Beam) -> Iterator[Extension]:
-    """What may follow a beam, best first."""
+    """Yield the extensions of a beam, best first."""
     for candidate in beam.candidates:
         if candidate.logprob == -math.inf:
             break
@@ -178,7 +178,7 @@ def _worst_last(extension: Extension) -> float:
 
 
 def enders(request: Request) -> dict[int, int | None]:
-    """Token ids that end an output of the request, each with the stop reason to report: none for end-of-sequence."""
+    """Return the token ids that end an output, with the stop reason to report for each: None for end-of-sequence."""
     params = request.params
     found: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
     if not params.ignore_eos:
@@ -187,5 +187,5 @@ def enders(request: Request) -> dict[int, int | None]:
 
 
 def num_candidates(request: Request) -> int:
-    """How many candidates of each beam a search chooses from."""
+    """Return how many candidates of each beam the search of a request needs."""
     return request.params.num_sequences + len(enders(request))

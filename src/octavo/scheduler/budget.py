@@ -6,33 +6,35 @@ from typing import Protocol
 
 
 class TimeLimit(Protocol):
-    """How long the rest of a step may take."""
+    """A limit on the time that the chunks of a step may take."""
 
     def chunk(self, start: int, most: int) -> int:
-        """The longest chunk of a prompt, at most `most` tokens after `start` computed ones, that still fits."""
+        """Return the longest chunk of at most `most` tokens that fits, after `start` computed tokens."""
 
     def take(self, start: int, num_tokens: int) -> None:
         """Charge a chunk to the budget."""
 
 
 NEWCOMERS_BESIDE_STREAMS = 8
-"""Sequences admitted in a step that streams wait for, siblings too: each takes the engine 70 µs, or 200 behind a large
-model, and each sibling a copy of the prompt's last block, which in fresh memory takes a quarter of a millisecond."""
+"""The maximum number of sequences, including siblings, admitted in a step that streams wait for. Each takes the engine
+70 µs, or 200 µs with a large model, and each sibling also a copy of the prompt's last block, which takes 250 µs in
+fresh memory."""
 
 SCORED_BESIDE_STREAMS = 32
-"""Tokens of prompts whose log-probabilities are computed in such a step: at 49,152 tokens of vocabulary 0.2 ms each."""
+"""The maximum number of prompt tokens whose log-probabilities are computed in such a step: each takes 0.2 ms with a
+vocabulary of 49,152 tokens."""
 
 
 class StepBudget:
-    """Shared by all prompts of a step, in the order in which they ask.
+    """The budget that all prompts of a step share, first come, first served.
 
     Args:
-        num_tokens: what decodes have left.
-        time: None where no latency has to be kept.
-        beside_streams: somebody waits for the step's tokens.
+        num_tokens: tokens that decodes have left over.
+        time: time limit; None if there is no latency target.
+        beside_streams: whether streams wait for the step.
 
     Attributes:
-        num_newcomers: sequences that may yet be admitted.
+        num_newcomers: sequences that may still be admitted.
     """
 
     def __init__(self, num_tokens: int, time: TimeLimit | None = None, *, beside_streams: bool = False) -> None:
@@ -42,10 +44,12 @@ class StepBudget:
         self._time = time
 
     def chunk(self, start: int, missing: int, *, scored: bool = False) -> int:
-        """The longest chunk of a prompt with `start` tokens computed and `missing` to compute; 0: the step is full.
+        """Return the longest chunk of a prompt that fits; 0 if the step is full.
 
         Args:
-            scored: log-probabilities of its tokens are wanted.
+            start: computed tokens of the prompt.
+            missing: tokens of the prompt that remain to be computed.
+            scored: whether log-probabilities of its tokens are wanted.
         """
         most = min(missing, self.num_tokens)
         if scored:

@@ -1,4 +1,4 @@
-"""How much of the beginning of waiting sequences is cached, remembered from one look-up to the next."""
+"""Lengths of the cached prefixes of waiting sequences, remembered between look-ups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _Found:
 
 
 class CachedPrefixes:
-    """The lengths of cached prefixes, for an order of admission.
+    """Looks up and remembers lengths of cached prefixes, for ordering admissions.
 
-    A length is looked up in full once, which costs as much as the prefix is long. It is known to hold as long as the
-    cache has not changed, and after a change it takes two look-ups to see whether this prefix still ends where it did.
+    The first look-up takes time proportional to the length of the prefix. The result holds until the cache changes, and
+    then two key look-ups show whether the prefix still ends at the same token.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -26,11 +26,11 @@ class CachedPrefixes:
         self._found: dict[SequenceId, _Found] = {}
 
     def __len__(self) -> int:
-        """Sequences of which a length is remembered."""
+        """The number of sequences whose length is remembered."""
         return len(self._found)
 
     def num_tokens(self, seq: Sequence) -> int:
-        """How many tokens at the beginning of a waiting sequence are cached."""
+        """Return the number of cached tokens at the beginning of a waiting sequence."""
         version = self._kv.version
         found = self._found.get(seq.seq_id)
         if found is None:
@@ -42,5 +42,5 @@ class CachedPrefixes:
         return found.num_tokens
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence waits no more."""
+        """Forget a sequence that no longer waits."""
         self._found.pop(seq.seq_id, None)

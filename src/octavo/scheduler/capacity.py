@@ -1,4 +1,4 @@
-"""Which requests could ever be served: the longest sequence, and the most of them at once."""
+"""Limits on the requests that can ever be served: sequence length, and number of sequences at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from octavo.scheduler.kv_limits import KVLimits
 
 
 class Capacity:
-    """The limits that no waiting helps against.
+    """Checks whether a request could ever be served, however long it waits.
 
     Args:
-        num_blocks: of the pool, without the null block.
-        max_step: tokens of a step, of which a sliding window holds blocks too.
+        num_blocks: number of blocks in the pool, without the null block.
+        max_step: maximum number of tokens in a step, for which a sliding window holds blocks too.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, *, max_num_seqs: int, max_model_len: int, max_step: int):
@@ -28,13 +28,13 @@ class Capacity:
         self._longest = (-1, 0)  # blocks, and the longest sequence that they hold
 
     def check(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, n_param: str = "n", tenant: str = "") -> None:
-        """Refuse what can never be served, with the numbers.
+        """Refuse a request that can never be served, with the numbers in the error.
 
         Args:
-            max_tokens: 0: the prompt is computed to its end, and nothing after it.
-            n: sequences that are computed of one prompt.
-            n_param: the parameter that says so.
-            tenant: whose floor and cap count.
+            max_tokens: maximum number of output tokens; if 0, only the prompt is computed.
+            n: number of sequences computed from one prompt.
+            n_param: the name of the parameter that sets `n`.
+            tenant: the tenant whose floor and cap apply.
 
         Raises:
             ContextLengthError: prompt + max_tokens is over max_model_len.
@@ -58,8 +58,8 @@ class Capacity:
             elif most == self._cap(tenant):
                 limit_is = f"this API key's tenant may hold {most} at once (kv_cap)"
             else:
-                kept = self._num_blocks - most
-                limit_is = f"of the {self._num_blocks} of the cache {kept} are kept for other tenants (kv_floor)"
+                # Others' floors are the reason, but no tenant is told of another's.
+                limit_is = f"at most {most} are available to this API key's tenant"
             raise CapacityError(
                 f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "
                 f"{self._spec.block_size} tokens, but {limit_is}",
@@ -67,14 +67,14 @@ class Capacity:
             )
 
     def set_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Tenants' floors and caps from now on. Thread-safe, as `check` is: nothing is changed in place."""
+        """Replace the tenants' floors and caps. Thread-safe like `check`, because nothing is changed in place."""
         self._limits = limits
 
     def max_sequence_tokens(self, tenant: str = "") -> int:
-        """Prompt and output tokens of a tenant's longest sequence that `check` lets through; 0 where none fits."""
+        """Return the length of a tenant's longest sequence that `check` accepts, in tokens; 0 if none fits."""
         most = self._most_blocks(tenant)
         if self._longest[0] != most:
-            # Blocks only grow with tokens.
+            # Bisect: the number of blocks never falls as tokens are added.
             lengths = range(1, self._max_model_len + 1)
             longest = bisect.bisect_left(lengths, True, key=lambda total: self._blocks(total) > most)
             self._longest = (most, longest)
@@ -86,12 +86,12 @@ class Capacity:
         return self._num_blocks if limits is None or limits.cap is None else limits.cap
 
     def _most_blocks(self, tenant: str) -> int:
-        """Blocks that a tenant can have when nobody else holds more than its floor."""
+        """Return the blocks that a tenant can have if no other tenant holds more than its floor."""
         if not self._limits:
             return self._num_blocks
         kept = sum(limits.floor for other, limits in self._limits.items() if other != tenant)
         return min(self._num_blocks - kept, self._cap(tenant))
 
     def _blocks(self, total: int) -> int:
-        # The last token's key and value are never needed.
+        # The last token's key and value are never computed.
         return self._spec.peak_blocks(total - 1, self._max_step)

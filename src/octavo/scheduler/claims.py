@@ -1,11 +1,11 @@
-"""Who may take places and blocks of sequences that run, when there are too few for the first in line.
+"""Claims: which waiting requests may take places and blocks from running ones.
 
-A claim is made at the beginning of a step, before anybody is served in it, and only where it gives the head of the line
-all that it lacks. Whoever loses a place waits for another; what it has drawn is kept.
+A claim is made at the beginning of a step, before any sequence is served, and only if it gives the head of the line
+everything that it lacks. A sequence that loses its place waits for another; tokens it has drawn are kept.
 
-No claims go back and forth for ever. By priority, a request takes only from those behind it in an order that never
-changes. By service, a tenant takes only from tenants that are ahead of it, and what puts a tenant ahead is a prompt at
-its first admission or a token that is drawn, never a recomputation: every claim was paid for with progress.
+Claims cannot go back and forth for ever. By priority, a request takes only from those behind it in an order that never
+changes. By service, a tenant takes only from tenants that are ahead of it, and only progress puts a tenant ahead: the
+first admission of a prompt, or a drawn token, but never a recomputation.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from octavo.scheduler.tenant_queue import TenantQueue
 
 
 class Claims(Protocol):
-    """Decides who has a claim on what others hold."""
+    """Decides which waiting sequences may claim places and blocks of running ones."""
 
     def claimant(self, queue: WaitingQueue, running: Seq[Sequence]) -> Sequence | None:
-        """Of those that wait, the one that may claim in this step."""
+        """Return the waiting sequence that may claim in this step, if any."""
 
     def goes_first(self, claimant: Sequence, queue: WaitingQueue) -> bool:
-        """Whether one that lacks nothing is admitted before all others in the step."""
+        """Whether a claimant that lacks nothing is admitted before all others in the step."""
 
     def victims(self, head: Sequence, running: Seq[Sequence]) -> list[Sequence]:
-        """Of those that run, in order of service, who may lose their place to the claimant; in the same order."""
+        """Return the running sequences that may lose their place to the claimant, in order of service."""
 
 
 class ByPriority:
@@ -48,14 +48,15 @@ class ByPriority:
 
 
 class ByService:
-    """A tenant claims from tenants that have received more service than it has.
+    """A tenant claims from tenants that have received more service.
 
-    - One with few places claims from the tenant that has most for its weight, as long as that one keeps at least twice
-      as many for its weight, or as many where the claimant had none. So a tenant that sends little waits for nobody to
-      end. It need not be behind in service, but ahead by no more than those may be that pass the head of the line.
-    - Any tenant claims from sequences of a tenant that is so far ahead of it that computing both the victim and the
+    - A tenant with few places claims from the one with the most for its weight, as long as that one keeps at least
+      twice as many for its weight as the claimant then has, or as many if the claimant had none. So a tenant that sends
+      few requests never waits for others to end. It need not be behind in service; it may be ahead by as much as a
+      sequence that passes the head of the line.
+    - Any tenant claims from the sequences of a tenant that is so far ahead of it that computing both the victim and the
       head again would cost less than half of the lead (`VirtualTokenCounter.is_far_ahead`). So a request that needs
-      most of the pool does not wait for others that run for long.
+      most of the pool does not wait for long-running ones.
     """
 
     def __init__(self, turns: VirtualTokenCounter) -> None:
@@ -90,7 +91,7 @@ class ByService:
             return []
         most = max(due, key=lambda tenant: (places[tenant] / weights[tenant], received(tenant), tenant))
         weight, of_most = head.request.weight, weights[most]
-        # Of k that are taken: margin * (own + k) / weight <= (places - k) / of_most.
+        # The largest k with margin * (own + k) / weight <= (places - k) / of_most.
         own = places[head.request.tenant]
         margin = 2 if own else 1
         count = int((places[most] * weight - margin * own * of_most) / (weight + margin * of_most))

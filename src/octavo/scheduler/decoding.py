@@ -1,4 +1,4 @@
-"""How a request continues from its samples: independent sequences, or beam search."""
+"""Continues a request from its samples: as independent sequences, or by beam search."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from octavo.scheduler.plan import Candidate, SampleResult, SequenceUpdate
 
 
 class SequenceMoves(Protocol):
-    """The scheduler's operations on sequences that a `Decoding` may use."""
+    """The operations of the scheduler on sequences that a `Decoding` may use."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Fork `child` from `parent` over the same blocks; releases what the child held."""
+        """Fork `child` from `parent` over the same blocks; blocks that the child held are released."""
 
     def resume(self, seq: Sequence) -> None:
         """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
@@ -22,7 +22,7 @@ class SequenceMoves(Protocol):
     def vacate(self, seq: Sequence) -> None:
         """Suspend a sequence without a next token: release its blocks and its place among the running.
 
-        Unlike one that is finished it can be forked into again.
+        Unlike a finished sequence, it can be the child of a later fork.
         """
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -30,22 +30,22 @@ class SequenceMoves(Protocol):
 
 
 class Decoding(Protocol):
-    """How a request goes on after a step that computed the last token of one of its sequences."""
+    """Continues a request after a step that computed the last token of one of its sequences."""
 
     def drawing(self, seq: Sequence) -> tuple[Sequence, ...]:
-        """The sequences that are given a sample of the token after the last one of `seq`; `seq` is the first."""
+        """Return the sequences that draw the token after the last one of `seq`, with `seq` first."""
 
     def take(
         self, seqs: Seq[Sequence], samples: Seq[SampleResult], moves: SequenceMoves, updates: list[SequenceUpdate]
     ) -> None:
-        """Process the samples that `drawing` requested, and append the results to `updates`.
+        """Process the samples of the sequences from `drawing`, and append the results to `updates`.
 
-        All blocks of the first sequence are computed and committed by then.
+        All blocks of the first sequence must be computed and committed before.
         """
 
 
 class Sampling:
-    """Every sequence appends the token it drew; parallel samples fork from the one that computed their prompt."""
+    """Plain sampling: each sequence appends the token it drew; parallel samples fork when their prompt is computed."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
@@ -84,7 +84,7 @@ class Sampling:
     def _check_end(self, seq: Sequence, token_id: int, moves: SequenceMoves) -> None:
         params = seq.request.params
         num_output = len(seq.output_token_ids)
-        # A grammar lets an output end before `min_tokens`, or in spite of `ignore_eos`, only where nothing else fits.
+        # A grammar allows end-of-sequence before `min_tokens` or despite `ignore_eos` only if no other token fits.
         is_structured = params.structured_outputs is not None
         if num_output >= params.min_tokens or is_structured:
             if token_id in seq.request.eos_token_ids and (is_structured or not params.ignore_eos):
@@ -96,23 +96,23 @@ class Sampling:
 
 
 class BeamDecoding:
-    """The beams of one request, in lockstep: whoever has its candidates first waits for its siblings.
+    """Beam search: the beams of one request advance together, once all of them have their candidates.
 
         beam 0   …the  ├─ cat    stays in its place: appends the token
                        └─ dog    takes the place of beam 1: forks the blocks of beam 0
         beam 1   …a              has no child: gives its blocks back
 
-    A step may find fewer continuations than there are beams, where most tokens are masked or end an output. The places
-    left over are vacant until a later step finds more again.
+    A step may find fewer continuations than there are beams, if most tokens are masked or end an output. The remaining
+    places stay vacant until a later step finds more.
 
-    A waiting beam has computed all its tokens, so nothing of it is scheduled. It may lose its blocks meanwhile and
-    still take part: its candidates are here, and its children are computed anew.
+    A waiting beam has computed all its tokens, so it is not scheduled. It takes part even if it loses its blocks in the
+    meantime: its candidates are kept here, and its children are recomputed.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._search = BeamSearch.of(request)
-        self._live = [request.sequences[0]]  # the others begin as copies of it, once the prompt is computed
+        self._live = [request.sequences[0]]  # the others start as forks of it, once the prompt is computed
         self._candidates: dict[int, Seq[Candidate]] = {}  # by the index of the sequence
         self._logprobs: dict[int, tuple[TokenLogprobs, ...]] = {0: ()}
 
@@ -145,13 +145,13 @@ class BeamDecoding:
         self._logprobs = {}
         grown = [(live[extension.parent], extension) for extension in stays.values()]
         for extension in leaves:
-            # Before the parent itself grows.
+            # Fork before the parent itself grows.
             child = vacant.pop()
             moves.fork(live[extension.parent], child)
             grown.append((child, extension))
         for seq in vacant:
             moves.vacate(seq)
-        # In the order of the sequences: it decides between equals.
+        # Sorted by sequence, because this order breaks ties.
         self._live = sorted((seq for seq, _ in grown), key=lambda seq: seq.index)
         for seq, extension in grown:
             seq.append_token(extension.candidate.token_id)
@@ -160,10 +160,10 @@ class BeamDecoding:
             moves.resume(seq)
 
     def _end(self, moves: SequenceMoves, updates: list[SequenceUpdate]) -> None:
-        """The best hypotheses take the places of the beams, and are the request's sequences from now on."""
+        """End the request, with the best hypotheses as its sequences."""
         request = self._request
-        # Fewer hypotheses than asked for are found only where nearly every token is masked: there is nothing more to
-        # say, and no limit was reached.
+        # Fewer hypotheses than requested are found only if nearly every token is masked. The missing outputs are then
+        # empty and end with STOP, because no limit was reached.
         nothing = Hypothesis([], 0.0, 0.0, (), FinishReason.STOP, None)
         best = iter(self._search.hypotheses[: request.params.n])
         for seq in request.sequences:

@@ -1,16 +1,16 @@
 """Fairness between tenants: how much service each has received, and whose turn it is.
 
-Service is what a request costs: a token of its prompt that was not cached counts 1, a token that it draws 2, as in the
-paper below. It is divided by the tenant's weight, so that a tenant of weight 3 has its turn when it has had three times
-as much as one of weight 1. What is computed again after a preemption is not charged twice.
+Service is the cost of a request: 1 for each prompt token that was not cached, 2 for each token drawn, as in the paper
+below. It is divided by the tenant's weight, so that a tenant of weight 3 receives three times as much service as one of
+weight 1. Recomputation after a preemption is not charged.
 
 `VirtualTokenCounter` (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024): the tenant with the least
-service is next. A tenant that comes back after a pause starts where the least served of those that wait stands: it has
-no credit for the time in which it asked for nothing.
+service is next. A tenant that returns after a pause starts at the level of the least served waiting tenant: it gets no
+credit for the time in which it requested nothing.
 
 `DeficitRound` (Cao et al., Locality-aware Fair Scheduling in LLM Serving, arXiv 2501.14312): each tenant may spend a
-quantum of service per round, and among those that have some of it left the longest cached prefix is next. A larger
-quantum keeps more requests over one prefix together, and lets tenants drift apart by as much.
+quantum of service per round, and among tenants with some quantum left the longest cached prefix is next. A larger
+quantum keeps more requests with the same prefix together, and lets tenants drift further apart.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from octavo.scheduler.preemption import VictimPolicy
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
 
-# What a tenant has received counts half as much so many seconds later, where the question is who had most of late.
+# Seconds after which received service counts half, when tenants are compared by recent service.
 RECENT_HALF_LIFE = 30.0
 
-# Tenants that wait for nothing are remembered up to so many.
+# Idle tenants are forgotten once more tenants than this are remembered.
 _MOST_IDLE = 4096
 
 
 class VirtualTokenCounter:
-    """The least served first.
+    """Virtual token counter: the least served tenant is next.
 
     Attributes:
-        version: changes whenever somebody else may be next.
+        version: changes whenever another tenant may have become the next.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self._to_compute: dict[RequestId, int] = {}  # tokens of prompts that are charged, and not yet computed
+        self._to_compute: dict[RequestId, int] = {}  # prompt tokens charged but not yet computed
         self._received: dict[str, float] = {}
         self._weights: dict[str, float] = {}
-        self._recent: dict[str, tuple[float, float]] = {}  # service per weight, and the time to which it has decayed
+        self._recent: dict[str, tuple[float, float]] = {}  # service per weight, and the time of its last decay
         self._now = 0.0  # the latest arrival among those admitted
-        self._level = 0.0  # of the tenant that had the last turn: where one begins that comes when nobody waits
+        self._level = 0.0  # of the tenant served last: where a tenant starts if no other waits
 
     def received(self, tenant: str) -> float:
-        """Service per weight; of a tenant that has paused, no less than what those that waited have had."""
+        """Return a tenant's service per weight; after a pause, at least that of the least served waiting tenant."""
         return self._received.get(tenant, 0.0)
 
     def recent(self, tenant: str) -> float:
-        """Service per weight that was computed of late: what is `RECENT_HALF_LIFE` seconds old counts half."""
+        """Return a tenant's recently computed service per weight, decayed by half every `RECENT_HALF_LIFE` seconds."""
         amount, at = self._recent.get(tenant, (0.0, self._now))
         return amount * math.exp2((at - self._now) / RECENT_HALF_LIFE)
 
     def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
-        """A tenant that had nothing waiting has a request now, beside the tenants that wait already."""
+        """Note the first waiting request of a tenant; `waiting` are the tenants that wait already."""
         self.version += 1
         self._weights[tenant] = weight
         others = [self._received.get(other, 0.0) for other in waiting if other != tenant]
@@ -70,15 +70,27 @@ class VirtualTokenCounter:
             self._forget_idle({tenant, *waiting}, level)
 
     def choose(self, heads: Mapping[str, Sequence]) -> str:
-        """Whose turn it is, of tenants with the first sequence of their lines."""
+        """Return the tenant whose turn it is, given the first sequence of each tenant's line."""
         return self.ranked(heads)[0]
 
     def ranked(self, heads: Mapping[str, Sequence]) -> list[str]:
-        """Every tenant of these, in the order of turns."""
-        return sorted(heads, key=lambda tenant: (self._received.get(tenant, 0.0), heads[tenant].order))
+        """Return the tenants in the order of their turns.
+
+        If a tenant's next sequence was preempted, the cost of computing it again is subtracted from its service, so
+        that it returns while more of its blocks are still cached. Twice the cost would grow as fast as the service of
+        the sequence, which would then stay ahead of others until its end.
+        """
+
+        def key(tenant: str) -> tuple[float, tuple[int, float, int]]:
+            seq, received = heads[tenant], self._received.get(tenant, 0.0)
+            if seq.num_preemptions:
+                received -= PROMPT_TOKEN * seq.num_tokens / seq.request.weight
+            return (received, seq.order)
+
+        return sorted(heads, key=key)
 
     def admitted(self, seq: Sequence) -> None:
-        """Charge a prompt at its first admission: what of it is not cached, at once."""
+        """Charge the uncached tokens of a prompt, all at once, at its first admission."""
         tenant = seq.request.tenant
         self._now = max(self._now, seq.request.arrival_time)
         self._level = max(self._level, self._received.get(tenant, 0.0))
@@ -88,7 +100,7 @@ class VirtualTokenCounter:
             self.charge(tenant, PROMPT_TOKEN * uncached)
 
     def computed(self, seq: Sequence) -> None:
-        """A sequence has come to its `num_computed`, perhaps not for the first time."""
+        """Note that a sequence has reached its `num_computed`, perhaps for the second time."""
         request_id = seq.request.request_id
         if (before := self._to_compute.get(request_id)) is not None:
             left = min(before, seq.num_prompt_tokens - seq.num_computed)
@@ -99,36 +111,36 @@ class VirtualTokenCounter:
                 del self._to_compute[request_id]
 
     def ended(self, request: Request) -> None:
-        """A request has ended: what was charged of its prompt, and never computed, is given back."""
+        """Refund the prompt tokens that were charged but never computed, when a request has ended."""
         left = self._to_compute.pop(request.request_id, 0)
         if left and request.tenant in self._received:
             self.charge(request.tenant, -PROMPT_TOKEN * left)
 
     def drawn(self, sequences: Iterable[Sequence]) -> None:
-        """Charge a token for each of these sequences."""
+        """Charge one drawn token for each sequence."""
         for tenant, count in Counter([seq.request.tenant for seq in sequences]).items():
             self.charge(tenant, OUTPUT_TOKEN * count)
             self._note(tenant, OUTPUT_TOKEN * count)
 
     def charge(self, tenant: str, service: float) -> None:
-        """A tenant has received so much."""
+        """Charge a tenant for service."""
         self.version += 1
         self._received[tenant] = self._received.get(tenant, 0.0) + service / self._weights.get(tenant, 1.0)
 
     def _note(self, tenant: str, service: float) -> None:
-        """Count service in `recent` once it was computed. `charge` counts a whole prompt at its admission."""
+        """Count computed service in `recent`, unlike `charge`, which counts a whole prompt at its admission."""
         self._recent[tenant] = (self.recent(tenant) + service / self._weights.get(tenant, 1.0), self._now)
 
     def may_pass(self, seq: Sequence, head: Sequence) -> bool:
         """Whether a waiting sequence may be admitted before the head of the line, which does not fit yet.
 
-        Its tenant may have received as much more than the head's as computing the head twice is worth. Beyond that it
-        waits too, so that what becomes free is left to the head.
+        Its tenant may be ahead of the head's by the cost of computing the head twice. Beyond that it waits too, so that
+        freed blocks are left to the head.
         """
         return self._lead(seq, head) <= self._allowance(head)
 
     def is_far_ahead(self, seq: Sequence, head: Sequence) -> bool:
-        """Whether a running sequence's tenant is ahead of the head's by four times what preempting it may cost."""
+        """Whether a running sequence's tenant is ahead of the head's by four times the cost of preempting it."""
         lost = PROMPT_TOKEN * seq.num_computed / seq.request.weight
         return self._lead(seq, head) > 2 * self._allowance(head) + 4 * lost
 
@@ -139,22 +151,22 @@ class VirtualTokenCounter:
         return 2 * PROMPT_TOKEN * head.num_tokens / head.request.weight
 
     def in_order_of_service(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Running sequences, those of the least served tenant first."""
+        """Return the sequences with those of the least served tenant first."""
         received = self._received
         return sorted(sequences, key=lambda seq: (received.get(seq.request.tenant, 0.0), *seq.order))
 
     def _forget_idle(self, waiting: set[str], level: float) -> None:
-        """Those that have had no more than the level would be lifted to it when they come back."""
+        """Forget idle tenants at or below the level: they would be raised to it when they return."""
         for tenant in [t for t, had in self._received.items() if had <= level and t not in waiting]:
             del self._received[tenant], self._weights[tenant]
             self._recent.pop(tenant, None)
 
 
 class DeficitRound(VirtualTokenCounter):
-    """Longest cached prefix first among the tenants that have some of this round's quantum left.
+    """Deficit round robin: longest cached prefix first, among tenants with some of this round's quantum left.
 
     Args:
-        prefixes: how much of a sequence's beginning is cached now.
+        prefixes: lengths of cached prefixes.
         quantum: service per weight and round.
     """
 
@@ -162,11 +174,11 @@ class DeficitRound(VirtualTokenCounter):
         super().__init__()
         self._prefixes = prefixes
         self.quantum = quantum
-        self._left: dict[str, float] = {}  # of this round, per weight; below 0 where more was spent
+        self._left: dict[str, float] = {}  # quantum left in this round, per weight; negative if more was spent
 
     def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
         super().arrive(tenant, weight, waiting)
-        # What was left before a pause is void; a debt is not.
+        # A pause cancels what was left of the quantum, but not a debt.
         self._left[tenant] = min(0.0, self._left.get(tenant, 0.0))
 
     def choose(self, heads: Mapping[str, Sequence]) -> str:
@@ -182,7 +194,7 @@ class DeficitRound(VirtualTokenCounter):
         return sorted(heads, key=key)
 
     def is_far_ahead(self, seq: Sequence, head: Sequence) -> bool:
-        """Never: who is next, cached prefixes decide, and a sequence that was just preempted has the longest."""
+        """Return False: cached prefixes decide who is next, and a sequence just preempted has the longest."""
         return False
 
     def _allowance(self, head: Sequence) -> float:
@@ -193,7 +205,7 @@ class DeficitRound(VirtualTokenCounter):
         self._left[tenant] = self._left.get(tenant, 0.0) - service / self._weights.get(tenant, 1.0)
 
     def _begin_round(self, heads: Mapping[str, Sequence]) -> None:
-        """As many rounds at once as it takes until somebody who waits has something to spend."""
+        """Begin as many rounds as it takes for one waiting tenant to have some quantum left."""
         least_debt = min(-self._left.get(tenant, 0.0) for tenant in heads)
         added = self.quantum * (least_debt // self.quantum + 1)
         for tenant in heads:
@@ -205,7 +217,7 @@ class DeficitRound(VirtualTokenCounter):
 
 
 class MostServed:
-    """A victim policy: the tenant that has received most yields, and of its sequences the one that `within` chooses."""
+    """A victim policy: the most served tenant yields the sequence that `within` chooses among its own."""
 
     def __init__(self, counter: VirtualTokenCounter, within: VictimPolicy) -> None:
         self._counter = counter

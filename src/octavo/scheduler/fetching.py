@@ -1,4 +1,4 @@
-"""Requests whose prefix is on its way from a store: they wait outside the queue and delay nobody.
+"""Requests whose prefix is being fetched from a store: they wait outside the queue and delay no other request.
 
 add ──> fetching ──arrived, or too late──> waiting ──admit──> running
 """
@@ -12,32 +12,32 @@ from octavo.kvcache.label import Label
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 
-# Steps of fewer tokens of prompts say little of what one of them costs.
+# Steps with fewer prompt tokens say little about the cost of one.
 _LEAST_TOKENS = 16
 _SMOOTHING = 0.2
 
 
 class Fetcher(Protocol):
-    """Brings blocks from stores to host memory. A fetch is opaque but for what these methods say of it."""
+    """Brings blocks from stores to host memory. A fetch is an opaque handle, except for its `pending`."""
 
     def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
-        """Begin; None where there is nothing to wait for."""
+        """Start fetching the blocks of a prefix that the stores hold; None if there is nothing to wait for."""
 
     def poll(self) -> None:
-        """Take in what has arrived."""
+        """Process the blocks that have arrived."""
 
     def is_late(self, fetch: Any) -> bool:
-        """Whether it is not to be waited for any longer."""
+        """Whether a request should stop waiting for this fetch."""
 
     def wait(self, seconds: float) -> None:
-        """Until something arrives, or so long."""
+        """Wait until something arrives, at most this long."""
 
     def release(self, fetch: Any) -> None:
-        """Whoever it was for has its blocks, or has ended."""
+        """Release a fetch whose request has its blocks, or has ended."""
 
 
 class Fetching:
-    """The requests that wait for a fetch, and those that have what came and are not admitted yet."""
+    """Tracks the requests that wait for a fetch, and those whose blocks have arrived but that are not admitted yet."""
 
     def __init__(self, kv: KVCacheManager, fetcher: Fetcher) -> None:
         self._kv = kv
@@ -47,12 +47,12 @@ class Fetching:
         self._seconds_per_token: float | None = None
 
     def __len__(self) -> int:
-        """Requests that wait for a fetch."""
+        """The number of requests that wait for a fetch."""
         return len(self._waiting)
 
     def begin(self, seq: Sequence) -> bool:
-        """Whether a new sequence is to wait here; it comes out of `arrived` then."""
-        labels = self._kv.hierarchy.missing(seq, *self._kv.matchable(seq))
+        """Start a fetch for a new sequence; if True, it must wait until `arrived` returns it."""
+        labels = self._kv.hierarchy.missing(seq, *self._kv.holdings.matchable(seq))
         per_token = self._seconds_per_token
         cost = None if per_token is None else per_token * self._kv.spec.block_size
         fetch = self._fetcher.prefetch(labels, seq.request.tenant, cost)
@@ -67,7 +67,7 @@ class Fetching:
         return seq.seq_id in self._waiting
 
     def arrived(self) -> list[Sequence]:
-        """Those that need not wait any longer."""
+        """Return the sequences that need not wait any longer."""
         self._fetcher.poll()
         ready = [
             (seq, fetch) for seq, fetch in self._waiting.values() if not fetch.pending or self._fetcher.is_late(fetch)
@@ -78,18 +78,18 @@ class Fetching:
         return [seq for seq, _ in ready]
 
     def release(self, seq: Sequence) -> None:
-        """A sequence was admitted, or has ended."""
+        """Forget a sequence that was admitted, or has ended."""
         _, fetch = self._waiting.pop(seq.seq_id, (seq, None))
         fetch = fetch or self._arrived.pop(seq.seq_id, None)
         if fetch is not None:
             self._fetcher.release(fetch)
 
     def wait(self, seconds: float) -> None:
-        """Where nothing else is to be done."""
+        """Wait for something to arrive while there is nothing to compute."""
         self._fetcher.wait(seconds)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens of prompts took so long to compute."""
+        """Record how long prompt tokens took to compute."""
         if num_tokens >= _LEAST_TOKENS:
             took, known = seconds / num_tokens, self._seconds_per_token
             self._seconds_per_token = took if known is None else known + _SMOOTHING * (took - known)

@@ -1,4 +1,4 @@
-"""A heap of sequences with removal of arbitrary elements."""
+"""A heap of sequences that supports removing arbitrary elements."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from octavo.request import Sequence, SequenceId
 
 Key = tuple[Any, ...]
 
-# Dead entries that are not worth the trouble of rebuilding a heap.
+# With no more dead entries than this, rebuilding the heap is not worth it.
 _FEW = 32
 
 
 class KeyedHeap:
-    """Sequences, the one with the smallest key first.
+    """A priority queue of sequences: the one with the smallest key is first.
 
-    A discarded sequence is forgotten at once, with its request and its prompt. What stays behind is an entry of a few
-    numbers, and more than half of the entries are never dead. push, pop, discard: O(log n), amortised.
+    A discarded sequence, with its request and prompt, is released at once. Only its entry, a few numbers, stays in the
+    heap until it surfaces or the heap is rebuilt, which keeps dead entries below about half. push, pop, discard:
+    amortised O(log n).
 
     Args:
-        key: of a sequence, as it is when it is pushed; unique among all.
+        key: computes the key of a sequence when it is pushed; keys must be unique.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
@@ -36,13 +37,13 @@ class KeyedHeap:
         return isinstance(seq, Sequence) and seq.seq_id in self._live
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence that is not there yet."""
+        """Add a sequence that is not in the heap."""
         key = self._key(seq)
         self._live[seq.seq_id] = (key, seq)
         heapq.heappush(self._entries, (key, seq.seq_id))
 
     def peek(self) -> Sequence | None:
-        """The sequence with the smallest key, or None."""
+        """Return the sequence with the smallest key, or None if the heap is empty."""
         while self._entries:
             key, seq_id = self._entries[0]
             live = self._live.get(seq_id)
@@ -52,12 +53,12 @@ class KeyedHeap:
         return None
 
     def smallest(self, count: int) -> list[Sequence]:
-        """The `count` with the smallest keys, in order. O(count · log n)."""
+        """Return the `count` sequences with the smallest keys, in order. O(count · log n)."""
         taken: list[tuple[Key, SequenceId]] = []
         found: list[Sequence] = []
         while len(found) < count and (seq := self.peek()) is not None:
             entry = heapq.heappop(self._entries)
-            # The same sequence may have been pushed again with the same key: one entry for it is enough.
+            # A sequence pushed again with the same key has two entries: keep one.
             if not found or found[-1] is not seq:
                 taken.append(entry)
                 found.append(seq)
@@ -66,7 +67,7 @@ class KeyedHeap:
         return found
 
     def discard(self, seq: Sequence) -> None:
-        """Take a sequence out; raises KeyError where it is not there."""
+        """Remove a sequence; raises KeyError if it is not in the heap."""
         del self._live[seq.seq_id]
         if len(self._entries) > 2 * len(self._live) + _FEW:
             self._entries = [(key, seq_id) for seq_id, (key, _) in self._live.items()]

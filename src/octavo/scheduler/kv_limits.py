@@ -1,4 +1,4 @@
-"""Floors and caps as the operator gives them, and as blocks of a cache."""
+"""Tenants' floors and caps, as the operator specifies them and in blocks of a cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 
 Amount = int | float
-"""Of the cache: tokens (int), or a part of it, 0 to 1 (float)."""
+"""An amount of cache: tokens (int), or a fraction of it from 0 to 1 (float)."""
 
 KVAmounts = Mapping[str, tuple[Amount | None, Amount | None]]
-"""Floor and cap by tenant; None where a tenant has none."""
+"""Floor and cap by tenant, each None if the tenant has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLimits:
-    """Blocks that a tenant can always hold, and that it may hold at most; None: no cap."""
+    """The number of blocks that a tenant can always hold, and the most it may hold; a `cap` of None is no cap."""
 
     floor: int = 0
     cap: int | None = None
 
 
 def resolve_limits(amounts: KVAmounts, spec: KVCacheSpec, num_blocks: int, max_step: int) -> dict[str, KVLimits]:
-    """Floors and caps in blocks.
+    """Convert floors and caps to blocks.
 
     Args:
-        amounts: floor and cap by tenant. So many tokens are the blocks that one sequence of that length holds.
-        num_blocks: of the pool, without the null block.
-        max_step: tokens of a step, of which a sliding window holds blocks too.
+        amounts: floor and cap by tenant; a number of tokens means the blocks of one sequence of that length.
+        num_blocks: number of blocks in the pool, without the null block.
+        max_step: maximum number of tokens in a step, for which a sliding window holds blocks too.
 
     Raises:
-        ConfigError: a floor is over its cap, or the floors together are over the pool; with the numbers.
+        ConfigError: a cap is below one block or below its floor, or the floors together exceed the pool; the message
+            has the numbers.
     """
 
     def blocks(amount: Amount) -> int:

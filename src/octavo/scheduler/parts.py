@@ -1,6 +1,6 @@
-"""The parts of a scheduler that know who runs and who waits. A restart makes them anew, all together.
+"""The parts of a scheduler that know what runs and what waits; a restart replaces all of them.
 
-Service ──> Admission ──> Yielding ──> RunningSet, WaitingLine      each asks and changes what stands behind it
+Service ──> Admission ──> Yielding ──> RunningSet, WaitingLine      each reads and changes those it points to
    │            └──> TenantShares ──> RunningSet                    floors and caps of tenants
    └── LookAhead: the step after the one in flight
 """
@@ -29,7 +29,7 @@ from octavo.scheduler.yielding import Yielding
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One of each, made for each other."""
+    """One set of parts that work together."""
 
     running: RunningSet
     tenants: TenantShares
@@ -53,13 +53,13 @@ def compose(
     time_limit: MakeTimeLimit | None,
     on_leave: Callable[[Sequence], None],
 ) -> Parts:
-    """The parts of a scheduler in which nobody runs or waits.
+    """Return the parts of a scheduler in which nothing runs or waits.
 
     Args:
-        queue: empty.
+        queue: an empty queue.
         limits: tenants' floors and caps.
-        time_limit: how long a step with these streams may take; None: no latency has to be kept.
-        on_leave: told of each sequence that stops running.
+        time_limit: returns the time limit of a step with given streams; None if there is no latency target.
+        on_leave: called with each sequence that stops running.
     """
     running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
     tenants = TenantShares(kv, running, limits)

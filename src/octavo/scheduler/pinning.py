@@ -1,4 +1,4 @@
-"""Prefixes that requests want pinned, until they are computed."""
+"""Prefixes that requests want pinned and that are not computed yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Pinning:
     """Pins the prefixes of admitted requests as their blocks are computed.
 
     Args:
-        fail: ends a request, because pinning raised.
+        fail: ends a request if pinning its prefix raised.
     """
 
     def __init__(self, kv: KVCacheManager, fail: Callable[[Request, Exception], None]) -> None:
@@ -21,24 +21,24 @@ class Pinning:
         self._waiting: list[Sequence] = []
 
     def __len__(self) -> int:
-        """Sequences that have prefixes yet to be pinned."""
+        """The number of sequences with prefixes still to be pinned."""
         return len(self._waiting)
 
     def admitted(self, seq: Sequence) -> None:
-        """The first sequence of a request has got its place; nothing happens if that is known."""
+        """Start following a request whose first sequence was admitted; may be called again."""
         if seq.request.pins and seq not in self._waiting:
             self._waiting.append(seq)
 
     def settle(self) -> None:
-        """Pin what is computed by now.
+        """Pin the prefixes that are computed by now.
 
-        After a step and before anything else is allocated: what ended in this very step is still cached.
+        Must run after a step and before anything else is allocated, while sequences that ended in it are still cached.
         """
         if self._waiting:
             self._waiting = [seq for seq in self._waiting if not self._settle(seq)]
 
     def _settle(self, seq: Sequence) -> bool:
-        """Pin those prefixes of a request that are computed; returns whether nothing more is to be expected."""
+        """Pin the computed prefixes of a request; returns whether none is left to pin."""
         request, size = seq.request, self._kv.spec.block_size
         for wanted in request.pins[len(request.pin_receipts) :]:
             if seq.num_computed < wanted.num_tokens // size * size:

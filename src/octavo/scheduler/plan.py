@@ -1,26 +1,26 @@
-"""Step plans and results: frozen plain values that survive pickling.
+"""Step plans and results: immutable plain values that can be pickled.
 
-A plan names sequences by id. Whoever executes plans (the runner, in this process or another) keeps a state for each
-sequence it has been told of, and a plan says only what has changed since the one before:
+A plan names sequences by id. The runner, in this process or another, keeps a state for each sequence that it has been
+told about, and a plan contains only what has changed since the previous one:
 
     scheduler                                      runner
     live sequences, block tables                   by id: table rows, sampling parameters, token counts
       │                                              │
       │  changes     [fork 9 from 7] [drop 3] …      │  1. in this order, as they happened
-      │  new         [id, parameters, tables]        │  2. whole: admitted, or resumed after a preemption
+      │  new         [id, parameters, tables]        │  2. in full: admitted, or resumed after a preemption
       │  tables      [row, first, blocks]            │  3. a row's entries from `first` on: it grew, or was copied
-      │  token_ids   | row 0 | row 1 | …             │  4. the tokens to compute, and nothing of what was computed
+      │  token_ids   | row 0 | row 1 | …             │  4. only the tokens to compute
       ├────────────── StepPlan ─────────────────────>│
       │<───────────── StepResult ────────────────────┤  one token per draw, in the order of the rows
       │
-      │  abandon: nothing is known of the runner     │
-      ├──────── StepPlan(reset=True) ───────────────>│  forget all; every sequence comes anew when it is scheduled
+      │  abandon: the runner's state is unknown      │
+      ├──────── StepPlan(reset=True) ───────────────>│  forget all; each sequence is sent again when scheduled
 
-A fork refers to its parent, whatever the parent's length. A step that failed leaves the runner in an unknown state, so
-the next plan says `reset`, and what it schedules is sent whole.
+A fork refers to its parent, so its size does not depend on the parent's length. A failed step leaves the runner in an
+unknown state, so the next plan has `reset` set, and the sequences it schedules are sent in full.
 
-A plan may be made while the one before it is still being computed (`scheduler/ahead.py`): it then says `ahead`, and
-that each row computes the token which its sequence draws in that plan.
+A plan may be made while the previous one is still being computed (`scheduler/ahead.py`). It then has `ahead` set, and
+each of its rows computes the token that its sequence draws in the previous plan.
 
 The order of effects is fixed: blocks to the host, copies, blocks from the host, then the new tokens' keys and values,
 then the samples.
@@ -28,29 +28,29 @@ then the samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.kvcache.block import BlockCopy, BlockId
-from octavo.kvcache.host_memory import BlockTransfer
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.request import FinishReason, RequestId, Sequence, SequenceId, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
 DRAWN = -1
-"""In place of a token's id, in a plan made ahead: the one that its sequence draws in the plan before."""
+"""Stands in a plan made ahead for the id of the token that the sequence draws in the previous plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSnapshot:
-    """The inputs of sampling a sequence besides its logits and its tokens.
+    """The inputs of sampling a sequence, apart from its logits and its tokens.
 
     Attributes:
-        seed: with the number of the output token, all that a draw's randomness comes from.
-        eos_token_ids: which `min_tokens` keeps from being drawn.
-        bad_word_ids: token sequences that must not be completed by what is drawn.
-        num_candidates: of a beam: how many of the most likely tokens are wanted; 0 where a token is drawn.
+        seed: together with the index of the output token, the only source of a draw's randomness.
+        eos_token_ids: end-of-sequence tokens, which `min_tokens` keeps from being drawn.
+        bad_word_ids: token sequences that a drawn token must not complete.
+        num_candidates: for a beam, the number of most likely tokens to return; 0 if a token is drawn.
     """
 
     request_id: RequestId
@@ -63,7 +63,7 @@ class SamplingSnapshot:
 
 
 class SequenceForked(NamedTuple):
-    """`child` has the state of `parent` as it is at this point, and a seed of its own."""
+    """`child` gets a copy of the state of `parent` at this point, with a seed of its own."""
 
     child: SequenceId
     parent: SequenceId
@@ -71,7 +71,7 @@ class SequenceForked(NamedTuple):
 
 
 class SequenceDropped(NamedTuple):
-    """A sequence that later plans do not mention, or introduce anew."""
+    """A sequence to forget: later plans do not mention it, or introduce it again as new."""
 
     seq_id: SequenceId
 
@@ -80,9 +80,9 @@ class NewSequence(NamedTuple):
     """A sequence that the runner does not know.
 
     Attributes:
-        tables: one block table per group, an array of its own.
-        token_ids: all its tokens so far, int32 in the machine's byte order, where penalties count them or a grammar
-            follows them; else empty.
+        tables: one block table per group, not shared with the scheduler.
+        token_ids: all its tokens so far, int32 in native byte order, if penalties count them or a grammar follows
+            them; else empty.
     """
 
     seq_id: SequenceId
@@ -92,7 +92,7 @@ class NewSequence(NamedTuple):
 
 
 class TableDelta(NamedTuple):
-    """Entries `first ..` of a row's block tables, one run per group, up to their ends."""
+    """The entries of a row's block tables from `first` to the end, for each group."""
 
     row: int
     first: int
@@ -103,8 +103,8 @@ class PromptScores(NamedTuple):
     """Positions `first .. first + len(targets)` of a row's sequence, whose logits score the prompt token after each.
 
     Attributes:
-        targets: those prompt tokens.
-        num_top: how many of the most likely tokens to report beside each.
+        targets: the scored prompt tokens.
+        num_top: number of most likely tokens to report with each.
     """
 
     row: int
@@ -122,7 +122,7 @@ class PromptPool(NamedTuple):
 
 
 class PlannedRow(NamedTuple):
-    """One row of a plan, as `StepPlan.rows` gives it."""
+    """One row of a plan, as returned by `StepPlan.rows`."""
 
     seq_id: SequenceId
     start: int
@@ -135,29 +135,34 @@ class PlannedRow(NamedTuple):
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step. Row i computes tokens `starts[i] .. starts[i] + lengths[i]` of sequence `seq_ids[i]`.
+_NO_SEEDS: Mapping[int, tuple[int, ...]] = {}
 
-    Of the transfers each list has happened whole, in this order, before anything is computed:
 
-    stores     device -> host      a block that leaves may be written again by all that follows; the runner may still
-                                   be storing it while it computes, and is done when the step is
+class StepPlan(NamedTuple):
+    """The plan of one step. Row i computes tokens `starts[i] .. starts[i] + lengths[i]` of sequence `seq_ids[i]`.
+
+    A named tuple, because it is made in every step: a frozen dataclass takes ten times as long.
+
+    The lists of transfers take effect one after the other, in this order, before anything is computed:
+
+    stores     device -> host      what follows may overwrite a stored block; the runner may overlap the transfer with
+                                   the computation, but completes it within the step
     copies     device -> device    all sources are read before any destination is written
-    loads      host -> device      also of what the same plan stores
+    loads      host -> device      including blocks that the same plan stores
 
     Attributes:
-        step: the plan's number, rising from 1.
-        token_ids: of all rows, one after the other.
-        draws: how many tokens are drawn from the logits of the row's last token: 0 while a prompt is unfinished, 1, or
-            one for each of a request's parallel samples when its prompt ends.
+        step: the plan's number, counted from 1.
+        token_ids: the tokens of all rows, concatenated.
+        draws: by row, the number of tokens drawn from the logits of its last token: 0 while a prompt is unfinished, 1,
+            or one for each of a request's parallel samples when its prompt ends.
         sibling_seeds: by row, the seeds of its draws after the first.
-        scores: of rows whose prompt's log-probabilities are wanted.
-        pools: of rows whose prompt's embedding is wanted.
-        reset: forget every sequence before reading on.
-        num_streams: at least so many of the first rows compute one token and draw one.
-        ahead: made before the result of the plan before was known, and carried out right after that plan. Its
-            sequences are among those of that plan; each computes one token, `DRAWN`, and draws one. It moves no blocks.
+        scores: positions to score, of rows whose prompt's log-probabilities are wanted.
+        pools: positions to sum, of rows whose prompt's embedding is wanted.
+        reset: whether to forget every sequence before applying the rest of the plan.
+        num_streams: at least this many of the first rows compute one token and draw one.
+        ahead: whether the plan was made before the result of the previous plan was known; it is executed right after
+            that one. Its sequences are a subset of that plan's; each computes one token, `DRAWN`, and draws one. It
+            moves no blocks.
     """
 
     step: int = 0
@@ -166,7 +171,7 @@ class StepPlan:
     lengths: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    sibling_seeds: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    sibling_seeds: Mapping[int, tuple[int, ...]] = _NO_SEEDS
     scores: tuple[PromptScores, ...] = ()
     pools: tuple[PromptPool, ...] = ()
     reset: bool = False
@@ -195,7 +200,7 @@ class StepPlan:
         return sum(self.draws)
 
     def rows(self) -> Iterator[PlannedRow]:
-        """Row by row, for whoever would rather read than compute."""
+        """Yield the plan row by row, for readability rather than speed."""
         first = 0
         for seq_id, start, length, draws in zip(self.seq_ids, self.starts, self.lengths, self.draws, strict=True):
             yield PlannedRow(seq_id, start, length, draws, self.token_ids[first : first + length])
@@ -204,11 +209,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could come next.
+    """A candidate for the next token of a beam.
 
     Attributes:
-        logprob: after penalties and biases: what a beam search adds up.
-        logprobs: the model's own, only where the request asked for them.
+        logprob: log-probability after penalties and biases, which beam search adds up.
+        logprobs: the model's own log-probabilities, if the request asked for them.
     """
 
     token_id: int
@@ -218,11 +223,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """One drawn token; `logprobs` only where the request asked for them.
+    """One drawn token.
 
     Attributes:
-        candidates: where the request searches with beams, the most likely tokens, best first; `token_id` is the first.
-        forced: the tokens that must follow it, by the request's grammar.
+        logprobs: None unless the request asked for them.
+        candidates: for beam search, the most likely tokens, best first; `token_id` is the first.
+        forced: the tokens that must follow it according to the request's grammar.
     """
 
     token_id: int
@@ -233,15 +239,15 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What executing a plan gave.
+    """The result of executing a plan.
 
     Attributes:
         token_ids: one per draw, in the order of the plan's rows.
-        logprobs: by the number of the draw, where the request asked for them.
-        candidates: by the number of the draw, where the request searches with beams.
-        prompt_logprobs: one list for each of `StepPlan.scores`.
-        forced: by the number of the draw, the tokens that a grammar lets follow it one way only.
-        pooled: for each of `StepPlan.pools` the sum of its hidden states, float64 in the machine's byte order.
+        logprobs: by index of the draw, if the request asked for them.
+        candidates: by index of the draw, if the request uses beam search.
+        prompt_logprobs: one tuple for each of `StepPlan.scores`.
+        forced: by index of the draw, the tokens that must follow it according to the request's grammar.
+        pooled: for each of `StepPlan.pools`, the sum of its hidden states, float64 in native byte order.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -253,7 +259,7 @@ class StepResult:
 
     @classmethod
     def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:
-        """A result of samples one by one, in the order of the draws."""
+        """Build a result from samples in the order of the draws."""
         samples = list(samples)
         return cls(
             tuple(sample.token_id for sample in samples),
@@ -275,15 +281,15 @@ class StepResult:
 
 @dataclass(slots=True)
 class SequenceUpdate:
-    """Tokens that a sequence has just gained: one of a sample, all of a beam search's result.
+    """Tokens that a sequence has just gained: those of a sample, or the entire output of a beam search.
 
-    Its sequence goes on meanwhile: what is said of its end is as of this step.
+    The sequence may have advanced since; the fields describe the end of this step.
 
     Attributes:
-        logprobs: one entry per token where they are known, else none.
-        cumulative_logprob: of the sequence up to these tokens, as far as logprobs are known.
-        finish_reason: where these tokens are its last.
-        text: what they add to its text, where that has been found out already (`engine/stopping.py`).
+        logprobs: one entry per token if they are known, else empty.
+        cumulative_logprob: sum of the known log-probabilities of the sequence up to these tokens.
+        finish_reason: None unless these tokens are its last.
+        text: the text that the tokens add, if already detokenized (`engine/stopping.py`).
     """
 
     seq: Sequence
@@ -295,5 +301,5 @@ class SequenceUpdate:
     text: str | None = None
 
     def note_end(self) -> None:
-        """Take over what its sequence says of its end, if it has ended."""
+        """Copy the finish and stop reasons of the sequence, if it has ended."""
         self.finish_reason, self.stop_reason = self.seq.finish_reason, self.seq.stop_reason

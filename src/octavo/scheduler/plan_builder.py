@@ -1,4 +1,4 @@
-"""Builds a `StepPlan` from scheduled sequences, and tracks what the runner knows of them."""
+"""Builds a `StepPlan` from scheduled sequences, and tracks what the runner knows about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from octavo.errors import OctavoError
 from octavo.kvcache.block import BlockCopy
-from octavo.kvcache.host_memory import BlockTransfer
+from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.beam import num_candidates
@@ -30,9 +30,9 @@ class PlannedRows(NamedTuple):
     """The live sequences of a plan.
 
     Attributes:
-        sequences: of each row.
-        num_streams: how many of the first rows compute one token and draw one, each for its own sequence.
-        draws: for each row after these, the sequences that draw a token from it.
+        sequences: the sequence of each row.
+        num_streams: the number of first rows that compute one token and draw one, each for its own sequence.
+        draws: for each row after the streams, the sequences that draw a token from it.
     """
 
     sequences: list[Sequence]
@@ -49,29 +49,29 @@ _NO_ROWS = PlannedRows([], 0, [])
 
 
 class PlanBuilder:
-    """Collects one step after the other; truthy where the step has a row.
+    """Collects the rows of one step after another; true if the current step has a row.
 
-        begin ── add, add, … ── finish ──> plan in flight ─┬─ settle(plan)     what it said is known
-                                  ^                        └─ abandon()        nothing is known any more
+        begin ── add, add, … ── finish ──> plan in flight ─┬─ settle(plan)     the runner knows what it said
+                                  ^                        └─ abandon()        the runner's state is unknown
                        add_ahead ─┘
                                  a second plan, while that one is in flight
         drop, fork      between two steps or while one is collected, in the order in which they happen
 
     Attributes:
-        sequences, num_streams, draws: of the step that is collected, as in `PlannedRows`.
-        num_tokens: collected so far.
-        copies: to be done before the step computes.
+        sequences, num_streams, draws: rows of the step being collected, as in `PlannedRows`.
+        num_tokens: number of tokens collected so far.
+        copies: block copies to make before the step computes.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._block_size = kv.spec.block_size
-        self._told: dict[SequenceId, int] = {}  # how many entries of its tables the runner has
+        self._told: dict[SequenceId, int] = {}  # number of table entries that the runner has
         self._changes: list[SequenceForked | SequenceDropped] = []
         self._reset = True
-        self._told_grammars = False  # whether the runner may hold states of grammars
+        self._told_grammars = False  # whether the runner may hold grammar states
         self._step = 0
-        self._in_flight: deque[tuple[int, PlannedRows]] = deque()  # by the plan's number; two at most
+        self._in_flight: deque[tuple[int, PlannedRows]] = deque()  # with the plans' numbers; two at most
         self._clear()
 
     def _clear(self) -> None:
@@ -94,21 +94,21 @@ class PlanBuilder:
         return bool(self.sequences)
 
     def begin(self) -> None:
-        """Start collecting a step. One that was never settled, or never finished, counts as abandoned."""
+        """Start collecting a step. A previous step that was never finished or settled counts as abandoned."""
         if self.sequences or self._in_flight:
             self.abandon()
 
     @property
     def in_flight(self) -> PlannedRows:
-        """Of the plan whose result is awaited, the first where there are two."""
+        """The rows of the plan whose result is awaited; of two plans, the first."""
         return self._in_flight[0][1] if self._in_flight else _NO_ROWS
 
     def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
-        """Compute the next `num_new` tokens of a sequence, whose tables have room for them.
+        """Add a row that computes the next `num_new` tokens of a sequence, whose tables have room for them.
 
         Args:
-            draws: the sequences that are given a sample of the token after them; `seq` is the first.
-            copied: the block of the first of those tokens is a copy that the runner has not been told of.
+            draws: the sequences that draw the token after these; `seq` is the first.
+            copied: whether the block of the first of these tokens is a copy that the runner does not know yet.
         """
         start = seq.num_computed
         end = start + num_new
@@ -123,18 +123,18 @@ class PlanBuilder:
         self.num_tokens += num_new
 
     def add_streams(self, seqs: Iterable[Sequence], copied: Container[SequenceId]) -> list[Sequence]:
-        """One token of each sequence, its last, from which it draws the next: what `add` does, for many at once.
+        """Add rows that compute the last token of each sequence and draw the next: `add` for many at once.
 
-        They are the first rows of a step, in which row i has draw i.
+        They must be the first rows of the step; row i has draw i.
 
         Args:
-            copied: whose token goes to a copy of a block.
+            copied: sequences whose token goes to a copy of a block.
 
         Returns:
-            Those that have drawn nothing yet, and so may draw for siblings too: they are not added.
+            Sequences that have no output yet, and so may draw for siblings too; they are not added.
         """
         told_of, size, new = self._told.get, self._block_size, []
-        # One loop, without a call for each: this is done for every token of every stream.
+        # Inlined in one loop for speed: it runs for every token of every stream.
         add_sequence, add_start, add_token = self.sequences.append, self._starts.append, self._token_ids.append
         for seq in seqs:
             output, start, seq_id = seq.output_token_ids, seq.num_computed, seq.seq_id
@@ -151,7 +151,7 @@ class PlanBuilder:
         return new
 
     def add_ahead(self, seqs: Iterable[Sequence]) -> None:
-        """The whole of a step ahead: of each sequence the token that it draws in the plan in flight."""
+        """Add all rows of a step planned ahead; each computes the token its sequence draws in the plan in flight."""
         told_of, size = self._told, self._block_size
         add_sequence, add_start = self.sequences.append, self._starts.append
         for seq in seqs:
@@ -166,18 +166,18 @@ class PlanBuilder:
         self._ahead = True
 
     def score_prompt(self, first: int, last: int) -> None:
-        """Positions `first .. last` of the sequence added last score the prompt tokens after them."""
+        """Request scores of the prompt tokens after positions `first .. last` of the sequence added last."""
         seq = self.sequences[-1]
         targets = tuple(seq.tokens(first + 1, last + 1))
         num_top = seq.request.params.prompt_logprobs or 0
         self._scores.append(PromptScores(len(self.sequences) - 1, first, targets, num_top))
 
     def pool_prompt(self, first: int, last: int) -> None:
-        """The hidden states of positions `first .. last` of the sequence added last belong to its embedding."""
+        """Request the sum of the hidden states at positions `first .. last` of the sequence added last."""
         self._pools.append(PromptPool(len(self.sequences) - 1, first, last - first))
 
     def finish(self, stores: Iterable[BlockTransfer] = (), loads: Iterable[BlockTransfer] = ()) -> StepPlan:
-        """Finish the collected step. Without rows the plan is empty, and changes are sent with the next."""
+        """Finish the collected step. Without rows the plan is empty, and changes are sent with the next one."""
         if not self.sequences:
             return StepPlan()
         self._step += 1
@@ -208,12 +208,10 @@ class PlanBuilder:
         return plan
 
     def settle(self, plan: StepPlan) -> PlannedRows:
-        """`plan` was carried out: returns its rows.
-
-        An empty plan was not in flight, and is fine.
+        """Note that `plan` was executed, and return its rows; an empty plan has none.
 
         Raises:
-            OctavoError: it is not the plan in flight, or not the first of them.
+            OctavoError: it is not the first of the plans in flight.
         """
         if not plan:
             return _NO_ROWS
@@ -223,7 +221,7 @@ class PlanBuilder:
         return self._in_flight.popleft()[1]
 
     def abandon(self) -> None:
-        """What is collected or in flight gives no result: nothing is known of the runner's state."""
+        """Abandon the plans being collected or in flight, after which the runner's state is unknown."""
         self._in_flight.clear()
         self._clear()
         self._told.clear()
@@ -231,9 +229,10 @@ class PlanBuilder:
         self._reset = True
 
     def release(self) -> StepPlan | None:
-        """A plan without rows that makes the runner forget every sequence, once there is none; None: it need not be.
+        """Return a plan that makes the runner forget every sequence, if none is left; None if that is not needed.
 
-        What a sequence leaves behind goes with the next plan. Only a grammar's state is too large to wait for that.
+        Usually the runner drops ended sequences with the next plan, but the state of a grammar is too large to keep
+        that long.
         """
         if self._told or self._in_flight or not self._told_grammars:
             return None
@@ -242,24 +241,24 @@ class PlanBuilder:
         return StepPlan(step=self._step, reset=True)
 
     def flush(self, stores: Iterable[BlockTransfer]) -> StepPlan:
-        """A plan that moves blocks and computes nothing."""
+        """Return a plan that stores blocks and computes nothing."""
         self._step += 1
         return StepPlan(step=self._step, stores=tuple(stores))
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence stops running: its blocks, or its id, are about to change hands."""
+        """Make the runner drop a sequence that stops running, before its blocks or its id are reused."""
         if self._told.pop(seq.seq_id, None) is not None:
             self._changes.append(SequenceDropped(seq.seq_id))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` has just become what `parent` is, over the same blocks."""
+        """Note that `child` was forked from `parent`, over the same blocks."""
         told = self._told.get(parent.seq_id)
         if told is not None:
             self._told[child.seq_id] = told
             self._changes.append(SequenceForked(child.seq_id, parent.seq_id, child.seed))
 
     def _tell(self, seq: Sequence, start: int, end: int, *, copied: bool) -> None:
-        """What the runner must know of the next row's sequence to compute its tokens `start .. end`."""
+        """Tell the runner what it needs to compute tokens `start .. end` of the next row's sequence."""
         size, told = self._block_size, self._told.get(seq.seq_id)
         if told is None:
             self._tell_whole(seq)

@@ -1,20 +1,20 @@
-"""Executed plans in a file, with the seconds that each took: for the simulator, and to fit a step-time model to.
+"""Recordings of executed plans and their durations, for the simulator and for fitting step-time models.
 
-Numbers only: what was computed, how long that took, and nothing of what any token was.
+They hold numbers only: what was computed and how long it took, but no token ids.
 
     "OCTAVOPLANS 1\\n"
-    one line of JSON: what the reader must know of the engine (block_size, bytes_per_token, …)
+    one line of JSON: facts about the engine (block_size, bytes_per_token, …)
     chunks            [u32 length][length bytes of zlib] …    whole records, together at most ~64 KiB uncompressed
 
     record, little-endian, without padding
-        u64 step      f64 at: `time.perf_counter` when the step began      f64 seconds: it took
+        u64 step      f64 at: `time.perf_counter` when the step began      f64 seconds: duration
         u32 rows, forks, drops, new, copies, stored, loaded, scored prompt tokens
         i64 × rows    sequence ids
         i32 × rows    starts           tokens computed before the step
         i32 × rows    lengths          tokens computed in it
         i32 × rows    draws            tokens drawn from the row's last logits
 
-A file that was cut off in the middle is read up to its last whole chunk.
+A truncated file is read up to its last complete chunk.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RecordedStep:
     """One executed plan. `starts`, `lengths` and `draws` have an entry for each of `seq_ids`.
 
     Attributes:
-        at: when it began, by `time.perf_counter`: on Linux one clock for all processes, a client's too.
-        seconds: from handing the plan over to having its result.
+        at: start time by `time.perf_counter`, which on Linux is one clock for all processes, including clients.
+        seconds: time from submitting the plan to having its result.
     """
 
     step: int
@@ -74,16 +74,16 @@ class RecordedStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose keys and values were in the cache when the step was done, of all its rows."""
+        """The number of tokens in the cache after the step, summed over its rows."""
         return sum(self.starts) + sum(self.lengths)
 
 
 class PlanLog:
-    """Writes a recording; buffered, and bounded in size.
+    """Writes a recording, buffered and bounded in size.
 
     Args:
-        facts: of the engine, as JSON can hold them.
-        max_bytes: where the file has grown to so many, the recording ends with a warning.
+        facts: JSON-serialisable facts about the engine.
+        max_bytes: size of the file at which the recording ends with a warning.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -99,11 +99,11 @@ class PlanLog:
         head = _MAGIC + json.dumps(dict(facts)).encode() + b"\n"
         self._num_bytes = len(head)
         self._file.write(head)
-        # Whoever watches a server may read what it is before it has computed anything.
+        # Flush, so that the facts can be read before the first step is computed.
         self._file.flush()
 
     def record(self, plan: StepPlan, began: float, seconds: float) -> None:
-        """Append a plan that was executed from `began` (`time.perf_counter`) on; nothing once the file is full."""
+        """Append a plan whose execution started at `began` (`time.perf_counter`), unless the file is full."""
         if self._file is None:
             return
         num_forks = sum(isinstance(change, SequenceForked) for change in plan.changes)
@@ -126,7 +126,7 @@ class PlanLog:
             self._flush()
 
     def close(self) -> None:
-        """Write what is buffered. May be called again."""
+        """Write what is buffered and close the file. May be called again."""
         if self._file is not None and self._buffer:
             self._flush()
         if self._file is not None:
@@ -152,20 +152,20 @@ class PlanLog:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """What a recording says of its engine.
+    """Return the facts about the engine from a recording.
 
     Raises:
-        ConfigError: it is not a recording of this version.
+        ConfigError: the file is not a recording of this version.
     """
     with Path(path).open("rb") as file:
         return _read_head(file, path)
 
 
 def read_plans(path: str | Path) -> Iterator[RecordedStep]:
-    """The steps of a recording, in their order.
+    """Yield the steps of a recording in order.
 
     Raises:
-        ConfigError: it is not a recording of this version.
+        ConfigError: the file is not a recording of this version.
     """
     with Path(path).open("rb") as file:
         _read_head(file, path)
@@ -184,7 +184,7 @@ def read_plans(path: str | Path) -> Iterator[RecordedStep]:
 def _read_head(file: BinaryIO, path: str | Path) -> dict[str, Any]:
     magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
-        raise ConfigError(f"{str(path)!r} is no recording of plans of version {VERSION}: it begins with {magic!r}")
+        raise ConfigError(f"{str(path)!r} is not a recording of plans of version {VERSION}: it begins with {magic!r}")
     facts: dict[str, Any] = json.loads(file.readline())
     return facts
 

@@ -8,44 +8,44 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.errors import ConfigError
-from octavo.kvcache.preempted import RestoreCost
+from octavo.kvcache.holdings import RestoreCost
 from octavo.request import Sequence
 
 CostOf = Callable[[Sequence], RestoreCost]
 
 
 class VictimPolicy(Protocol):
-    """Chooses among running sequences.
+    """Chooses a victim among running sequences.
 
-    The scheduler never offers the first in order of service that has tokens to compute, unless it runs alone: so that
-    one always goes on, whatever the policy prefers.
+    The scheduler never offers the first sequence in order of service that has tokens to compute, unless it runs alone.
+    So that one always progresses, whatever the policy prefers.
     """
 
     def choose(self, running: Seq[Sequence]) -> Sequence:
-        """One of `running`, which is in order of service and never empty."""
+        """Choose one of `running`, which is in order of service and never empty."""
 
 
 class LatestArrival:
-    """The one that arrived last, whatever its priority."""
+    """Chooses the sequence that arrived last, regardless of priority."""
 
     def choose(self, running: Seq[Sequence]) -> Sequence:
         return max(running, key=lambda seq: (seq.request.arrival_time, seq.seq_id))
 
 
 class LowestPriority:
-    """The last in order of service: the lowest priority, and among those the latest arrival."""
+    """Chooses the last sequence in order of service: of those with the lowest priority, the latest arrival."""
 
     def choose(self, running: Seq[Sequence]) -> Sequence:
         return running[-1]
 
 
 class Cheapest:
-    """The one with the fewest tokens to compute again; those in blocks that others share count as kept.
+    """Chooses the sequence with the fewest tokens to recompute, not counting those in shared blocks.
 
-    Who would free no block at all is passed over; among equals the last in order of service yields.
+    Sequences that would free no block come last; among equals the last in order of service yields.
 
     Args:
-        cost: what a sequence's blocks are worth (`KVCacheManager.restore_cost`).
+        cost: the cost of restoring a sequence (`Holdings.restore_cost`).
     """
 
     def __init__(self, cost: CostOf) -> None:
@@ -63,10 +63,10 @@ VICTIM_POLICIES = ("latest", "lowest_priority", "cheapest")
 
 
 def make_victim_policy(name: str, cost: CostOf) -> VictimPolicy:
-    """The policy of that name.
+    """Return the victim policy with the given name.
 
     Raises:
-        ConfigError: an unknown name, with the known ones.
+        ConfigError: the name is unknown; the message lists the known ones.
     """
     if name == "latest":
         return LatestArrival()
@@ -81,18 +81,18 @@ class PreemptionMode(Protocol):
     """Decides whether a victim is swapped or recomputed."""
 
     def swaps(self, seq: Sequence) -> bool:
-        """Whether to move them to the host, where there is room, rather than to compute them again."""
+        """Whether to move a victim's blocks to the host, if there is room, rather than recompute them."""
 
 
 class Recompute:
-    """Recomputes everything that is no longer in the prefix cache."""
+    """Always recomputes what is no longer in the prefix cache."""
 
     def swaps(self, seq: Sequence) -> bool:
         return False
 
 
 class Swap:
-    """Always through host memory, as long as there is room."""
+    """Always swaps to host memory, as long as there is room."""
 
     def swaps(self, seq: Sequence) -> bool:
         return True
@@ -100,20 +100,20 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class RestoreSpeed:
-    """What was measured on this machine, for this model: seconds per token computed, and per block moved one way."""
+    """Speeds measured for this model on this machine: seconds per computed token, and per block moved one way."""
 
     seconds_per_token: float
     seconds_per_block: float
 
     def swapping_is_cheaper(self, cost: RestoreCost) -> bool:
-        """2 · blocks · seconds_per_block < tokens · seconds_per_token: out and back against computed once."""
+        """Whether moving the blocks out and back is faster than recomputing the tokens."""
         return 2 * cost.blocks * self.seconds_per_block < cost.tokens * self.seconds_per_token
 
 
 class CheaperWay:
-    """Swaps or recomputes, whichever the measured speeds make cheaper for this victim.
+    """Swaps or recomputes, whichever is cheaper for this victim according to the measured speeds.
 
-    Both sides are upper bounds of the same kind: published blocks may be found again in the prefix cache either way.
+    Both costs are upper bounds, because published blocks may be found in the prefix cache either way.
     """
 
     def __init__(self, cost: CostOf, speed: RestoreSpeed) -> None:

@@ -1,4 +1,4 @@
-"""The waiting queue: sequences without blocks, and which of them is admitted next."""
+"""Waiting queues, which hold sequences without blocks and decide which is admitted next."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from octavo.scheduler.keyed_heap import KeyedHeap
 
 
 class WaitingQueue(Protocol):
-    """Holds sequences without blocks, in some order of admission that lets none wait for ever.
+    """Holds sequences without blocks, in an order of admission in which none waits for ever.
 
     Attributes:
-        short_may_pass: whether those with the least to compute may be admitted out of turn; else only the next ones in
-            order of admission, where the first does not fit.
+        short_may_pass: whether the sequences with the least to compute may be admitted out of turn; otherwise, if the
+            first does not fit, only the next ones in order of admission may.
     """
 
     short_may_pass: bool
 
     def push(self, seq: Sequence) -> None:
-        """A new sequence, or one that was preempted."""
+        """Add a new sequence, or one that was preempted."""
 
     def peek(self) -> Sequence | None:
-        """The next in line, or None. The same one until something is pushed, popped or discarded."""
+        """Return the next sequence or None; the answer stays the same until a push, pop or discard."""
 
     def pop(self) -> Sequence:
-        """Take the next in line; raises IndexError on an empty queue."""
+        """Remove and return the next sequence; raises IndexError if the queue is empty."""
 
     def discard(self, seq: Sequence) -> None:
-        """A waiting sequence ends, or is admitted out of turn."""
+        """Remove a waiting sequence that ends, or is admitted out of turn."""
 
     def first(self, count: int) -> list[Sequence]:
-        """The first `count` in order of admission."""
+        """Return the first `count` sequences in order of admission."""
 
     def __len__(self) -> int: ...
 
 
 class ArrivalOrder:
-    """By priority, then arrival; a preempted sequence comes back to its old place. O(log n) an operation."""
+    """Orders by priority, then arrival; a preempted sequence returns to its old place. O(log n) per operation."""
 
     def __init__(self, *, short_may_pass: bool = True) -> None:
         self.short_may_pass = short_may_pass
@@ -70,29 +70,29 @@ class ArrivalOrder:
 
 
 class PrefixLengths(Protocol):
-    """How much of a waiting sequence's beginning is cached now (`CachedPrefixes`)."""
+    """Looks up the lengths of cached prefixes of waiting sequences (`CachedPrefixes`)."""
 
     def num_tokens(self, seq: Sequence) -> int:
-        """In tokens."""
+        """Return the length of the cached prefix of a sequence, in tokens."""
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence waits no more."""
+        """Forget a sequence that no longer waits."""
 
 
 class LongestPrefixFirst:
-    """Within a tenant, the longest cached prefix first: what is cached is used before it is evicted.
+    """Within a tenant, the longest cached prefix first, so that cached blocks are used before they are evicted.
 
-    Between tenants, and between priorities, the order is that of arrival: the tenant whose line begins with the
-    earliest sequence is next, and of its line those of that priority may go ahead of one another.
+    Between tenants, and between priorities, the order is that of arrival: the tenant whose line has the earliest first
+    sequence is next, and within that line only sequences of the same priority overtake each other.
 
-    Ageing: once `max_overtakes` sequences have gone ahead of the first of its line, the first is next. So a sequence
-    with p others before it in its line is admitted after at most (p + 1) * (max_overtakes + 1) admissions from that
-    line, whatever arrives behind it. One that was preempted is not overtaken at all.
+    Ageing: after `max_overtakes` sequences have overtaken the first of a line, the first is next. So a sequence with p
+    others before it in its line is admitted after at most (p + 1) * (max_overtakes + 1) admissions from that line,
+    whatever arrives behind it. A preempted sequence is never overtaken.
 
     Args:
-        prefixes: how much of a sequence's beginning is cached now.
-        max_overtakes: how many may go ahead of the first of a line.
-        window: how many of a line are compared for each admission.
+        prefixes: lengths of cached prefixes.
+        max_overtakes: how many sequences may overtake the first of a line.
+        window: how many sequences of a line are compared per admission.
     """
 
     short_may_pass = True
@@ -102,7 +102,7 @@ class LongestPrefixFirst:
         self._max_overtakes = max_overtakes
         self._window = window
         self._lines: dict[str, list[Sequence]] = {}  # by tenant, each in order of arrival, none empty
-        self._overtakes: dict[str, int] = {}  # of the first of a tenant's line
+        self._overtakes: dict[str, int] = {}  # by tenant: how often the first of its line was overtaken
         self._next: Sequence | None = None
         self._size = 0
 
@@ -156,7 +156,7 @@ class LongestPrefixFirst:
         self._prefixes.forget(seq)
         del line[bisect.bisect_left(line, seq.order, key=_order)]
         if not line:
-            # Tenants come and go; what is known of one that waits for nothing is void.
+            # Forget tenants with nothing waiting, because tenants come and go.
             del self._lines[tenant]
             self._overtakes.pop(tenant, None)
         self._next = None

@@ -1,4 +1,4 @@
-"""Starting over after a step that failed: who waits anew, and who is held back until the next restart."""
+"""Restarts after a failed step: requeues sequences, or holds them back until the next restart."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ MayRun = Callable[[RequestId], bool]
 
 
 class HeldBack:
-    """Sequences that wait outside the queue: they may not run until the next restart that lets them."""
+    """Sequences held outside the queue, which may not run until a later restart allows it."""
 
     def __init__(self) -> None:
         self._held: set[SequenceId] = set()
 
     def hold(self, seq: Sequence, waiting: WaitingLine) -> None:
-        """Take a waiting sequence out of the line."""
+        """Move a waiting sequence out of the line."""
         waiting.discard(seq)
         seq.status = SequenceStatus.PARKED
         self._held.add(seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence ends."""
+        """Forget a sequence that has ended."""
         self._held.discard(seq.seq_id)
 
     def requeue(
@@ -36,13 +36,13 @@ class HeldBack:
         waiting: WaitingLine,
         counters: SchedulerCounters,
     ) -> None:
-        """Every sequence gives its blocks back, and waits in an empty line or is held back."""
+        """Release the blocks of every sequence, and requeue it or hold it back."""
         held, self._held = self._held, set()
         for request in requests:
             for seq in request.sequences:
                 is_waiting = seq.status is SequenceStatus.WAITING or seq.seq_id in held
                 if seq.status is SequenceStatus.RUNNING:
-                    # Else it is a beam that has its candidates and waits for its siblings.
+                    # If nothing is left to compute, it is a beam that waits for its siblings.
                     is_waiting = seq.num_computed < seq.num_tokens
                     seq.num_preemptions += 1
                 elif not is_waiting:

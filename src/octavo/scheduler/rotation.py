@@ -6,9 +6,9 @@ from octavo.request import Sequence, SequenceId
 
 
 class StreamRotation:
-    """Least recently served first. All prompts together take turns like one stream.
+    """Serves the least recently served streams first; all prompts together take turns like one stream.
 
-    So of s streams with a limit of t tokens a step, each has a token at least every ceil((s + 1) / t) steps.
+    So with s streams and a limit of t tokens per step, each stream gets a token at least every ceil((s + 1) / t) steps.
     """
 
     def __init__(self) -> None:
@@ -17,9 +17,10 @@ class StreamRotation:
         self._last_of_prompts = 0
 
     def choose(self, streams: list[Sequence], have_prompts: bool, num_tokens: int) -> tuple[list[Sequence], int]:
-        """Which streams have a token in a step of `num_tokens`, and how many tokens are left to prompts.
+        """Choose the streams that get a token in a step of `num_tokens`, in their given order.
 
-        The streams keep their order.
+        Returns:
+            The chosen streams, and the number of tokens left for prompts.
         """
         self._turn += 1
         last = {seq.seq_id: self._last.get(seq.seq_id, 0) for seq in streams}

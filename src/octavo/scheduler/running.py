@@ -1,7 +1,7 @@
 """The running sequences, and how many more blocks they will need.
 
-What a running sequence will take is kept up as it takes blocks, never summed over all: an admission asks for `reserve`
-in O(1).
+The total is updated whenever a sequence takes blocks, rather than summed over all, so an admission reads `reserve` in
+O(1).
 
     blocks of one table   held          base                             most
     ├──────────────────────┤─────────────┤─ ─ ─ ─ headroom ─ ─ ─┤          │
@@ -25,17 +25,19 @@ class Place:
     """What a running sequence holds and may still take, in blocks of one table.
 
     Attributes:
+        held: blocks it holds.
         base: blocks of the tokens it had when it was admitted.
-        most: blocks of its prompt and its longest answer; the last token's key and value are never needed.
+        most: blocks of its prompt and its longest answer; the last token's key and value are never computed.
         copies: shared blocks that it must copy before it writes to them.
-        siblings: parallel samples or beams that begin once it has computed their prompt, each with a place of its own.
-        sibling_blocks: what one of them takes then: a copy of a prompt's last, half-full block, and its headroom.
-        headroom: blocks that must be there for it to grow by, `most` permitting.
-        bound: what it is bound to take, siblings included, as it counts in `RunningSet.reserve`.
-        capacity: tokens that have room in blocks which are its own.
-        publish_at: number of computed tokens from which the cache must hear of it.
-        attend_at: number of computed tokens from which a drawn token takes more than being appended; 0: always.
-        ending_ids: tokens that may end it, and take more than that too.
+        siblings: parallel samples or beams that start once it has computed their prompt, each in its own place.
+        sibling_blocks: blocks that each of them takes then: a copy of the prompt's last, partly filled block, and
+            headroom.
+        headroom: blocks that it must be able to grow by, up to `most`.
+        bound: blocks it is bound to take, including siblings, as counted in `RunningSet.reserve`.
+        capacity: number of tokens that fit in blocks it does not share.
+        publish_at: number of computed tokens from which they must be committed to the cache.
+        attend_at: number of computed tokens from which a drawn token needs more than being appended; 0 means always.
+        ending_ids: tokens that may end it, which need more than being appended too.
     """
 
     held: int
@@ -53,17 +55,17 @@ class Place:
 
 
 class RunningSet:
-    """Running sequences in order of service.
+    """The running sequences in order of service.
 
     Args:
-        on_leave: told of each that runs no more, while it still has its id and its blocks.
+        on_leave: called with each sequence that stops running, before its id and its blocks are released.
 
     Attributes:
-        order: the sequences; to read.
-        places: what each of them holds.
+        order: the sequences; read-only for others.
+        places: the place of each sequence.
         num_promised: places of parallel samples and beams whose prompt is still being computed.
-        reserve: blocks, over all groups, that those who run are bound to take.
-        num_following: how many of them draw by what they drew before, so that the host must know it first.
+        reserve: blocks, in all groups, that running sequences are bound to take.
+        num_following: sequences whose draws depend on their previous tokens, which the host must know first.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class RunningSet:
         self._headroom = -(-headroom_tokens // self._size)
         windows = Counter(group.sliding_window for group in kv.spec.groups)
         self._num_growing = windows.pop(None, 0)
-        # Blocks of a full window, cut at either end, and how many groups have it: beyond that a table gives up as many
-        # blocks as it takes.
+        # Blocks of a full window, with partial blocks at both ends, and the number of groups that have it. A longer
+        # table gives up as many blocks as it takes.
         self._windows = [(-(-(window or 0) // self._size) + 1, count) for window, count in windows.items()]
 
     def __len__(self) -> int:
@@ -92,18 +94,18 @@ class RunningSet:
 
     @property
     def num_places(self) -> int:
-        """Taken or promised."""
+        """The number of places taken or promised."""
         return len(self.order) + self.num_promised
 
     def enter(self, seq: Sequence) -> None:
-        """Add a sequence that was given blocks."""
+        """Add a sequence that has been given blocks."""
         place = self._place(seq, num_pending_siblings(seq))
         place.held = len(self._kv.tables(seq)[0])
         place.capacity = place.held * self._size
         self._enter(seq, place)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` holds the very blocks of `parent`, which is running; whoever writes first copies a half-full one."""
+        """Add `child`, which shares the blocks of the running `parent`; the first to write copies a partial block."""
         place = self._place(child, 0)
         place.held = self.places[parent.seq_id].held
         place.copies = int(child.num_computed % self._size > 0)
@@ -129,7 +131,7 @@ class RunningSet:
         return place
 
     def lose_sibling(self, seq: Sequence) -> None:
-        """One of the siblings that a sequence has places promised for ends, or begins."""
+        """Give up the place promised to a sibling of this sequence, because it ends or starts."""
         place = self.places.get(seq.seq_id)
         if place is not None and place.siblings:
             place.siblings -= 1
@@ -137,17 +139,17 @@ class RunningSet:
             self._count(place)
 
     def reserve_with(self, newcomer: Sequence, num_tokens: int) -> int:
-        """The reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
+        """Return the reserve if a newcomer entered with blocks for its first `num_tokens` tokens."""
         place = self._place(newcomer, num_pending_siblings(newcomer))
         place.held = -(-num_tokens // self._size)
         return self.reserve + self._bound(place)
 
     def after(self, seq: Sequence) -> list[Sequence]:
-        """Those behind a running sequence in order of service, and itself first."""
+        """Return a running sequence and those behind it, in order of service."""
         return self.order[bisect.bisect_left(self.order, seq.order, key=_order) :]
 
     def recount(self) -> int:
-        """`reserve` counted anew from the block tables, for audits. O(running)."""
+        """Return `reserve`, recounted from the block tables for audits. O(running)."""
         total = 0
         for seq in self.order:
             place = self.places[seq.seq_id]
@@ -160,7 +162,7 @@ class RunningSet:
         if self.order and self.order[-1].order > seq.order:
             bisect.insort(self.order, seq, key=_order)
         else:
-            self.order.append(seq)  # as nearly always: it came last
+            self.order.append(seq)  # the usual case
         self.places[seq.seq_id] = place
         self.num_promised += place.siblings
         self.num_following += seq.request.params.follows_tokens
@@ -171,7 +173,7 @@ class RunningSet:
         most = -(-(num_prompt + (seq.request.params.max_tokens or 1) - 1) // size)
         base = min(-(-seq.num_tokens // size), most)
         shared = num_prompt // size
-        # Sequences of one request grow in step: what they take, they take all at once.
+        # The sequences of one request grow in step, and so take blocks at the same time.
         headroom = self._headroom
         if len(seq.request.sequences) > 1:
             headroom += -(-headroom // 2)
@@ -194,7 +196,7 @@ class RunningSet:
 
 
 def num_pending_siblings(seq: Sequence) -> int:
-    """Parallel samples or beams that wait for this sequence to compute their common prompt."""
+    """Return the number of parallel samples or beams that wait for this sequence to compute their prompt."""
     siblings = seq.request.sequences
     if seq.index or len(siblings) == 1:
         return 0

@@ -6,22 +6,25 @@ from dataclasses import dataclass
 
 DEFAULT_WATERMARK = 0.01
 DEFAULT_HEADROOM_TOKENS = 32
+# Preemption costs more if tenants take turns: a tenant with a preempted sequence may have to wait until others have
+# received as much service, and by then its blocks are no longer cached.
+HEADROOM_TOKENS_IN_TURNS = 96
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a step.
+    """The limits of one step.
 
     Attributes:
         watermark: share of the pool that admission leaves available, so that a newcomer does not force a
-            preemption in the very next steps. Not applied while nothing runs.
+            preemption in the next few steps. Not applied while nothing runs.
         headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
-            must be able to grow by after an admission, as far as max_tokens lets them; what is left of their prompts
-            comes on top.
-        itl_slo_ms: milliseconds between two tokens of a running stream that chunks of prompts leave room for; None:
-            the token budget alone sizes them.
-        priority_seconds: what a step of priority is worth in seconds of waiting, so that whoever waits long enough is
-            next; None: priorities do not age.
+            must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
+            prompts.
+        itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
+            of prompts; if None, only the token budget limits them.
+        priority_seconds: seconds of waiting that outweigh one level of priority, so that every request is next at some
+            time; if None, priorities do not age.
     """
 
     max_num_seqs: int

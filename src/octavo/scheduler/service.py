@@ -1,30 +1,30 @@
-"""Which tokens a step computes: running streams first, then prompts by how much they have left.
+"""Decides which tokens a step computes: running streams first, then prompts by how much they have left.
 
-1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: nobody's prompt and
-   nobody's priority takes a running stream's token. Where the step has fewer tokens than there are streams, they take
-   turns (`StreamRotation`).
-2. **Prompts** share what is left of the tokens, and of the time where streams have a latency to keep (`StepBudget`):
-   those in chunks, those that come back after a preemption, and those that wait. A quarter goes to the first of them in
-   order of service, by priority and arrival. The rest goes to whoever has least left to compute, within a priority.
-   Where priorities age, it goes by the order of service too; where tenants take turns, to the tenant that has received
-   least for its weight of late, and a sixteenth to the prompt that arrived first.
+1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: no prompt and no
+   priority can take a running stream's token. If the step has fewer tokens than there are streams, they take turns
+   (`StreamRotation`).
+2. **Prompts** share the remaining tokens, and the remaining time if streams have a latency target (`StepBudget`): those
+   in chunks, those that resume after a preemption, and those that wait. A quarter goes to the first of them in order of
+   service, by priority and arrival. The rest goes to the prompt with the least left to compute, within a priority. If
+   priorities age, the rest follows the order of service too; if tenants take turns, it goes to the tenant that has
+   recently received least for its weight, and 1 / 32 to the prompt that arrived first.
 
-Before that, the first in line may have claimed places and blocks of others (`Claims`). It is then served among the
-prompts of the same step.
+Before that, the claimant may have claimed places and blocks of others (`Claims`). It is then served among the prompts
+of the same step.
 
-Why so: shortest remaining first gives the least mean time to a first token (Schrage 1968), and a short prompt is never
-behind a long one. Alone it would starve long prompts under a stream of short ones. The quarter is the ageing: as
-requests before it end, each prompt becomes the first in order of service, and from then on a stream of others costs it
-at most three quarters of its speed. Sharing equally (processor sharing) would bound both as well, and delay the first
-of k long prompts k times for nothing.
+The reasons: shortest remaining first minimises the mean time to the first token (Schrage 1968), and a short prompt
+never waits behind a long one. On its own it would starve long prompts under a stream of short ones. The quarter is the
+ageing: as requests before it end, each prompt becomes the first in order of service, and from then on a stream of
+others costs it at most three quarters of its speed. Equal shares (processor sharing) would bound both as well, but
+delay the first of k long prompts k times for nothing.
 
-Blocks may run out. A stream takes those of the last in order of service behind it (`VictimPolicy`); a prompt takes what
-is there, then those of prompts behind it, and else waits.
+Blocks may run out. A stream then takes those of a sequence behind it, which `VictimPolicy` chooses; a prompt takes what
+is available, then the blocks of prompts behind it, and otherwise waits.
 
-Everything ends at last, because the first in order of service among those with tokens to compute yields to nobody, and
-gets blocks before anybody else in the step after one in which it found none. Running beams that wait for their siblings
-have nothing to compute: they keep their blocks as long as somebody behind can yield, but stand in nobody's way. What a
-sequence draws is never lost, so each time the first has drawn its token there is less to do for all.
+Every request ends eventually, because the first in order of service among those with tokens to compute yields to no
+other, and if it found no blocks in a step, it gets them before any other in the next. Running beams that wait for their
+siblings have nothing to compute: they keep their blocks as long as a sequence behind can yield, but block no other.
+Drawn tokens are never lost, so each time the first draws a token, less work remains.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
 from octavo.scheduler.yielding import Yielding
 
 SHARE_OF_FIRST = 4
-"""The first prompt in order of service has at least this part of what prompts share: 1 / 4."""
+"""The first prompt in order of service gets at least 1 / this of the prompts' budget."""
 
-SHARE_OF_FIRST_IN_TURNS = 16
-"""The same where tenants take turns: the rest goes by tenants, so that fewer prompts need it."""
+SHARE_OF_FIRST_IN_TURNS = 32
+"""The same if tenants take turns: the rest is shared among tenants, so fewer prompts need it."""
 
 MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
 
 
 class StepShares:
-    """The composition of a step while it is decided.
+    """The composition of a step, while it is being decided.
 
     Attributes:
         streams: sequences that compute one token.
-        chunks: sequences that compute tokens of a prompt, and how many.
-        admitted: those of them that have just been given their place.
-        copied: those whose first block to write to is a new copy.
-        copies: of blocks, before anything is computed.
+        chunks: sequences that compute prompt tokens, and how many.
+        admitted: those of `chunks` that have just been admitted.
+        copied: sequences whose first block to write to is a new copy.
+        copies: block copies to make before anything is computed.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,11 @@ class Service:
     """Decides the shares of each step.
 
     Args:
-        time_limit: given the streams of a step, how long its prompts may take; None where no latency is to be kept.
-        turns: charged with what each tenant receives; where blocks run out, the least served tenant's streams have
-            theirs first, and yield to those of others last. None: the order of service decides.
-        claims: who may take the place of somebody that runs. None: nobody.
+        time_limit: returns the time limit for the prompts of a step with given streams; None if there is no latency
+            target.
+        turns: charged with what each tenant receives. If blocks run out, the streams of the least served tenant get
+            theirs first and yield last. If None, the order of service decides.
+        claims: decides which requests may take the place of running ones; if None, none may.
     """
 
     def __init__(
@@ -110,17 +111,18 @@ class Service:
         self._time_limit = time_limit
         self._turns = turns
         self._claims = claims
+        self._share_of_first = SHARE_OF_FIRST if turns is None else SHARE_OF_FIRST_IN_TURNS
         self._rotation = StreamRotation()
-        self._stalled: Sequence | None = None  # the first in order of service, that found no blocks in the last step
+        self._stalled: Sequence | None = None  # the first in order of service, if it found no blocks in the last step
 
     def share(self) -> StepShares:
-        """Who computes how much in the next step; all of it has its blocks."""
+        """Decide how many tokens each sequence computes in the next step, with blocks for all of them."""
         self._admission.begin_step()
         shares = StepShares()
         claimant = None if self._claims is None else self._claim(self._claims)
         self._share(shares, claimant)
-        while not shares and len(self._running):
-            # Those who have tokens to compute found no blocks, or wait: beams that wait for siblings are in their way.
+        while not shares and len(self._running) and not self._admission.is_looking_up:
+            # No sequence with tokens to compute found blocks, so beams that wait for siblings must yield.
             order = self._running.order
             idle = [seq for seq in order if not num_missing(seq)]
             self._yielding.preempt_one_of(idle or order[1:] or order)
@@ -129,26 +131,26 @@ class Service:
         return shares
 
     def _claim(self, claims: Claims) -> Sequence | None:
-        """Vacate places and blocks for the claimant, where it has a claim on all that it lacks; returns it.
+        """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
 
-        One that lacks nothing is returned too, where it goes before all others that wait.
+        A claimant that lacks nothing is returned too, if it may be admitted before all others.
         """
         admission, running = self._admission, self._running
         if not len(running) or not len(self._waiting):
             return None
         head = claims.claimant(self._waiting.queue, running.order)
-        if head is None or admission.is_over_cap(head):
+        if head is None or not admission.is_looked_up(head) or admission.is_over_cap(head):
             return None
         num_places = admission.num_lacking_places(head)
         if len(running) - max(0, num_places) >= self._max_tokens:
-            return None  # the step would have no token left for it
+            return None  # the step would have no tokens left for it
         if num_places <= 0 and admission.num_lacking_blocks(head) <= 0:
             return head if claims.goes_first(head, self._waiting.queue) else None
         victims = [seq for seq in claims.victims(head, running.order) if self._tenants.helps(seq, head)]
         if num_places > len(victims) or not victims:
             return None
         bound = sum(running.places[seq.seq_id].bound for seq in victims)
-        if admission.num_lacking_blocks(head) > self._kv.num_freed_by(victims) + bound:
+        if admission.num_lacking_blocks(head) > self._kv.holdings.num_freed_by(victims) + bound:
             return None
         while victims and (admission.num_lacking_places(head) > 0 or admission.num_lacking_blocks(head) > 0):
             victims.remove(self._yielding.preempt_one_of(victims))
@@ -175,15 +177,15 @@ class Service:
             streams = ordered if first not in streams else [first, *ordered]
         short |= self._serve_streams(streams, shares)
         left = budget - len(shares.streams)
-        if left > 0:
+        if left > 0 and (prompts or len(self._waiting)):
             limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
             step = StepBudget(left, limit, beside_streams=bool(shares.streams))
-            if claimant is not None and not short and self._admit(claimant, step, shares, SHARE_OF_FIRST):
+            if claimant is not None and not short and self._admit(claimant, step, shares, self._share_of_first):
                 bisect.insort(prompts, claimant, key=_order)
             self._serve_prompts(prompts, step, shares, short)
 
     def _serve_stalled(self, shares: StepShares) -> bool:
-        """Blocks for the first in order of service, where it found none in the last step. Whether somebody yielded."""
+        """Find blocks for the first in order of service if the last step had none; returns whether another yielded."""
         first, self._stalled = self._stalled, None
         if first is None or first is not self._first():
             return False
@@ -195,18 +197,18 @@ class Service:
         return yielded
 
     def _first(self) -> Sequence | None:
-        """The first in order of service among the running sequences that have tokens to compute."""
+        """Return the first in order of service among the running sequences that have tokens to compute."""
         return next((seq for seq in self._running.order if num_missing(seq)), None)
 
     def _others(self, first: Sequence) -> list[Sequence]:
-        """Who may yield to the first: those behind it, or else those ahead, beams that wait for their siblings."""
+        """Return the sequences that may yield to the first: those behind it, or else all others, such as beams."""
         behind, helps = self._running.after(first)[1:], self._tenants.helps
         others = [seq for seq in self._running.order if seq is not first]
-        # Whatever the tenants' floors and caps: it must go on.
+        # As a last resort regardless of floors and caps, because the first must progress.
         return [seq for seq in behind if helps(seq, first)] or [seq for seq in others if helps(seq, first)] or others
 
     def _serve_streams(self, streams: list[Sequence], shares: StepShares) -> bool:
-        """One token for each, in order of service; returns whether somebody had to yield blocks."""
+        """Give each stream one token, in order of service; returns whether blocks ran out."""
         places, running = self._running.places, SequenceStatus.RUNNING
         served, short = shares.streams, False
         for seq in streams:
@@ -220,9 +222,9 @@ class Service:
         return short
 
     def _take_from_those_behind(self, seq: Sequence, shares: StepShares) -> bool:
-        """Blocks for a stream's next token; False where it yielded itself."""
+        """Find blocks for a stream's next token; False if the stream itself had to yield."""
         while not self._extend(seq, 1, shares):
-            # The first in order of service yields to nobody, so that every request ends at last.
+            # The first in order of service yields to no other, so that every request ends eventually.
             behind = self._others(seq) if seq is self._first() else self._behind(seq, shares)
             if not behind and self._yielding.free_more():
                 continue
@@ -231,7 +233,7 @@ class Service:
         return True
 
     def _behind(self, seq: Sequence, shares: StepShares) -> list[Sequence]:
-        """Itself and those who may yield to it, in order of service."""
+        """Return the sequence itself and those that may yield to it, in order of service."""
         helps = self._tenants.helps
         if self._turns is None:
             return [other for other in self._running.after(seq) if helps(other, seq)]
@@ -240,7 +242,7 @@ class Service:
         return [other for other in others if helps(other, seq)]
 
     def _may_run_out(self, num_streams: int) -> bool:
-        """Whether the pool may lack blocks for a token of each stream: a new block, or a copy of a shared one."""
+        """Whether the pool may lack blocks for the streams' tokens, each of which may need a new block or a copy."""
         available = self._kv.pool.num_available - self._tenants.num_kept
         return available < 2 * num_streams * len(self._kv.spec.groups)
 
@@ -259,7 +261,7 @@ class Service:
             if self._admit(head, budget, shares, 1 if alone else share):
                 by_rank = sorted((*by_rank, head), key=ranking)
             elif first is not None:
-                # It does not fit yet: the first of those that run is next.
+                # The head does not fit yet, so the first running prompt is served next.
                 short |= self._serve_prompt(first, budget, shares, share)
         refused: list[Sequence] = []
         place = 0
@@ -282,7 +284,7 @@ class Service:
     def _precedence(
         self, prompts: list[Sequence]
     ) -> tuple[Callable[[Sequence], tuple[float, ...]], int, Sequence | None]:
-        """What prompts are ranked by, and which running one has a part of the step anyway: one over how much."""
+        """Return the sort key of prompts, the divisor for the guaranteed share, and the running prompt that gets it."""
         if self._turns is None:
             return _size, SHARE_OF_FIRST, prompts[0] if prompts else None
         longest = min(prompts, key=lambda seq: (seq.request.arrival_time, seq.seq_id), default=None)
@@ -301,7 +303,7 @@ class Service:
         return True
 
     def _serve_prompt(self, seq: Sequence, budget: StepBudget, shares: StepShares, share: int) -> bool:
-        """A chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
+        """Serve a chunk of a prompt, on top of what it has in this step; returns whether it lacked blocks."""
         _, has = shares.chunks.get(seq.seq_id, (seq, 0))
         start = seq.num_computed + has
         scored = is_scored(seq)
@@ -319,7 +321,7 @@ class Service:
         return num_new < chunk
 
     def _make_room(self, seq: Sequence, has: int, chunk: int, shares: StepShares) -> int:
-        """Blocks for as much of a chunk as there can be; returns how many tokens that is."""
+        """Find blocks for as much of a chunk as possible; returns the number of its tokens."""
         while True:
             if self._extend(seq, has + chunk, shares):
                 return chunk
@@ -338,7 +340,7 @@ class Service:
                 return 0
 
     def _extend(self, seq: Sequence, num_tokens: int, shares: StepShares) -> bool:
-        """Room for a running sequence's next tokens; False where there are too few blocks."""
+        """Allocate blocks for a running sequence's next tokens; False if there are too few."""
         kv, tenants = self._kv, self._tenants
         copies = kv.extend(seq, num_tokens, tenants.room)
         if copies is None and tenants.restore_floor(seq.request.tenant):
@@ -353,11 +355,11 @@ class Service:
 
 
 def _least_served_lately(turns: VirtualTokenCounter) -> Callable[[Sequence], tuple[float, ...]]:
-    """Sort key of prompts where tenants take turns: of the tenant first that has received least for its weight of late.
+    """Return the sort key of prompts if tenants take turns: least service per weight of the tenant recently.
 
     So the prompt of a tenant that sends little is not computed after those of others that send more, however many
-    sequences of each happen to run. Within a tenant those with the least to compute are first. A client's priority says
-    nothing between tenants.
+    sequences of each happen to run. Within a tenant, prompts with the least to compute are first. A client's priority
+    does not count between tenants.
     """
 
     def key(seq: Sequence) -> tuple[float, ...]:
@@ -372,7 +374,7 @@ def _order(seq: Sequence) -> tuple[int, float, int]:
 
 
 def _size(seq: Sequence) -> tuple[float, ...]:
-    """Sort key of prompts: the most urgent first, then those with the least to compute; by age where priorities age."""
+    """Return the sort key of prompts: by priority, then least to compute; or by age, if priorities age."""
     if seq.request.due_time is not None:
         return seq.order
     return (seq.request.priority, num_missing(seq), *seq.order)

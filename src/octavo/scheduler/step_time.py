@@ -1,22 +1,19 @@
-"""How long a step takes: a model of a few terms, fitted to the steps as they are computed.
+"""Predict how long a step takes, with a model of a few terms that is fitted online to the steps themselves.
 
-    T =  c0                                       a step with nothing in it, the host's share included
+    T =  c0                                       an empty step, host work included
        + Σ_k c_k · max(0, rows - k)               matrix products: reading the weights hides the first rows' arithmetic
        + a · Σ context                            attention: bytes of keys and values
-       + b · Σ (query - 1) · context              attention of chunks: arithmetic, once for each further query
+       + b · Σ (query - 1) · context              attention of chunks: arithmetic for each query after the first
        + d · sequences                            sampling and bookkeeping
 
-All coefficients are at least 0, so the time rises with everything that is added to a step, and the products' term is
-convex. The fit is weighted least squares in relative errors with exponential forgetting, kept as normal equations and
-solved by non-negative coordinate descent from the last solution: O(terms²) a step, no step is kept. A step that took
-far longer than others do (a page fault, another process) moves the fit no more than a step at the edge of what is usual
-does (Huber's weights).
+All coefficients are non-negative, so the time never falls when work is added to a step, and the products' term is
+convex. The fit is weighted least squares on relative errors with exponential forgetting. It is kept as normal equations
+and solved by non-negative coordinate descent from the previous solution: O(terms²) per step, and no step is stored.
+Huber weights bound the influence of a step that took unusually long (a page fault, another process).
 
-Pure numbers, no clock: the scheduler sizes chunks by it.
-
-`StepTimes` is the same sum with coefficients that are known: fitted to recorded plans at leisure, its products then
-piecewise linear through as many points as were measured, or taken from a device's data sheet. The simulator takes it
-for a device.
+`StepTimeModel` is that fit; it reads no clock, and the scheduler sizes chunks with it. `StepTimes` is the same sum with
+fixed coefficients, for the simulator: fitted offline to recorded plans, with matrix products that are piecewise linear
+through all measured numbers of rows, or derived from a device's data sheet.
 """
 
 from __future__ import annotations
@@ -29,20 +26,21 @@ from typing import NamedTuple
 KNOTS = (16, 64, 256)
 NUM_TERMS = 5 + len(KNOTS)
 
-_FORGETTING = 0.995  # a step counts half after 140 others
+_FORGETTING = 0.995  # a step's weight halves every 140 steps
 _USUAL_ERROR = 3.0  # Huber's threshold, in mean relative errors
 _SWEEPS = 2
 
 
 class StepLoad(NamedTuple):
-    """What a step computes, as far as its time depends on it.
+    """The work of a step, as far as its time depends on it.
 
     Attributes:
-        rows: tokens.
-        context: tokens whose keys and values are read: the sum of the sequences' lengths.
-        chunk_work: sum, over chunks of prompts, of their tokens but one times their mean context.
+        rows: tokens computed.
+        context: tokens whose keys and values are read, which is the sum of the sequences' lengths.
+        chunk_work: sum over chunks of prompts of (tokens - 1) times their mean context.
         num_seqs: sequences.
-        num_moved: blocks that are copied, or swapped in or out, before it.
+        num_moved: blocks copied or swapped before the step.
+        cold: how cold caches and memory are, from 0 to 1 (`simulator/coldness.py`).
     """
 
     rows: int = 0
@@ -50,23 +48,28 @@ class StepLoad(NamedTuple):
     chunk_work: float = 0.0
     num_seqs: int = 0
     num_moved: int = 0
+    cold: float = 0.0
 
     def with_chunk(self, start: int, num_tokens: int) -> StepLoad:
-        """And `num_tokens` tokens of a prompt after `start` computed ones; one token of a stream is no different."""
+        """Return the load with `num_tokens` more tokens of a sequence that has `start` computed tokens."""
         return StepLoad(
             self.rows + num_tokens,
             self.context + start + num_tokens,
             self.chunk_work + max(0, num_tokens - 1) * (start + 0.5 * num_tokens),
             self.num_seqs + 1,
             self.num_moved,
+            self.cold,
         )
 
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], *, num_streams: int = 0, num_moved: int = 0) -> StepLoad:
-        """Of a plan: `starts[i]` tokens of sequence i are computed, and `lengths[i]` more will be.
+        """Return the load of a plan.
 
         Args:
-            num_streams: so many of the first sequences compute one token: they need no look at each.
+            starts: tokens of each sequence that are already computed.
+            lengths: tokens of each sequence that the step computes.
+            num_streams: number of sequences, the first ones, that compute one token each and need not be inspected.
+            num_moved: blocks copied or swapped before the step.
         """
         rows = sum(lengths)
         chunk_work = 0.0
@@ -77,7 +80,7 @@ class StepLoad(NamedTuple):
 
 def _terms(load: StepLoad) -> list[float]:
     rows = load.rows
-    # Scaled so that all are of one order of magnitude.
+    # Scaled to similar magnitudes.
     return [
         1.0,
         rows / 256,
@@ -89,7 +92,7 @@ def _terms(load: StepLoad) -> list[float]:
 
 
 class StepTimeModel:
-    """The fit. Before the first step it predicts 0."""
+    """The step-time model, fitted online; predicts 0 before the first step."""
 
     def __init__(self) -> None:
         self.num_observed = 0
@@ -99,11 +102,11 @@ class StepTimeModel:
         self._mean_error = 0.1
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds that a step of this load takes on average."""
+        """Predict the mean time of a step with this load, in seconds."""
         return sum(map(float.__mul__, self._weights, _terms(load)))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step of this load took so long."""
+        """Update the fit with a measured step."""
         if not seconds > 0:
             return
         terms = _terms(load)
@@ -128,22 +131,25 @@ class StepTimeModel:
         for index, (row, target) in enumerate(zip(self._products, self._targets, strict=True)):
             diagonal = row[index]
             if diagonal > 0:
-                # A millionth of ridge: terms that always rise together share their weight.
+                # A ridge of one millionth: terms that always rise together share their weight.
                 slope = target - sum(map(float.__mul__, row, weights))
                 weights[index] = max(0.0, weights[index] + slope / (diagonal * 1.000001))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The time of a step by known coefficients, in seconds.
+    """Step times from fixed coefficients, all in seconds.
 
     Attributes:
-        base: of any step.
-        products: (rows, seconds) of the matrix products, by rising rows: linear in between, and on beyond the last.
-        per_context_token: of reading one token's keys and values, all layers.
-        per_chunk_work: see `StepLoad.chunk_work`.
-        per_seq: of a sequence.
-        per_moved_block: of a block that is copied or swapped.
+        base: time of an empty step.
+        products: (rows, seconds) points of the matrix products, by ascending rows; interpolated linearly, and
+            extrapolated beyond the last.
+        per_context_token: time to read one token's keys and values in all layers.
+        per_chunk_work: time per unit of `StepLoad.chunk_work`.
+        per_seq: time per sequence.
+        per_moved_block: time per block copied or swapped.
+        per_cold: time that a step takes longer if caches and memory are cold.
+        fastest: time of the fastest measured step; 0 if `per_cold` is.
     """
 
     base: float
@@ -152,9 +158,11 @@ class StepTimes:
     per_chunk_work: float = 0.0
     per_seq: float = 0.0
     per_moved_block: float = 0.0
+    per_cold: float = 0.0
+    fastest: float = 0.0
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds that a step of this load takes."""
+        """Return the time of a step with this load, in seconds."""
         return (
             self.base
             + self.product_seconds(load.rows)
@@ -162,10 +170,11 @@ class StepTimes:
             + self.per_chunk_work * load.chunk_work
             + self.per_seq * load.num_seqs
             + self.per_moved_block * load.num_moved
+            + self.per_cold * load.cold
         )
 
     def product_seconds(self, rows: float) -> float:
-        """Of `base` apart: the matrix products of so many rows."""
+        """Return the time of the matrix products of `rows` rows, without `base`."""
         points = self.products
         if len(points) < 2:
             return points[0][1] if points else 0.0
@@ -174,7 +183,7 @@ class StepTimes:
         return max(0.0, at_low + (at_high - at_low) * (rows - low) / (high - low))
 
     def with_kv_bytes(self, ratio: float) -> StepTimes:
-        """The same device where a token's keys and values take `ratio` times the bytes, and so the time to read."""
+        """Return the times for keys and values that take `ratio` times the bytes."""
         return replace(
             self,
             per_context_token=self.per_context_token * ratio,
@@ -186,30 +195,29 @@ _RATIO_GAIN = 0.1
 _LEVEL_GAIN = 0.2  # about the last five steps
 
 WHEN_BROKEN = 16
-"""Tokens of prompts in a step that takes longer than the latency target without them."""
+"""Prompt tokens in a step whose decodes alone exceed the latency target."""
 
 
 class LatencyTarget:
-    """Sizes chunks of prompts so that streams wait no longer than `seconds` between two tokens.
+    """Sizes chunks of prompts so that the inter-token latency of running streams stays below `seconds`.
 
-    The model predicts a mean over some hundred steps. What counts is how far the next step may lie above it, so two
-    things are followed beside the model:
+    The model predicts a mean over a few hundred steps, but what matters is how far the next step may exceed it. So two
+    factors are tracked beside the model:
 
-        level     measured over predicted time, of late: a neighbour on the machine slows many steps in a row
-        ratio     the quantile 1 - `misses` of what is left. A step that took longer pushes it up, and every other one
-                  lets it sink a little, in such a proportion that just that share of steps lies above (Robbins and
-                  Monro 1951)
+        level     recent measured / predicted time: a neighbour on the machine slows down many steps in a row
+        ratio     the (1 - `misses`) quantile of the remaining error: a step that exceeds it raises it, and every other
+                  step lowers it a little, balanced so that a share of `misses` exceeds it (Robbins and Monro 1951)
 
-    Both learn from steps with chunks alone, which vary more than others.
+    Both learn only from steps with chunks, which vary more than others.
 
-    Nothing is extrapolated far: a chunk is at most twice as long as the longest that was measured beside streams.
+    The model is not extrapolated far: a chunk is at most twice as long as the longest one measured beside streams.
 
-    No prompt starves: a step computes a token of some prompt even where the model sees no time for it. Where streams
-    alone take longer than `seconds` on average nothing is left to keep, and prompts are given `WHEN_BROKEN` tokens.
+    Prompts do not starve: every step computes at least one prompt token, even if the model predicts no time for it. If
+    the streams alone exceed `seconds` on average, the target is lost anyway, and prompts get `WHEN_BROKEN` tokens.
 
     Args:
-        seconds: between two tokens of one stream, as its client sees it.
-        misses: share of steps that may take longer.
+        seconds: target for the time between two tokens of a stream.
+        misses: share of steps that may exceed it.
     """
 
     def __init__(self, seconds: float, misses: float = 0.005) -> None:
@@ -219,10 +227,10 @@ class LatencyTarget:
         self._level = 1.0
         self._ratio = 1.3
         self._longest = 16
-        self._planned: ChunkTime | None = None  # of the step whose time is awaited
+        self._planned: ChunkTime | None = None  # of the step that is being computed
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step took so long, from the end of the one before to its own."""
+        """Learn from a step that took `seconds`, from the end of the previous step to its own."""
         planned, self._planned = self._planned, None
         predicted = self.model.predict(load)
         if planned is not None and planned.num_taken:
@@ -235,7 +243,7 @@ class LatencyTarget:
         self.model.observe(load, seconds)
 
     def limit(self, stream_lengths: Iterable[int]) -> ChunkTime:
-        """For a step with streams of these lengths."""
+        """Return the time limit for the chunks of a step with streams of these lengths."""
         lengths = list(stream_lengths)
         load = StepLoad(len(lengths), sum(lengths), 0.0, len(lengths))
         least = 1 if self.model.predict(load) <= self.seconds else WHEN_BROKEN
@@ -245,16 +253,16 @@ class LatencyTarget:
 
 
 class ChunkTime:
-    """What is left of one step's time, as `scheduler.budget.TimeLimit` wants it.
+    """The time left for prompts in one step; implements `scheduler.budget.TimeLimit`.
 
     Args:
-        load: of the streams.
-        seconds: that the whole step may take, as the model predicts.
-        most: tokens of prompts.
-        least: tokens that prompts are given in all, however little time is left.
+        load: load of the streams.
+        seconds: predicted time that the whole step may take.
+        most: maximum number of prompt tokens.
+        least: minimum number of prompt tokens, regardless of the time left.
 
     Attributes:
-        num_taken: tokens of prompts that became part of the step.
+        num_taken: prompt tokens added to the step so far.
     """
 
     def __init__(self, model: StepTimeModel, load: StepLoad, seconds: float, most: int, least: int = 0) -> None:
@@ -266,9 +274,9 @@ class ChunkTime:
         self.num_taken = 0
 
     def chunk(self, start: int, most: int) -> int:
-        """The longest chunk of at most `most` tokens after `start` computed ones that still fits; maybe 0."""
+        """Return the longest chunk of at most `most` tokens that fits, after `start` computed tokens; possibly 0."""
         fits, too_long = min(most, self._least), min(most, self._most) + 1
-        # Time rises with the tokens: bisect.
+        # Bisect: the predicted time rises with the tokens.
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             if self._model.predict(self._load.with_chunk(start, middle)) <= self._seconds:
@@ -278,7 +286,7 @@ class ChunkTime:
         return fits
 
     def take(self, start: int, num_tokens: int) -> None:
-        """A chunk is part of the step."""
+        """Add a chunk to the step."""
         self._load = self._load.with_chunk(start, num_tokens)
         self.num_taken += num_tokens
         self._most -= num_tokens

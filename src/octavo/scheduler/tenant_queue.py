@@ -1,4 +1,4 @@
-"""A waiting line for each tenant, and a policy that says whose turn it is."""
+"""A queue with a waiting line for each tenant, and a policy that decides whose turn it is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.scheduler.queue import WaitingQueue
 class TenantQueue:
     """Takes turns between tenants; within a tenant the order is that of its line.
 
-    A client's `priority` orders the requests of its own tenant. It says nothing between tenants.
+    A client's `priority` orders only the requests of its own tenant.
 
     Args:
-        turns: whose turn it is.
-        make_line: an empty line for one tenant.
+        turns: decides whose turn it is.
+        make_line: creates an empty line for a tenant.
     """
 
     short_may_pass = False
@@ -61,9 +61,9 @@ class TenantQueue:
         self._left(seq)
 
     def first(self, count: int) -> list[Sequence]:
-        """The first of each line, in the order of turns; then the second of each, and so on."""
+        """Return the first of each line in the order of turns, then the second of each, and so on."""
         heads = self.heads()
-        # Where the choice begins a round, that comes before the ranking.
+        # `peek` may begin a round, which must happen before the ranking.
         if heads and self.peek() is None:
             return []
         lines = [self._lines[tenant].first(count) for tenant in self.turns.ranked(heads)[:count]]
@@ -74,7 +74,7 @@ class TenantQueue:
         return self._size
 
     def heads(self) -> dict[str, Sequence]:
-        """The first of each tenant's line."""
+        """Return the first sequence of each tenant's line."""
         heads = ((tenant, line.peek()) for tenant, line in self._lines.items())
         return {tenant: seq for tenant, seq in heads if seq is not None}
 

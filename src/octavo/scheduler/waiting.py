@@ -1,4 +1,4 @@
-"""The waiting sequences, in order of admission and by how much each has to compute."""
+"""The waiting sequences, both in order of admission and by the number of tokens to compute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from octavo.scheduler.queue import WaitingQueue
 
 
 class WaitingLine:
-    """One queue in order of admission, and beside it the same sequences with the shortest first.
+    """A queue in order of admission, with the same sequences also ordered by length, shortest first.
 
-    Of a tenant whose running requests are capped, only the first stands there; the others wait behind it, in order of
-    service. Where its cap leaves no room, none of them does: so however many there are, nobody else waits for them.
+    If a tenant has a cap, only its first sequence is in the queue, and the others wait behind it in order of service.
+    If the cap leaves no room, none of them is in the queue, so that no other tenant waits for them.
 
     Attributes:
-        num_tokens: of all that wait, prompts and what they had drawn before a preemption. O(1), as is `len`.
+        num_tokens: tokens of all waiting sequences, including output from before a preemption. O(1), as is `len`.
     """
 
     def __init__(self, queue: WaitingQueue, is_capped: Callable[[str], bool] = lambda tenant: False) -> None:
@@ -25,15 +25,15 @@ class WaitingLine:
         self._size = 0
         self._by_size = KeyedHeap(_size_key)
         self._is_capped = is_capped
-        self._capped: dict[str, KeyedHeap] = {}  # by tenant, all its sequences that wait; none empty
-        self._in_queue: dict[str, Sequence] = {}  # of these tenants, the one that stands in the queue
-        self._over_cap: dict[str, Sequence] = {}  # the first of these tenants, where a cap leaves no room for it
+        self._capped: dict[str, KeyedHeap] = {}  # by tenant, all its waiting sequences; none empty
+        self._in_queue: dict[str, Sequence] = {}  # by capped tenant, its sequence in the queue
+        self._over_cap: dict[str, Sequence] = {}  # by capped tenant, its first sequence if over the cap
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, seq: Sequence) -> None:
-        """A new sequence, or one that was preempted."""
+        """Add a new sequence, or one that was preempted."""
         self._size += 1
         self.num_tokens += seq.num_tokens
         tenant = seq.request.tenant
@@ -48,13 +48,14 @@ class WaitingLine:
         self._line_up(tenant)
 
     def head(self) -> Sequence | None:
-        """The next sequence in order of admission."""
+        """Return the next sequence in order of admission, or None."""
         return self.queue.peek()
 
     def candidates(self, count: int) -> list[Sequence]:
-        """Whom to try to admit, besides the head or where it does not fit.
+        """Return the sequences to try to admit besides the head, or if it does not fit.
 
-        Those most urgent (by priority) with the fewest tokens to compute, or as the queue has them.
+        If `short_may_pass`, these are the most urgent (by priority) with the fewest tokens to compute; otherwise the
+        first in the queue.
         """
         return self._by_size.smallest(count) if self.queue.short_may_pass else self.queue.first(count)
 
@@ -82,25 +83,25 @@ class WaitingLine:
             del self._capped[tenant]
 
     def set_aside(self, seq: Sequence) -> None:
-        """A capped tenant's first does not fit its cap: all of the tenant wait outside the queue, until `line_up`."""
+        """Keep all sequences of a capped tenant out of the queue until `line_up`, because its first exceeds the cap."""
         tenant = seq.request.tenant
         self._over_cap[tenant] = seq
         self._line_up(tenant)
 
     def line_up(self, fits: Callable[[Sequence], bool]) -> None:
-        """Let those that were set aside come back, where there is room for them again."""
+        """Bring back the sequences that were set aside, if there is room for them again."""
         for tenant, seq in list(self._over_cap.items()):
             if fits(seq):
                 del self._over_cap[tenant]
                 self._line_up(tenant)
 
     def _line_up(self, tenant: str) -> None:
-        """Let the first of a capped tenant stand in the queue, and no other."""
+        """Keep only the first sequence of a capped tenant in the queue."""
         first = None if tenant in self._over_cap else self._capped[tenant].peek()
         before = self._in_queue.get(tenant)
         if first is before:
             return
-        # The next one first, so that the tenant does not seem to have had nothing waiting in between.
+        # Enter the next before the previous leaves, so that the tenant never seems to have nothing waiting.
         if first is not None:
             self._in_queue[tenant] = first
             self._enter(first)
@@ -123,7 +124,7 @@ class WaitingLine:
 
 
 def num_missing(seq: Sequence) -> int:
-    """Tokens that are not computed yet; how many of them a prefix cache has is not known before admission."""
+    """Return the number of tokens to compute, some of which may turn out to be cached at admission."""
     return seq.num_tokens - seq.num_computed
 
 
@@ -132,13 +133,13 @@ def _order(seq: Sequence) -> Key:
 
 
 def is_scored(seq: Sequence) -> bool:
-    """Whether its prompt's log-probabilities are wanted and not all known: they need every token's logits."""
+    """Whether log-probabilities of its prompt are still to be computed, which need the logits of every token."""
     request = seq.request
     return request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < seq.num_prompt_tokens - 1
 
 
 def needs_all_tokens(seq: Sequence) -> bool:
-    """Whether something is wanted of prompt tokens that a prefix cache does not keep, so that all are computed."""
+    """Whether all prompt tokens must be computed, because their log-probabilities or an embedding are wanted."""
     pooled = seq.request.pooled
     return is_scored(seq) or (pooled is not None and pooled.next_position < seq.num_prompt_tokens - 1)
 

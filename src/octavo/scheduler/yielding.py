@@ -16,8 +16,8 @@ class SchedulerCounters:
     """Totals since the start.
 
     Attributes:
-        recomputed_tokens: whose keys and values were given up without being swapped; what the prefix cache still has
-            of them is not computed again.
+        recomputed_tokens: tokens whose keys and values were dropped without being swapped; those that the prefix cache
+            still has are not in fact recomputed.
     """
 
     num_preemptions: int = 0
@@ -43,18 +43,18 @@ class Yielding:
         self.mode = mode
 
     def preempt_one_of(self, candidates: list[Sequence]) -> Sequence:
-        """Preempt the one whom the policy chooses among running sequences, in order of service and never none."""
+        """Preempt the sequence that the policy chooses among `candidates`, a non-empty list in order of service."""
         victim = self.victims.choose(candidates)
         self.preempt(victim)
         return victim
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks and its place away."""
+        """Take away a running sequence's blocks and its place."""
         self._running.leave(seq)
         self.counters.num_preemptions += 1
         seq.num_preemptions += 1
         if seq.num_computed == seq.num_tokens:
-            # A beam that waits for its siblings: nothing of it is to be computed, and what it knew is kept.
+            # A beam that waits for its siblings has nothing to compute, and its candidates are kept.
             self.start_over(seq)
             seq.status = SequenceStatus.PARKED
             return
@@ -69,13 +69,13 @@ class Yielding:
         seq.num_computed = 0
 
     def free_more(self) -> bool:
-        """Free blocks that no running sequence holds, when nothing else can go on; False where there are none."""
+        """Let a pin yield when nothing else can progress; False if there is none."""
         return self._kv.pins.yield_one()
 
     def settle(self, seq: Sequence) -> None:
-        """A waiting sequence starts over where what it left was given up, so that it cannot go on where it was."""
+        """Make a waiting sequence start over if it can no longer resume, because its blocks were given up."""
         if seq.num_computed and not self._kv.can_resume(seq):
-            # How much it has to compute decides its place in the line.
+            # Remove and push it, because its place in the line depends on how much it has to compute.
             self._waiting.discard(seq)
             self.start_over(seq)
             self._waiting.push(seq)

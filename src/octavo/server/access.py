@@ -18,10 +18,10 @@ class Access:
 
     Attributes:
         clients: keys that open the API.
-        admins: these, and the admin key: what `/debug` is asked with. Who may look there is an `admin` client.
+        admins: the same keys and the admin key; a request to `/debug` needs one whose client has `admin` set.
 
     Raises:
-        ConfigError: the keys file, or the environment, holds no usable key.
+        ConfigError: the keys file or the environment holds no usable key.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -37,14 +37,17 @@ class Access:
 
     @property
     def kv_amounts(self) -> KVAmounts:
-        """Floors and caps of tenants that have any."""
+        """The floors and caps of the tenants that have either."""
         return _kv_amounts(self.clients.clients)
 
     def reread(self, check: Callable[[KVAmounts], object] = lambda amounts: None) -> bool:
-        """Reread the keys file; if it is unusable, keep the present keys and log why. Returns whether it was usable.
+        """Reread the keys file; if it is unusable, keep the present keys and log why.
 
         Args:
-            check: raises `ConfigError` where the tenants' floors and caps do not go into the cache.
+            check: raises `ConfigError` if the tenants' floors and caps do not fit into the cache.
+
+        Returns:
+            True if there is a keys file and it was usable.
         """
         if self._config.keys_file is None:
             return False
@@ -71,7 +74,7 @@ def _kv_amounts(clients: Iterable[Client]) -> KVAmounts:
 
 
 def client_keys(config: ServerConfig) -> dict[Digest, Client]:
-    """The keys that clients may send and their owners; empty where no key is required."""
+    """Return the keys that clients may send, with their owners; empty if no key is required."""
     if config.keys_file is not None:
         clients = read_keys_file(config.keys_file)
     else:

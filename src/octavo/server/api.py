@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import OctavoError, RequestError, shortened
+from octavo.errors import RequestError, shortened
 from octavo.server.auth import client_of
 from octavo.server.body_reading import BodyReading
 from octavo.server.chat import ChatCompletions
@@ -25,8 +26,10 @@ from octavo.server.generation import json_bytes
 from octavo.server.ignored_fields import IgnoredFields
 from octavo.server.intake import BodyIntake
 from octavo.server.logprobs import TokenTexts
-from octavo.server.messages import MessagesAnswer, MessageStream, message_error
+from octavo.server.messages import MessagesAnswer
+from octavo.server.messages import error_event as message_error_event
 from octavo.server.messages_body import MessagesBody
+from octavo.server.paths import is_anthropic
 from octavo.server.protocol import GenerationBody
 from octavo.server.quota import charge_of
 from octavo.server.reading import (
@@ -36,7 +39,7 @@ from octavo.server.reading import (
     EmbeddingRequest,
     FollowUp,
     ReadAnswer,
-    after,
+    frame,
 )
 from octavo.server.response_store import ResponseStore, StoredResponse
 from octavo.server.responses import ResponseAnswer
@@ -46,11 +49,11 @@ from octavo.server.route import Endpoint, json_response
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
 
-StreamableBody = GenerationBody | ResponsesBody
+StreamableBody = GenerationBody | ResponsesBody | MessagesBody
 
 
 class Answer(Protocol):
-    """What answers one body, whole or as a stream; one of the two is asked for."""
+    """The answer to one body, whole or as a stream; only one of the two is used."""
 
     def whole(self) -> Coroutine[Any, Any, list[bytes]]: ...
 
@@ -66,9 +69,9 @@ class Api:
         self._in_flight = in_flight
         self._names = served_names(engine, config)
         self._created = int(time.time())
-        texts = TokenTexts(engine)
-        self._completions = Completions(engine, texts)
-        self._chat = ChatCompletions(engine, texts)
+        self._texts = TokenTexts(engine)
+        self._completions = Completions(engine, self._texts)
+        self._chat = ChatCompletions(engine, self._texts)
         self._embeddings = Embeddings(engine)
         reader = BodyReader(
             tokenizer=_tokenizer_of(engine),
@@ -88,7 +91,7 @@ class Api:
         self._reading = BodyReading(reader, config.max_body_seconds, config.body_memory)
 
     def warm_up(self) -> None:
-        """Start what would otherwise start with the first chat. Waits for nothing."""
+        """Start the process that reads chats in the background, so that the first chat need not wait for it."""
         self._reading.warm_up()
 
     def endpoints(self) -> list[Endpoint]:
@@ -99,6 +102,7 @@ class Api:
             Endpoint("POST", "/v1/responses", self.create_response),
             Endpoint("GET", "/v1/responses/{response_id}", self.retrieve_response),
             Endpoint("DELETE", "/v1/responses/{response_id}", self.delete_response),
+            Endpoint("GET", "/v1/responses/{response_id}/input_items", self.list_input_items),
             Endpoint("POST", "/v1/messages", self.create_message),
             Endpoint("POST", "/v1/messages/count_tokens", self.count_tokens),
             Endpoint("GET", "/v1/models", self.list_models),
@@ -129,17 +133,34 @@ class Api:
     async def create_response(self, request: Request) -> Response:
         tenant = client_of(request.scope).tenant
         async with self._intake.body(request) as raw:
-            read: ChatRequest | FollowUp = await self._reading.read("response", raw, tenant)
+            read: ChatRequest | FollowUp = await self._reading.read("response", raw, tenant=tenant)
             if isinstance(read, FollowUp):
-                before = self._stored(tenant, read.previous_response_id, "previous_response_id")
-                read = await self._reading.read("next_response", after(before.items, raw), tenant)
+                read = await self._reading.read(
+                    "next_response", *frame(*self._before(tenant, read), raw), tenant=tenant
+                )
         assert isinstance(read, ChatRequest)
         store = partial(self._responses.put, tenant)
-        answer = ResponseAnswer(self._engine, read, client_of(request.scope), self._traceparent(request), store)
+        answer = ResponseAnswer(
+            self._engine, self._texts, read, client_of(request.scope), self._traceparent(request), store
+        )
         charge_of(request.scope).begin(answer.usage)
         body = read.origin
         assert isinstance(body, ResponsesBody)
-        return await self._respond(request, body, answer)
+        return await self._respond(request, body, answer, answer.error_event)
+
+    def _before(self, tenant: str, read: FollowUp) -> tuple[bytes, bytes]:
+        """Return the items of the previous response, and those of the responses to whose items a body refers."""
+        previous = read.previous_response_id
+        before = b"" if previous is None else self._stored(tenant, previous, "previous_response_id").items
+        found = [self._responses.get(tenant, response_id) for response_id in read.referenced if response_id != previous]
+        return before, b",".join(stored.items for stored in found if stored is not None)
+
+    async def list_input_items(self, request: Request) -> Response:
+        tenant = client_of(request.scope).tenant
+        stored = self._stored(tenant, request.path_params["response_id"], "response_id")
+        query = json_bytes(dict(request.query_params))
+        framed = frame(stored.input_items, query)
+        return json_response(await self._reading.read("input_items", *framed, tenant=tenant))
 
     async def retrieve_response(self, request: Request) -> Response:
         tenant = client_of(request.scope).tenant
@@ -163,44 +184,58 @@ class Api:
         return stored
 
     async def create_message(self, request: Request) -> Response:
-        try:
-            read: ChatRequest = await self._read(request, "message")
-            answer = MessagesAnswer(self._engine, read, client_of(request.scope), self._traceparent(request))
-            charge_of(request.scope).begin(answer.usage)
-            body = read.origin
-            assert isinstance(body, MessagesBody)
-            if body.streams:
-                events = MessageStream(answer.events(), self._in_flight)
-                return self._ignored.told(body, events)
-            return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
-        except OctavoError as error:
-            return message_error(error)
+        read: ChatRequest = await self._read(request, "message")
+        answer = MessagesAnswer(self._engine, read, client_of(request.scope), self._traceparent(request))
+        charge_of(request.scope).begin(answer.usage)
+        body = read.origin
+        assert isinstance(body, MessagesBody)
+        return await self._respond(request, body, answer, message_error_event)
 
     async def count_tokens(self, request: Request) -> Response:
-        try:
-            return self._answer_read(await self._read(request, "count_tokens"))
-        except OctavoError as error:
-            return message_error(error)
+        return self._answer_read(await self._read(request, "count_tokens"))
 
-    async def _respond(self, request: Request, body: StreamableBody, answer: Answer) -> Response:
-        """The answer, whole or as a stream, as the body asks for it."""
+    async def _respond(
+        self,
+        request: Request,
+        body: StreamableBody,
+        answer: Answer,
+        error_event: Callable[[ApiError], bytes] | None = None,
+    ) -> Response:
+        """Send the answer, whole or as a stream, as the body asks.
+
+        Args:
+            error_event: formats an error as an event of the stream; if None, errors are sent as in chat completions.
+        """
         if body.streams:
-            return self._ignored.told(body, EventStream(answer.events(), self._in_flight))
+            return self._ignored.told(body, EventStream(answer.events(), self._in_flight, error_event))
         return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
 
     def _traceparent(self, request: Request) -> str | None:
-        """The trace that a request says it is part of, where traces are made."""
+        """Return the request's `traceparent` header, or None if it is absent or invalid, or tracing is off."""
         given = request.headers.get("traceparent", "") if self._config.otlp_traces_endpoint is not None else ""
         return given if _TRACEPARENT.fullmatch(given) else None
 
     async def list_models(self, request: Request) -> Response:
+        if is_anthropic(request.scope):
+            listed = [self._anthropic_card(name) for name in self._names]
+            ends = {"first_id": self._names[0], "last_id": self._names[-1]}
+            return json_response(json_bytes({"data": listed, "has_more": False, **ends}))
         models = [self._model_card(name) for name in self._names]
         return json_response(json_bytes({"object": "list", "data": models}))
 
     async def retrieve_model(self, request: Request) -> Response:
-        return json_response(
-            json_bytes(self._model_card(self._reading.reader.served_name(request.path_params["model"])))
-        )
+        name = self._reading.reader.served_name(request.path_params["model"])
+        card = self._anthropic_card(name) if is_anthropic(request.scope) else self._model_card(name)
+        return json_response(json_bytes(card))
+
+    def _anthropic_card(self, name: str) -> dict[str, Any]:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "max_input_tokens": self._engine.max_model_len,
+        }
 
     def _model_card(self, name: str) -> dict[str, Any]:
         return {
@@ -223,13 +258,13 @@ class Api:
         return self._ignored.told(read.body, json_response(read.content))
 
     async def _read(self, request: Request, method: str) -> Any:
-        """What `BodyReader.<method>` makes of the request's body."""
+        """Receive the request's body and return the result of `BodyReader.<method>`."""
         async with self._intake.body(request) as raw:
-            return await self._reading.read(method, raw, client_of(request.scope).tenant)
+            return await self._reading.read(method, raw, tenant=client_of(request.scope).tenant)
 
 
 def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
-    """What the model is called here; the first is used where a body names none."""
+    """Return the names under which the model is served; the first is used if a body names none."""
     return tuple(config.served_model_name) or (engine.model_name,)
 
 
@@ -237,4 +272,4 @@ def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:
     try:
         return engine.tokenizer
     except RequestError:
-        return None  # then bodies that need one are refused, each with the reason
+        return None  # bodies that need a tokenizer are refused with the reason

@@ -31,15 +31,15 @@ def create_app(
     in_flight: InFlight | None = None,
     access: Access | None = None,
 ) -> Starlette:
-    """The application over a started engine.
+    """Create the application for an engine.
 
     Args:
-        in_flight: lets the caller end all requests at shutdown.
-        access: lets the caller reread the keys.
+        in_flight: the registry of running requests, if the caller wants to cancel them at shutdown.
+        access: the accepted keys, if the caller wants to reread them.
     """
     config = ServerConfig() if config is None else config
     access = Access(config) if access is None else access
-    # Not `in_flight or …`: one that holds nothing yet is false.
+    # Not `in_flight or …`: an `InFlight` without requests is falsy.
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
     quotas = Quotas()
     api = Api(engine, config, in_flight)
@@ -68,13 +68,13 @@ def create_app(
     )
     # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
-    # For whoever serves it: the first chat need not wait until a process has started.
+    # Called by the server at start-up, so that the first chat need not wait until a process has started.
     app.state.warm_up = api.warm_up
     return app
 
 
 def _cors(config: ServerConfig) -> Middleware:
-    """CORS headers for the allowed origins. Keys travel in headers that pages set: no cookies."""
+    """Return middleware that adds CORS headers for the allowed origins; keys are sent as headers, not as cookies."""
     from starlette.middleware.cors import CORSMiddleware
 
     return Middleware(

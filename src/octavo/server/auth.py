@@ -9,13 +9,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
 from octavo.server.keys import ANYBODY, Client, KeyRing
+from octavo.server.paths import is_under, path_of
 
-# Everything that makes the server work for a client, or tells what it serves. Probes stay open.
+# Paths that need a key: all that make the server work for a client or reveal what it serves. Probes stay open.
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 
 def presented_key(scope: Scope) -> str | None:
-    """The key that a request carries: `Authorization: Bearer KEY` (OpenAI's) or `x-api-key: KEY` (Anthropic's)."""
+    """Return the key of a request: `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY` (Anthropic)."""
     authorization = api_key = None
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -29,7 +30,7 @@ def presented_key(scope: Scope) -> str | None:
 
 
 def client_of(scope: Scope) -> Client:
-    """The client that `RequireApiKey` identified; the anonymous client where no key is required."""
+    """Return the client that `RequireApiKey` identified, or the anonymous client if no key is required."""
     client = scope.get("state", {}).get("client", ANYBODY)
     assert isinstance(client, Client)
     return client
@@ -47,24 +48,24 @@ class RequireApiKey:
             try:
                 client = authenticated(self._keys, scope)
             except ApiError as error:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
 
 
 class AdminAccess:
-    """Access to the admin endpoints: for holders of an admin key; for nobody if none is configured.
+    """Access control for the admin endpoints: only requests with an admin key pass, and none if no key is configured.
 
     Args:
-        keys: those of clients and of admins; a client whose `admin` is false is a stranger here.
+        keys: the keys of clients and admins; only clients with `admin` set are admitted.
     """
 
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
 
     def check(self, request: Request) -> None:
-        """Raises `ApiError`: 403 where the server has no admin key, 401 where the request does not carry one."""
+        """Raise `ApiError` if the server has no admin key (403) or the request does not carry one (401)."""
         if not any(client.admin for client in self._keys.clients):
             message = (
                 "This server has no admin key: start it with --admin-key, OCTAVO_ADMIN_KEY, or a tenant with admin = "
@@ -75,14 +76,14 @@ class AdminAccess:
             raise incorrect_key()
 
     def admits(self, request: Request) -> bool:
-        """Whether the request carries an admin key."""
+        """Return whether the request carries an admin key."""
         key = presented_key(request.scope)
         client = None if key is None else self._keys.find(key)
         return client is not None and client.admin
 
 
 def authenticated(keys: KeyRing, scope: Scope) -> Client:
-    """The client whose key a request carries; raises `ApiError` (401) where it has none."""
+    """Return the client whose key a request carries; raise `ApiError` (401) if the key is missing or unknown."""
     key = presented_key(scope)
     if key is None:
         raise _unauthorized("You didn't provide an API key: send it as the header 'Authorization: Bearer KEY'.")
@@ -97,11 +98,9 @@ def incorrect_key() -> ApiError:
 
 
 def is_guarded(scope: Scope) -> bool:
-    """Whether a path makes the server work for a client, or tells what it serves."""
-    # As the router reads it: what a proxy has taken off the front (--root-path) is no part of it.
-    path, root = scope["path"], scope.get("root_path", "")
-    path = path.removeprefix(root)
-    return any(path == prefix or path.startswith(prefix + "/") for prefix in _GUARDED)
+    """Return whether a request makes the server work for a client or asks what it serves."""
+    path = path_of(scope)
+    return any(is_under(path, prefix) for prefix in _GUARDED)
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, as Anthropic's API and OpenAI's responses have it: reasoning, text, calls."""
+"""An answer as a sequence of blocks (reasoning, text, calls), as in Anthropic's API and OpenAI's responses API."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Block:
     """One part of an answer.
 
     Attributes:
-        name, call_id: of a call.
-        pieces: its text, or a call's arguments.
+        name: the name of the called tool; empty for other kinds.
+        call_id: the id of the call; empty for other kinds.
+        pieces: the block's text, or the arguments of a call.
     """
 
     index: int
@@ -43,8 +44,15 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Grew:
+    """A block has become longer.
+
+    Attributes:
+        end: number of characters that the model wrote up to the end of `text`; 0 for a call.
+    """
+
     block: Block
     text: str
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ Change = Opened | Grew | Closed
 
 
 class Blocks:
-    """Collects an answer's blocks: one is open at a time."""
+    """Collects an answer's blocks, of which at most one is open."""
 
     def __init__(self, ids: CallIds) -> None:
         self._ids = ids
@@ -64,7 +72,7 @@ class Blocks:
         self.all: list[Block] = []
 
     def take(self, events: Iterable[Event]) -> Iterator[Change]:
-        """What the next events change."""
+        """Add events and yield the changes to the blocks."""
         for event in events:
             if isinstance(event, CallBegins):
                 yield from self._begin(BlockKind.CALL, event.name)
@@ -77,10 +85,10 @@ class Blocks:
                 yield from self._begin(kind)
             assert self._open is not None
             self._open.pieces.append(event.text)
-            yield Grew(self._open, event.text)
+            yield Grew(self._open, event.text, 0 if isinstance(event, Arguments) else event.end)
 
     def end(self) -> Iterator[Change]:
-        """Nothing follows."""
+        """Close the open block, if any."""
         if self._open is not None:
             yield Closed(self._open)
             self._open = None

@@ -1,8 +1,8 @@
-"""Reads request bodies where reading one does not make other requests wait.
+"""Reads request bodies without making other requests wait.
 
-A body of a kilobyte is read on the event loop; a larger one in a thread, where only its parsing holds the interpreter's
-lock, for a millisecond; a large one in a process of its own (`body_worker`). So is every chat: its template comes with
-the model, and may loop or fill the memory.
+A body below a kilobyte is read on the event loop; a medium one in a thread, where only its parsing holds the
+interpreter's lock, for about a millisecond; a large one, or one of many parts, in a process of its own (`body_worker`).
+Chats are always read in a process: their template comes with the model, and may loop or exhaust the memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from octavo.server.body_worker import BodyWorker
@@ -21,30 +22,34 @@ from octavo.server.turns import Turns
 
 logger = logging.getLogger("octavo.server")
 
-# Bytes of a body that are read on the event loop, and in a thread: a millisecond or two of either, at most.
+# Bodies below these sizes in bytes are read on the event loop and in a thread; either takes at most 1-2 ms.
 SMALL_BODY = 1024
 MEDIUM_BODY = 64 * 1024
-# Large bodies that are read at once; and chats, which have processes of their own. One more of each is for a tenant of
-# which none is being read.
+# Number of strings and lists from which a body counts as large: each may be a prompt, and tokenising a prompt holds the
+# interpreter's lock for up to 0.1 ms. A thread that holds it for 100 ms delays a step by as much, which asks for it
+# after each of some hundred calls.
+MANY_PARTS = 48
+# Number of large bodies that are read at the same time, and likewise of chats, which have their own processes. One more
+# of each is reserved for tenants of which none is being read.
 NUM_WORKERS = 2
-# How much the processes of large bodies give way to the engine on a busy machine (see nice(2)).
+# Niceness of the processes that read large bodies, so that the engine has priority on a busy machine; see nice(2).
 LARGE_NICENESS = 10
-# What makes a prompt by the model's chat template.
+# Methods of `BodyReader` that render the model's chat template.
 _RENDERED = frozenset({"chat", "message", "count_tokens", "response", "next_response"})
 
 
 class BodyReading:
-    """Runs a `BodyReader` where it keeps nobody waiting.
+    """Runs a `BodyReader` on the event loop, in a thread or in a process, depending on the body.
 
     Args:
-        seconds: how long reading one large body, or one chat, may take.
-        memory: bytes that it may take.
+        seconds: time limit for reading one large body or one chat.
+        memory: memory limit for it, in bytes.
     """
 
     def __init__(self, reader: BodyReader, seconds: float, memory: int) -> None:
         self._reader = reader
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "octavo-body")
-        # Chats do not wait for large bodies.
+        # Separate pools, so that chats do not wait for large bodies.
         self._large = _Workers("octavo-large-body", reader, seconds, memory, LARGE_NICENESS)
         self._chats = _Workers("octavo-chat", reader, seconds, memory)
 
@@ -52,18 +57,23 @@ class BodyReading:
     def reader(self) -> BodyReader:
         return self._reader
 
-    async def read(self, method: str, raw: bytes, tenant: str = "") -> Any:
-        """What `BodyReader.<method>(raw)` returns; raises what it raises."""
-        if len(raw) >= MEDIUM_BODY:
-            return await self._large.read(method, raw, tenant)
-        if method in _RENDERED or (method == "tokenize" and b'"messages"' in raw):
-            return await self._chats.read(method, raw, tenant)
-        if len(raw) < SMALL_BODY:
-            return getattr(self._reader, method)(raw)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, getattr(self._reader, method), raw)
+    async def read(self, method: str, *parts: bytes, tenant: str = "") -> Any:
+        """Return what `BodyReader.<method>` returns for the joined parts; raise what it raises.
+
+        Long parts are only joined for the process that reads them: until then, all bodies that continue the same
+        response share its items.
+        """
+        size = sum(map(len, parts))
+        has_many = method not in _RENDERED and sum(map(_num_parts, parts)) >= MANY_PARTS
+        if size >= MEDIUM_BODY or has_many:
+            return await self._large.read(method, parts, tenant)
+        if method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts))):
+            return await self._chats.read(method, parts, tenant)
+        work = partial(getattr(self._reader, method), b"".join(parts))
+        return work() if size < SMALL_BODY else await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def warm_up(self) -> None:
-        """Start a process for the first chat. Waits for nothing."""
+        """Start a process for the first chat, in the background."""
         self._chats.start_one()
 
 
@@ -80,20 +90,20 @@ class _Workers:
         self._idle: list[BodyWorker] = []
         self._lock = threading.Lock()
 
-    async def read(self, method: str, raw: bytes, tenant: str) -> Any:
+    async def read(self, method: str, parts: tuple[bytes, ...], tenant: str) -> Any:
         await self._turns.take(tenant)
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, raw)
-        # It holds its place until it ends, whether anybody waits for it or not.
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, parts)
+        # A reading keeps its place until it ends, even if the request was cancelled.
         reading.add_done_callback(lambda _: self._turns.give_back(tenant))
         return await asyncio.shield(reading)
 
     def start_one(self) -> None:
         self._threads.submit(lambda: self._release(self._take()))
 
-    def _read(self, method: str, raw: bytes) -> Any:
+    def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
         worker = self._take()
         try:
-            return worker.read(method, raw, self._seconds)
+            return worker.read(method, parts, self._seconds)
         except (EOFError, OSError) as error:
             worker.close()
             logger.error("the process that read a body has ended: %s", error)
@@ -110,7 +120,7 @@ class _Workers:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
-                if worker.is_alive:  # the system may have ended it meanwhile, for want of memory
+                if worker.is_alive:  # the OOM killer may have ended it meanwhile
                     return worker
         reader = pickle.dumps(self._reader, protocol=pickle.HIGHEST_PROTOCOL)
         return BodyWorker(reader, self._memory, self._niceness)
@@ -121,3 +131,13 @@ class _Workers:
         elif worker.is_alive:
             with self._lock:
                 self._idle.append(worker)
+
+
+def _num_parts(raw: bytes) -> int:
+    """Return how many strings and lists a body may have."""
+    return raw.count(b'"') // 2 + raw.count(b"[")
+
+
+def _may_have_messages(raw: bytes) -> bool:
+    """Return whether a body may have the field `messages`, possibly with escaped letters."""
+    return b'"messages"' in raw or b"\\u" in raw

@@ -1,13 +1,13 @@
-"""A process that reads bodies for a server: what takes a second there takes nothing from the event loop here.
+"""A process that reads request bodies for a server, so that long ones do not block the event loop.
 
 Parsing JSON, validating arrays, rendering templates and tokenising hold the interpreter's lock, so a thread would not
-do. Frames go both ways over pipes, each a length of 8 bytes and as many bytes:
+help. Frames go both ways over pipes; each is a length in 8 bytes followed by the content:
 
     server  ── limits, pickled BodyReader ──>  once    ── nothing ──>  ready
             ── method, then body  ──>                  ── pickled result, or the error to raise ──>  server
 
-The process ends when its input does, so none outlives its server. What a body may cost it is limited: its time, by
-killing it, and its memory, by the operating system.
+The process ends when its input is closed, so it does not outlive the server. The cost of a body is limited: a process
+that exceeds the time limit is killed, and the operating system enforces the memory limit.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from octavo.errors import OctavoError
 from octavo.server.errors import BodyTooCostlyError, BodyTooSlowError, to_api_error
+from octavo.server.memory import return_free_memory
 
-# It gives way before it imports anything: that takes a second of a processor.
+# The niceness is set before the imports, which take a second of processor time.
 _MAIN = "import os; os.nice({niceness}); from octavo.server.body_worker import main; main()"
 
-# Memory beyond what a process began with that it may keep between two bodies.
-_KEPT_BYTES = 128 * 1024 * 1024
+# Memory that a process may keep between two bodies, beyond what it had at the start.
+_KEPT_BYTES = 64 * 1024 * 1024
+# Bytes of a body and its answer together from which the process returns freed memory afterwards.
+_LARGE = 256 * 1024
 _OWN_PAGES = "/proc/self/statm"
-# The process imports a tokenizer before it is ready: about a second, many on a busy machine.
+# The process imports a tokenizer before it is ready, which takes about a second, or many on a busy machine.
 _START_SECONDS = 120.0
 
 
 class BodyWorker:
-    """One such process, seen from the server. Its methods block; one thread uses it at a time.
+    """The server's handle of one reading process. Its methods block; only one thread may use it at a time.
 
     Args:
         reader: a pickled `BodyReader`.
-        memory: bytes that it may have for its work, besides those that it starts with.
-        niceness: how much it gives way to the server's other processes.
+        memory: bytes that the process may allocate beyond those that it starts with.
+        niceness: scheduling niceness of the process relative to the server.
     """
 
     def __init__(self, reader: bytes, memory: int, niceness: int = 0) -> None:
@@ -50,11 +54,11 @@ class BodyWorker:
             [sys.executable, "-P", "-c", _MAIN.format(niceness=niceness)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A backtrace of Rust's that gets no memory for itself never ends.
+            # Without memory, printing a Rust backtrace never ends.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "RUST_BACKTRACE": "0"},
-            start_new_session=True,  # a Ctrl-C is for the server, which lets requests finish
+            start_new_session=True,  # a Ctrl-C must reach only the server, which lets requests finish
         )
-        assert self._process.stdin is not None  # they are pipes
+        assert self._process.stdin is not None  # both are pipes
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._end = weakref.finalize(self, _end, self._process)
@@ -66,29 +70,33 @@ class BodyWorker:
             self.close()
             raise
 
-    def read(self, method: str, raw: bytes, seconds: float) -> Any:
-        """What `BodyReader.<method>(raw)` returns; raises what it raises.
+    def read(self, method: str, parts: Sequence[bytes], seconds: float) -> Any:
+        """Return what `BodyReader.<method>(raw)` returns; raise what it raises.
+
+        Args:
+            parts: the body, in parts that are joined by the process.
 
         Raises:
-            BodyTooSlowError: it took longer than that, the start of the process aside; the process is gone then.
-            BodyTooCostlyError: it took more memory than it may; the process is gone then.
-            EOFError, OSError: the process is gone for some other reason.
+            BodyTooSlowError: reading took longer than `seconds`, not counting the start of the process, which has been
+                killed.
+            BodyTooCostlyError: reading took more memory than allowed; the process has been ended.
+            EOFError, OSError: the process ended for another reason.
         """
         if not self._is_ready:
             self._ask(_START_SECONDS)
             self._is_ready = True
             self._first_rss = self._rss()
-        succeeded, value = pickle.loads(self._ask(seconds, method.encode(), raw))
+        succeeded, value = pickle.loads(self._ask(seconds, [method.encode()], parts))
         if succeeded:
             return value
         if isinstance(value, MemoryError):
-            # What it holds now is not worth keeping.
+            # Replace the process rather than keep all the memory that it holds now.
             self.close()
             raise BodyTooCostlyError(self._memory)
         raise value
 
-    def _ask(self, seconds: float, *frames: bytes) -> bytes:
-        """Send frames and wait for the next answer; the process is killed when it takes longer than that."""
+    def _ask(self, seconds: float, *frames: Sequence[bytes]) -> bytes:
+        """Send frames, each in parts, and return the next answer; kill the process if that takes over `seconds`."""
         too_slow = threading.Event()
 
         def stop() -> None:
@@ -99,13 +107,13 @@ class BodyWorker:
         timer.start()
         try:
             for frame in frames:
-                _send(self._in, frame)
+                _send(self._in, *frame)
             return _receive(self._out)
         except (EOFError, OSError):
             self.close()
             if too_slow.is_set():
                 raise BodyTooSlowError(seconds) from None
-            # Rust's way out where it gets no memory; Python raises MemoryError.
+            # Rust aborts when an allocation fails; Python raises MemoryError.
             if self._process.returncode == -signal.SIGABRT:
                 raise BodyTooCostlyError(self._memory) from None
             raise
@@ -114,7 +122,7 @@ class BodyWorker:
 
     @property
     def is_bloated(self) -> bool:
-        """Whether it has kept so much memory of what it read that a new process is better."""
+        """Whether the process has kept so much memory that it should be replaced."""
         return self._is_ready and self._rss() > self._first_rss + _KEPT_BYTES
 
     def _rss(self) -> int:
@@ -122,7 +130,7 @@ class BodyWorker:
             with open(f"/proc/{self._process.pid}/statm", encoding="ascii") as pages:
                 return int(pages.read().split()[1]) * resource.getpagesize()
         except OSError:
-            return 0  # it has ended
+            return 0  # the process has ended
 
     @property
     def is_alive(self) -> bool:
@@ -141,12 +149,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             try:
                 pipe.close()
             except OSError:
-                continue  # what was still to be written has no reader any more
+                continue  # there is no reader any more for what was still buffered
 
 
-def _send(pipe: BinaryIO | Any, content: bytes) -> None:
-    pipe.write(len(content).to_bytes(8, "little"))
-    pipe.write(content)
+def _send(pipe: BinaryIO | Any, *parts: bytes) -> None:
+    pipe.write(sum(map(len, parts)).to_bytes(8, "little"))
+    for part in parts:
+        pipe.write(part)
     pipe.flush()
 
 
@@ -162,9 +171,9 @@ def _exactly(pipe: BinaryIO | Any, size: int) -> bytes:
 
 
 def main() -> None:
-    """The process: reads bodies until its input ends."""
+    """Run the process: read bodies until the input ends."""
     requests = sys.stdin.buffer
-    # Whatever prints must not end up between two frames.
+    # Printed output must not end up between two frames, so stdout becomes stderr.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
@@ -174,13 +183,19 @@ def main() -> None:
         _send(answers, b"")
         while True:
             method = _receive(requests).decode()
-            _send(answers, _answer(reader, method, _receive(requests)))
+            raw = _receive(requests)
+            answer = _answer(reader, method, raw)
+            _send(answers, answer)
+            is_large = len(raw) + len(answer) >= _LARGE
+            del raw, answer
+            if is_large:
+                return_free_memory()
     except (EOFError, BrokenPipeError):
         return
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have that many bytes more than it has now, on a system that counts them (Linux)."""
+    """Limit this process to `more` bytes beyond its present data size (Linux only)."""
     page = resource.getpagesize()
     try:
         with open(_OWN_PAGES, encoding="ascii") as pages:
@@ -201,9 +216,9 @@ def _answer(reader: Any, method: str, raw: bytes) -> bytes:
         return pickle.dumps((False, error), protocol=pickle.HIGHEST_PROTOCOL)
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            # Rust's binding met a null pointer where Python had no memory: nothing here can be relied on.
+            # A Rust binding met a null pointer because Python had no memory: this process can no longer be trusted.
             os.abort()
         if not isinstance(error, Exception):
             raise
-        # Logged here, with its traceback; the server tells its client what it may know.
+        # Logged here, with its traceback; the client only learns what `to_api_error` lets it know.
         return pickle.dumps((False, to_api_error(error)), protocol=pickle.HIGHEST_PROTOCOL)

@@ -27,7 +27,7 @@ class ChatCompletions:
         self._texts = texts
 
     def answer(self, read: ChatRequest, client: Client, traceparent: str | None = None) -> ChatAnswer:
-        """What will answer a body that was read."""
+        """Return the answer to a body that was read; nothing runs until it is awaited or iterated."""
         context = client.context(new_id("chatcmpl"), read.body.priority, read.cache_salt, read.prompt.pins)
         context = replace(context, traceparent=traceparent)
         job = Job(read.model, [read.prompt], read.params, context)
@@ -44,7 +44,7 @@ class ChatAnswer:
         self._body = body
         self._job = job
         self._echoed = read.echoed
-        # One for each choice, where there is something to take apart.
+        # One reader per choice, if the answer has a format to parse.
         self._choices = [ChoiceReader(read.speech) for _ in range(job.params.n)] if read.speech else []
         self._ids = CallIds(read.speech.dialect)
         self._usage = Usage(job.prompts)
@@ -52,11 +52,11 @@ class ChatAnswer:
 
     @property
     def usage(self) -> Usage:
-        """Its tokens, as far as the answer has come."""
+        """The answer's token usage so far."""
         return self._usage
 
     async def whole(self) -> list[bytes]:
-        """The response body, in pieces."""
+        """Run the request and return the response body, in pieces."""
         (output,) = await self._job.results(self._engine)
         return await offload(self._weight(output), lambda: self._assemble(output))
 
@@ -88,7 +88,7 @@ class ChatAnswer:
         return {"index": completion.index, "message": told, **self._reported(completion)}
 
     def _reported(self, completion: CompletionOutput) -> dict[str, Any]:
-        """The fields of a choice besides its text, for whole answers and for chunks."""
+        """Return the fields of a choice other than its text, for whole answers and for chunks."""
         reported: dict[str, Any] = {
             "logprobs": None,
             "finish_reason": (
@@ -97,13 +97,18 @@ class ChatAnswer:
             "stop_reason": completion.stop_reason,
         }
         if completion.logprobs is not None:
-            reported["logprobs"] = chat_logprobs(self._texts, completion.token_ids, completion.logprobs)
+            reported["logprobs"] = chat_logprobs(
+                self._texts,
+                completion.token_ids,
+                completion.logprobs,
+                as_token_ids=bool(self._body.return_tokens_as_token_ids),
+            )
         if self._body.return_token_ids:
             reported["token_ids"] = completion.token_ids
         return reported
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
+        """Yield the response as server-sent events: one chunk of bytes per output of the engine."""
         head = dumps(self._head("chat.completion.chunk"))[:-1] + ',"choices":['
         begun = False
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
@@ -134,7 +139,7 @@ class ChatAnswer:
         return "".join(chunks).encode()
 
     def _last_event(self, head: str) -> str:
-        """The last event, after all choices have ended: usage and the `octavo` object, if requested."""
+        """Return the event after the end of all choices: usage and the `octavo` object, if requested."""
         told = self._extension.report()
         if self._body.reports_usage:
             told = {"usage": self._usage.report(), **told}
@@ -149,7 +154,7 @@ class ChatAnswer:
         }
 
     def _roles(self, head: str, tail: str, output: RequestOutput) -> list[str]:
-        """The first event of every choice, which carries its role."""
+        """Return the first event of every choice, which carries its role."""
         delta = {"role": "assistant", "content": self._echoed}
         if self._body.return_token_ids:
             tail = f'],"prompt_token_ids":{dumps(output.prompt_token_ids)}{tail[1:]}'
@@ -160,7 +165,7 @@ class ChatAnswer:
         return [event(head + dumps(choice) + tail) for choice in choices]
 
     def _parsed_deltas(self, completion: CompletionOutput) -> list[str]:
-        """The choices of the events that say what a completion adds; what is said of all of it, the last one says."""
+        """Return one choice object per parsed delta; the last one also carries the fields of `_reported`."""
         told = deltas(self._choices[completion.index].read(completion), self._ids)
         plain = {"logprobs": None, "finish_reason": None}
         says_more = completion.finish_reason or completion.logprobs is not None or self._body.return_token_ids
@@ -172,7 +177,7 @@ class ChatAnswer:
 
     def _delta(self, completion: CompletionOutput) -> str:
         if completion.finish_reason is None and completion.logprobs is None and not self._body.return_token_ids:
-            # Nearly every event of nearly every stream.
+            # The fast path: nearly every event of nearly every stream.
             content = dumps(completion.text)
             return (
                 f'{{"index":{completion.index},"delta":{{"content":{content}}},"logprobs":null,"finish_reason":null}}'

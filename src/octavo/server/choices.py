@@ -1,4 +1,4 @@
-"""One choice of a chat's answer: its text taken apart into content, reasoning and tool calls, whole or as it comes."""
+"""Splits one choice of a chat's answer into content, reasoning and tool calls, whole or as it is generated."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ID_LENGTH = 24
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How an answer's text is to be read, and what of it is told.
+    """How an answer's text is parsed, and which parts are returned.
 
     Attributes:
-        one_call: of several calls only the first is told (`parallel_tool_calls: false`).
-        tells_reasoning: false: it is left out.
+        one_call: report only the first of several calls (`parallel_tool_calls: false`).
+        tells_reasoning: whether reasoning is returned or left out.
     """
 
     dialect: Dialect = field(default_factory=Dialect)
@@ -33,14 +33,14 @@ class Speech:
 
 
 class ChoiceReader:
-    """Reads one choice."""
+    """Parses one choice."""
 
     def __init__(self, speech: Speech) -> None:
         self._speech = speech
         self._parser = OutputParser(speech.dialect)
 
     def read(self, completion: CompletionOutput) -> list[Event]:
-        """What a completion, or the next part of one, says."""
+        """Return the events in a completion, or in the next part of one."""
         events = self._parser.feed(completion.text)
         if completion.finish_reason is not None:
             events += self._parser.finish()
@@ -52,13 +52,13 @@ class ChoiceReader:
         return not (self._speech.one_call and isinstance(event, CallBegins | Arguments) and event.index > 0)
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """OpenAI's: "tool_calls" where it ended by itself and called."""
+        """Return OpenAI's finish reason: "tool_calls" if the choice ended by itself and has calls."""
         called = completion.finish_reason is FinishReason.STOP and self._parser.num_calls
         return "tool_calls" if called else completion.finish_reason
 
 
 class CallIds:
-    """The ids of one choice's calls, as the model's chat template wants them."""
+    """Generates ids of tool calls in the form that the model's chat template expects."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._length = None if dialect.calls is None else dialect.calls.id_length
@@ -70,7 +70,7 @@ class CallIds:
 
 
 def deltas(events: list[Event], ids: CallIds) -> list[dict[str, Any]]:
-    """OpenAI's `delta` objects."""
+    """Return the events as OpenAI's `delta` objects."""
     return [_delta(event, ids) for event in events]
 
 
@@ -88,7 +88,7 @@ def _delta(event: Event, ids: CallIds) -> dict[str, Any]:
 
 
 def message(events: list[Event], ids: CallIds, echoed: str = "") -> dict[str, Any]:
-    """OpenAI's `message` object of a whole choice."""
+    """Return OpenAI's `message` object for the events of a whole choice."""
     content, reasoning = [echoed], [""]
     calls: list[dict[str, Any]] = []
     for event in events:

@@ -43,7 +43,7 @@ class Completions:
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def answer(self, read: CompletionRequest, client: Client, traceparent: str | None = None) -> CompletionAnswer:
-        """What will answer a body that was read."""
+        """Return the answer to a body that was read; nothing runs until it is awaited or iterated."""
         body = read.body
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("cmpl"), body.priority, read.cache_salt)
@@ -55,7 +55,7 @@ class Completions:
 class CompletionAnswer:
     """One completion request, answered whole or as a stream.
 
-    Choices are numbered as OpenAI does: completion i of prompt p is choice p * n + i.
+    Choices are numbered as by OpenAI: completion i of prompt p is choice p * n + i.
     """
 
     def __init__(self, engine: EngineClient, texts: TokenTexts, body: CompletionBody, job: Job) -> None:
@@ -71,7 +71,7 @@ class CompletionAnswer:
         ]
 
     def prompt_text(self, prompt_index: int) -> str:
-        """The prompt as text, for `echo`."""
+        """Return the prompt as text, for `echo`."""
         prompt = self._job.prompts[prompt_index]
         if prompt.text is not None:
             return prompt.text
@@ -79,18 +79,18 @@ class CompletionAnswer:
 
     @property
     def usage(self) -> Usage:
-        """Its tokens, as far as the answer has come."""
+        """The answer's token usage so far."""
         return self._usage
 
     def prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
-        """vLLM's `prompt_logprobs`, the same for all choices of a prompt."""
+        """Return vLLM's `prompt_logprobs`, which all choices of a prompt share."""
         if prompt_index not in self._prompt_logprobs:
             given = output.prompt_logprobs or ()
             self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_ids, given)
         return self._prompt_logprobs[prompt_index]
 
     async def whole(self) -> list[bytes]:
-        """The response body, in pieces."""
+        """Run the request and return the response body, in pieces."""
         outputs = await self._job.results(self._engine)
         try:
             return await offload(weight_of_all(outputs), lambda: self._assemble(outputs))
@@ -98,7 +98,7 @@ class CompletionAnswer:
             self._free()
 
     def _free(self) -> None:
-        """Let go of what is large, in a thread. Nothing is said any more."""
+        """Free the prompt log-probabilities, which may be large, in a thread once the answer has ended."""
         lists, self._prompt_logprobs = list(self._prompt_logprobs.values()), {}
         if lists:
             asyncio.get_running_loop().run_in_executor(None, free, lists)
@@ -111,8 +111,8 @@ class CompletionAnswer:
         return json_pieces({**self._head(), "choices": choices, **told})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events: one chunk of bytes per wake-up of the engine."""
-        # Everything that stays the same is formatted once: a token costs a few joins of strings.
+        """Yield the response as server-sent events: one chunk of bytes per output of the engine."""
+        # Everything that stays the same is formatted once, so that a token costs only a few string joins.
         head = dumps(self._head())[:-1] + ',"choices":['
         continuous = self._body.reports_usage_continuously
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
@@ -159,9 +159,9 @@ class CompletionAnswer:
 
 
 class _Choice:
-    """The state of one choice: whether its prompt (for `echo`) has been sent with the first piece.
+    """The state of one choice: whether its first piece, which carries the prompt for `echo`, has been sent.
 
-    It does not refer to its answer: the two would be garbage that only a collection of everything finds.
+    It holds no reference to its answer: such a cycle would only be freed by a full garbage collection.
     """
 
     def __init__(self, texts: TokenTexts, prompt_index: int, body: CompletionBody) -> None:
@@ -179,7 +179,7 @@ class _Choice:
     def piece(
         self, answer: CompletionAnswer, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """The choice object for the new part."""
+        """Return the choice object for the next part of the completion."""
         text = completion.text
         token_ids: list[int] = completion.token_ids
         logprobs: list[TokenLogprobs | None] = list(completion.logprobs or ())

@@ -1,4 +1,4 @@
-"""The options of the HTTP server, declared once: `octavo serve` makes its flags from them."""
+"""The options of the HTTP server; the flags of `octavo serve` are derived from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.server.keys import check_key
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 ADMIN_KEY_VARIABLE = "OCTAVO_ADMIN_KEY"
 
-# Linux' limit, and a byte more than others have.
+# Linux's limit in bytes; other systems allow a few bytes less.
 MAX_UNIX_PATH = 107
 
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
@@ -28,107 +28,121 @@ REASONING_CHOICES = ("auto", "none", *REASONING_PARSERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The options of one server. Validated at construction; raises `ConfigError` with the value in the message."""
+    """The options of one server, validated at construction; raises `ConfigError` with the value in the message."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = option(8000, "port to listen on; 0 picks a free one")
-    uds: str | None = option(None, "path of a Unix socket to listen on instead; its owner and group may connect")
+    uds: str | None = option(
+        None, "path of a Unix socket to listen on instead; its owner and group may connect", metavar="PATH"
+    )
     served_model_name: Sequence[str] = option(
-        (), "name that requests give for the model, instead of --model; may be given several times"
+        (), "name of the model in requests, instead of --model; may be given several times", metavar="NAME"
     )
     api_key: Sequence[str] = option(
         (),
-        "key that clients must send, each a tenant of its own; may be given several times, and shows in `ps`: prefer "
-        f"--keys-file, or ${API_KEY_VARIABLE} (the default), split at commas",
+        "key that clients must send; may be given several times, each a tenant of its own; shows in `ps`: prefer "
+        f"--keys-file; default: ${API_KEY_VARIABLE}, split at commas",
+        metavar="KEY",
         secret=True,
     )
     keys_file: str | None = option(
-        None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP: docs/operating.md"
+        None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP", metavar="FILE"
     )
     admin_key: str | None = option(
         None,
-        "key that opens /debug and /reset_prefix_cache; without one, or a tenant with admin = true, nobody may ask "
-        f"there; default: ${ADMIN_KEY_VARIABLE}",
+        "key for /debug and /reset_prefix_cache, which are closed without one (or a tenant with admin = true in the "
+        f"keys file); shows in `ps`; default: ${ADMIN_KEY_VARIABLE}",
+        metavar="KEY",
         secret=True,
     )
     metrics_access: Literal["open", "admin"] = option(
         "open",
-        "who may read /metrics; admin: requests with an admin key only. Numbers by tenant are shown to these alone, "
-        "open or not",
+        "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",
     )
     shared_prefix_cache: bool = option(
-        False, "all tenants share cached prefixes: faster, and each can find out what others have sent"
+        False, "share cached prefixes between tenants: faster, but each can find out what others have sent"
     )
-    allow_unauthenticated: bool = option(
-        False, "listen on other addresses than loopback though no API key is asked for"
-    )
+    allow_unauthenticated: bool = option(False, "listen on addresses other than loopback without API keys")
     allowed_hosts: Sequence[str] = option(
         (),
-        "without API keys: name that requests may have in their Host header beside addresses, localhost and the "
-        "machine's own name; may be given several times; *: any",
+        "without API keys: a host name that requests may use, besides addresses, localhost and the machine's own name; "
+        "may be given several times; *: any",
+        metavar="NAME",
     )
     allowed_origins: Sequence[str] = option(
         (),
-        "origin whose web pages may use the server (CORS), as https://chat.example; may be given several times; *: any",
+        "origin whose web pages may use the server (CORS), such as https://chat.example; may be given several times; "
+        "*: any",
+        metavar="URL",
     )
-    max_body_size: int | str = option("16MiB", "largest request body, in bytes or as '16MiB'; larger ones get a 413")
+    max_body_size: int | str = option("16MiB", "maximum size of a request body; larger ones get a 413")
     max_total_body_size: int | str = option(
         "256MiB",
-        "bytes of all bodies being received or read, beyond the first 64 KiB of each; where more come, the tenant that "
-        "holds the most gets a 503 for the body that it began first",
+        "maximum size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
+        "the most gets a 503 for the oldest of its bodies",
     )
-    ssl_certfile: str | None = option(None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile")
-    ssl_keyfile: str | None = option(None, "private key (PEM) of --ssl-certfile")
-    root_path: str = option("", "path under which a proxy serves this server, which it takes off, as /llm")
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severity that is logged")
-    log_format: Literal["text", "json"] = option("text", "form of the log, on standard error; json: one object a line")
+    ssl_certfile: str | None = option(None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "private key (PEM) of --ssl-certfile", metavar="FILE")
+    root_path: str = option("", "path prefix that a proxy in front removes, such as /llm", metavar="PATH")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "lowest severity that is logged")
+    log_format: Literal["text", "json"] = option(
+        "text", "format of the log, on standard error; json: one object per line"
+    )
     access_log: bool = option(True, "log a line for every request, without its prompt and answer")
-    max_connections: int = option(1024, "open connections; more are answered with 503 and closed")
-    header_timeout: float = option(10.0, "seconds that a client may take to send a request's header")
+    max_connections: int = option(1024, "maximum number of open connections; more are answered with 503 and closed")
+    header_timeout: float = option(10.0, "time in which a client must send a request's header", metavar="SECONDS")
     body_timeout: float = option(
-        30.0, "seconds that a client may take to send a request's body, beside what its size takes at 64 KiB/s"
+        30.0,
+        "time in which a client must send a request's body, in addition to one second per 64 KiB",
+        metavar="SECONDS",
     )
-    keep_alive_timeout: float = option(5.0, "seconds that a connection without a request is kept open")
+    keep_alive_timeout: float = option(5.0, "time that a connection without a request is kept open", metavar="SECONDS")
     write_timeout: float = option(
-        30.0, "seconds for which a client may read nothing of an answer before its connection is cut"
+        30.0, "time after which a client that reads nothing of its answer is disconnected", metavar="SECONDS"
     )
     request_timeout: float | None = option(
-        None, "seconds after which an unfinished request is ended with an error, queueing included; default: none"
+        None,
+        "time after which an unfinished request ends with an error, queueing included; default: none",
+        metavar="SECONDS",
     )
     max_stored_responses: int | str = option(
-        "64MiB", "memory for responses that previous_response_id may name, of all tenants; 0: none are stored"
+        "64MiB", "memory for stored responses (previous_response_id) of all tenants; 0: none are stored"
     )
-    max_stored_tenant_responses: int | str = option("16MiB", "the same of one tenant; the oldest make room")
+    max_stored_tenant_responses: int | str = option(
+        "16MiB", "memory for stored responses of one tenant; the oldest are dropped"
+    )
     tool_call_parser: Literal[*PARSER_CHOICES] = option(  # type: ignore[valid-type]
-        "auto", "format in which the model writes tool calls; auto: the one that its chat template shows, or hermes"
+        "auto", "format of the model's tool calls; auto: the one in its chat template, or hermes"
     )
     reasoning_parser: Literal[*REASONING_CHOICES] = option(  # type: ignore[valid-type]
-        "auto", "format of the model's reasoning, which becomes reasoning_content; auto: as its chat template shows"
+        "auto", "format of the model's reasoning, returned as reasoning_content; auto: the one in its chat template"
     )
     strict_requests: bool = option(
-        False, "refuse fields of a request that are not known (400), instead of ignoring them with a warning"
+        False, "refuse unknown fields of a request (400) instead of ignoring them with a warning"
     )
     live_page_text: bool = option(
-        False, "show the text of a block's tokens on the page at / to holders of an admin key"
+        False, "show the text of a block's tokens on the live page (at /), to holders of an admin key only"
     )
     max_body_seconds: float = option(
-        10.0, "seconds that reading one large body may take: its JSON, the chat template and the tokenizer"
+        10.0,
+        "time that reading one large body may take: its JSON, the chat template and the tokenizer",
+        metavar="SECONDS",
     )
-    max_body_memory: int | str = option(
-        "1GiB", "memory that reading one large body, or one chat, may take in the process that does it"
-    )
+    max_body_memory: int | str = option("1GiB", "memory that reading one large body, or one chat, may take")
     watchdog_timeout: float = option(
         60.0,
-        "seconds after which a step of the engine that has not ended is reported (log, /metrics, /health, /ready); "
-        "nothing is ended; 0: never",
+        "time after which an engine step that has not finished is reported (log, /metrics, /health, /ready), but not "
+        "stopped; 0: never",
+        metavar="SECONDS",
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "send OpenTelemetry traces of all requests to this collector, as http://127.0.0.1:4318/v1/traces; needs "
+        "OpenTelemetry collector for traces of all requests, such as http://127.0.0.1:4318/v1/traces; needs "
         "octavo[otel]",
+        metavar="URL",
     )
     shutdown_timeout: float = option(
-        30.0, "seconds that running requests may take to finish after the first Ctrl-C or SIGTERM"
+        30.0, "time that running requests have to finish after the first Ctrl-C or SIGTERM", metavar="SECONDS"
     )
 
     def __post_init__(self) -> None:
@@ -215,17 +229,18 @@ class ServerConfig:
 
     @property
     def accepted_admin_key(self) -> str | None:
-        """The admin key from the options, or else from the environment."""
+        """The admin key from the options or, if not given, from the environment."""
         if self.admin_key is not None:
             return self.admin_key
         return next(iter(_keys_of_environment(ADMIN_KEY_VARIABLE)), None)
 
     @property
     def accepted_keys(self) -> tuple[str, ...]:
-        """The API keys from the options, or else from the environment.
+        """The API keys from the options or, if not given, from the environment.
 
         Raises:
-            ConfigError: the environment variable is set, but holds no key: whoever set it meant to ask for one.
+            ConfigError: the environment variable is set but holds no key; serving without keys cannot be what was
+                meant.
         """
         if self.api_key or self.keys_file is not None:
             return tuple(self.api_key)

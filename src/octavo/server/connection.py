@@ -1,4 +1,4 @@
-"""Requests in flight: each is cancelled when its client disconnects, and all when a shutdown times out."""
+"""Requests in flight: each is cancelled when its client disconnects, and all are when a shutdown times out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.server.errors import ApiError, RequestTimedOutError, ShuttingDownError, to_api_error
 
-# Nginx's number for a client that left. Nobody reads it; it only ends the handler.
+# nginx's status for a client that closed the connection. Nobody receives it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
 
-# Bytes of an answer that are handed to the socket in one go.
+# Bytes of an answer that are handed to the socket at a time.
 _SENT_AT_ONCE = 64 * 1024
 
 Result = TypeVar("Result")
 
 
 class ClientLeftError(HTTPException):
-    """The client disconnected before its answer."""
+    """The client disconnected before it was answered."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
@@ -34,10 +34,10 @@ class InFlight:
     """The work in flight for connected clients. Used only from the event loop.
 
     Args:
-        timeout: seconds after which any work is ended; None: never.
+        timeout: seconds after which work is cancelled; None for no limit.
 
     Attributes:
-        draining: the server stops, and takes no new work.
+        draining: whether the server is shutting down and takes no new work.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -56,12 +56,12 @@ class InFlight:
             task.cancel()
 
     async def run(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`, and cancel it if its client disconnects. The request's body must have been read.
+        """Await `work`, and cancel it if its client disconnects. The request's body must have been read before.
 
         Raises:
             ClientLeftError: the client closed the connection.
             ShuttingDownError: `cancel_all` was called.
-            RequestTimedOutError: it took longer than the timeout.
+            RequestTimedOutError: the work took longer than the timeout.
         """
         task = asyncio.ensure_future(work)
         departure = asyncio.ensure_future(_departure(receive))
@@ -81,10 +81,10 @@ class InFlight:
             self._tasks.discard(task)
             task.cancel()
             departure.cancel()
-            # Waiting sees the engine's iterators closed, and so the blocks freed, before the handler ends.
+            # Wait, so that the engine's iterators are closed and their blocks freed before the handler ends.
             await asyncio.wait((task, departure))
             if not task.cancelled():
-                task.exception()  # marks it as seen: who left does not care, and asyncio would log it
+                task.exception()  # marks the exception as retrieved; asyncio would log it otherwise
 
 
 async def _departure(receive: Receive) -> None:
@@ -93,7 +93,7 @@ async def _departure(receive: Receive) -> None:
 
 
 class WholeAnswer(Response):
-    """JSON that is ready, in pieces: never joined, and sent as fast as its client reads."""
+    """A response with finished JSON in pieces, which are not joined, and are sent as fast as the client reads."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         super().__init__(media_type="application/json")
@@ -104,7 +104,7 @@ class WholeAnswer(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in _grouped(self._pieces):
             await send({"type": "http.response.body", "body": part, "more_body": True})
-            # Sending to a fast client never waits, and 40 MiB are many parts.
+            # Sending to a fast client never waits, so let other tasks run between the parts of a large answer.
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -125,7 +125,7 @@ def _grouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
 class EventStream(Response):
     """A response of server-sent events: chunks of bytes as `events` yields them.
 
-    The status is sent with the first piece: an error before it is an ordinary error response, one after it an event.
+    The status is sent with the first chunk: an error before it becomes an error response, a later one an event.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EventStream(Response):
         super().__init__(
             status_code=HTTPStatus.OK,
             media_type="text/event-stream",
-            # Proxies such as nginx would otherwise collect the events before they pass them on.
+            # Proxies such as nginx would otherwise buffer the events before passing them on.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         del self.headers["content-length"]

@@ -1,4 +1,4 @@
-"""Which formats a server's model speaks: what a chat becomes for its template, and how its answer is read."""
+"""The formats of a server's model: what its chat template is given for a chat, and how its answer is parsed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from octavo.errors import RequestError
 from octavo.server.tool_use import ToolUse
 from octavo.structured_outputs import StructuredOutputsParams
 
-# Characters at a prompt's end in which open reasoning is looked for.
+# Number of characters at the end of a prompt that are searched for open reasoning.
 _END_OF_PROMPT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """What a template is given.
+    """The input of a chat template.
 
     Attributes:
-        tools: None where there are none, or the messages tell of them.
-        num_added: messages that precede those of the body.
+        tools: the tools to pass to the template; None if there are none, or if the messages describe them.
+        num_added: number of messages added before those of the body.
     """
 
     messages: list[dict[str, Any]]
@@ -36,20 +36,22 @@ class Dialects:
     """The formats of one model.
 
     Args:
-        template: the model's chat templates.
-        tool_call_parser, reasoning_parser: names of formats; "auto": by the template; "none". A model whose template
-            knows no tools is told of them in the system message, by "auto" in the format of Hermes.
+        template: the model's chat templates, concatenated.
+        tool_call_parser: name of the format of tool calls, "auto" to detect it in the template, or "none". If the
+            template does not support tools, they are described in the system message, and "auto" means "hermes".
+        reasoning_parser: name of the format of reasoning, "auto" to detect it in the template, or "none".
     """
 
     def __init__(self, template: str, tool_call_parser: str, reasoning_parser: str) -> None:
         self._calls = call_format(tool_call_parser, template)
         self._reasoning = reasoning_format(reasoning_parser, template)
+        self._template_knows_developers = "developer" in template
         self._template_knows_tools = re.search(r"\btools\b", template) is not None
         if tool_call_parser == "auto" and not self._template_knows_tools:
             self._calls = self._calls or call_format("hermes", template)
 
     def calls_for(self, tools: ToolUse) -> CallFormat | None:
-        """The format of the calls that an answer may make; raises `RequestError` where it can make none."""
+        """Return the format of an answer's calls, or None if it has no tools; raise `RequestError` if none is known."""
         if not tools:
             return None
         if self._calls is None:
@@ -63,7 +65,7 @@ class Dialects:
 
     @staticmethod
     def constraint(dialect: Dialect, tools: ToolUse, *, parallel: bool) -> StructuredOutputsParams | None:
-        """What holds the answer to calling, where it must."""
+        """Return the constraint that makes an answer call a tool, or None if it need not."""
         if not tools.required or dialect.calls is None:
             return None
         grammar = calls_grammar(
@@ -75,14 +77,16 @@ class Dialects:
         return StructuredOutputsParams(grammar=grammar)
 
     def chat(self, messages: list[dict[str, Any]], tools: ToolUse) -> RenderedChat:
-        """The messages and tools for the template, which may know nothing of tools."""
+        """Return the template's input; adapts it to templates without support for tools or the role `developer`."""
+        if not self._template_knows_developers:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if not tools or self._calls is None or self._template_knows_tools:
             return RenderedChat(messages, tools.tools or None)
         described = with_tools_described(messages, tools.tools, self._calls)
         return RenderedChat(described, None, len(described) - len(messages))
 
     def of_answer(self, calls: CallFormat | None, tools: ToolUse, prompt: str) -> Dialect:
-        """How an answer to the rendered prompt is read."""
+        """Return the dialect by which the answer to a rendered prompt is parsed."""
         reasoning = self._reasoning
         in_reasoning = has_reasoned = False
         if reasoning is not None:

@@ -1,4 +1,4 @@
-"""The page at /docs: it shows /openapi.json, and loads nothing from anywhere else."""
+"""The page at /docs, which shows /openapi.json and loads nothing else."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from octavo.server.keys import Client
 from octavo.server.reading import EmbeddingRequest
 from octavo.server.turnstile import Turnstile
 
-# What the engine does with an embedding's prompt, it knows itself.
+# A placeholder: the engine does not sample for embeddings.
 _NO_PARAMS = SamplingParams(max_tokens=1)
 
 
@@ -31,7 +31,7 @@ class Embeddings:
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
 
     def answer(self, read: EmbeddingRequest, client: Client, traceparent: str | None = None) -> EmbeddingAnswer:
-        """What will answer a body that was read."""
+        """Return the answer to a body that was read; nothing runs until it is awaited."""
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
         context = replace(context, traceparent=traceparent, pooling=self._engine.pooling)
@@ -40,10 +40,10 @@ class Embeddings:
 
 
 class EmbeddingAnswer:
-    """One embedding request; the embeddings come in the order of the inputs.
+    """One embedding request; the embeddings are in the order of the inputs.
 
     Attributes:
-        usage: its tokens, as far as they are computed. None are generated.
+        usage: the request's tokens, of which none are generated.
     """
 
     def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool) -> None:
@@ -53,7 +53,7 @@ class EmbeddingAnswer:
         self.usage = Usage(job.prompts)
 
     async def whole(self) -> list[bytes]:
-        """The response body, in pieces."""
+        """Run the request and return the response body, in pieces."""
         try:
             outputs = await self._job.results(self._engine)
         except RequestError as error:
@@ -68,7 +68,7 @@ class EmbeddingAnswer:
             if output.embedding is None:
                 raise StepFailedError(output.request_id)
             self.usage.add_prompt(index, output)
-            # One by one: each is encoded in one go, which holds the interpreter's lock.
+            # Encoded one by one, because encoding holds the interpreter's lock.
             pieces.append(b"," * bool(index) + self._entry(index, output.embedding))
         pieces.append(b'],"usage":' + json_bytes(self._usage()) + b"}")
         return pieces
@@ -86,7 +86,7 @@ class EmbeddingAnswer:
 
 
 def _little_endian(numbers: list[float]) -> bytes:
-    """float32, as OpenAI's clients read them."""
+    """Pack numbers as little-endian float32, the format that OpenAI's clients read."""
     packed = array("f", numbers)
     if sys.byteorder == "big":
         packed.byteswap()

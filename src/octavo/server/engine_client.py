@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 class TokenizerLike(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def max_kept_token_bytes(self) -> int | None:
-        """Most bytes of a text that one token can stand for, `dropped_bytes` aside; None where that is not certain."""
+        """Largest number of bytes of a text that one token can cover, without `dropped_bytes`; None if unknown."""
         ...
 
     @property
     def dropped_bytes(self) -> bytes:
-        """Bytes that leave no trace in the tokens."""
+        """The byte values that may leave no trace in the tokens."""
         ...
 
     @property
     def chat_template_text(self) -> str:
-        """All chat templates that there are, one after the other."""
+        """All chat templates of the model, concatenated."""
         ...
 
     @property
@@ -54,12 +54,12 @@ class TokenizerLike(Protocol):
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a chat; raises `RequestError` where the template refuses it, or there is none."""
+        """Render the prompt of a chat; raises `RequestError` if the template refuses it or there is no template."""
         ...
 
 
 class EngineClient(Protocol):
-    """An engine as used from the event loop."""
+    """The interface of an engine, for use from the event loop."""
 
     @property
     def model_name(self) -> str: ...
@@ -72,12 +72,12 @@ class EngineClient(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of an embedding."""
+        """The number of dimensions of an embedding."""
         ...
 
     @property
     def pooling(self) -> Pooling:
-        """What makes an embedding of a prompt's hidden states."""
+        """How a prompt's hidden states are pooled into an embedding."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class EngineClient(Protocol):
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Keywords of `SamplingParams` for requests that do not give them."""
+        """Keywords of `SamplingParams` that apply to requests that do not give them."""
         ...
 
     @property
@@ -99,12 +99,12 @@ class EngineClient(Protocol):
 
     @property
     def is_planning(self) -> bool:
-        """Whether a step is under way that needs the interpreter now; what can wait for a millisecond should."""
+        """Whether a running step needs the interpreter now, so that work that can wait a millisecond should wait."""
         ...
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is running."""
         ...
 
     async def start(self) -> None: ...
@@ -117,39 +117,39 @@ class EngineClient(Protocol):
         *,
         output_kind: OutputKind = OutputKind.DELTA,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request; closing the iterator aborts it.
+        """Iterate over the outputs of one request; closing the iterator aborts the request.
 
-        The first `__anext__` raises `RequestError` where the request is invalid, before anything is queued;
-        any raises `EngineDeadError` once the step loop died.
+        The first `__anext__` raises `RequestError` if the request is invalid, before anything is queued; every
+        `__anext__` raises `EngineDeadError` once the step loop has died.
         """
         ...
 
     async def kv_report(self) -> dict[str, Any]:
-        """The ledger, ready for JSON."""
+        """Return the ledger as JSON-ready values."""
         ...
 
     async def inspect(self, look: Callable[[Scheduler], T]) -> T:
-        """What a function finds that looks at the scheduler, and changes nothing, between two steps."""
+        """Call a function that only reads the scheduler, between two steps, and return its result."""
         ...
 
     async def pins(self) -> Sequence[PinInfo]:
-        """Every pin, the soonest to expire first."""
+        """Return all pins, the soonest to expire first."""
         ...
 
     async def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; False if there is none with that id."""
+        """Remove a pin; returns False if there is none with that id."""
         ...
 
     def resolve_kv_limits(self, amounts: KVAmounts) -> Mapping[str, KVLimits]:
-        """Tenants' floors and caps in blocks of this engine's cache; raises `ConfigError` where they do not fit."""
+        """Convert tenants' floors and caps to blocks of this cache; raises `ConfigError` if they do not fit."""
         ...
 
     async def set_kv_limits(self, limits: Mapping[str, KVLimits]) -> None:
-        """Tenants' floors and caps from now on; may be called before `start`."""
+        """Set the tenants' floors and caps; may be called before `start`."""
         ...
 
     async def reset_prefix_cache(self) -> int:
-        """Evict every cached block that is neither in use nor pinned; returns how many."""
+        """Evict every cached block that is neither in use nor pinned, and return their number."""
         ...
 
     async def shutdown(self, drain_seconds: float) -> None: ...

@@ -1,4 +1,8 @@
-"""Errors as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of the client's API.
+
+OpenAI's       {"error": {"message", "type", "param", "code"}}
+Anthropic's    {"type": "error", "error": {"type", "message"}, "request_id"}
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,28 @@ from octavo.errors import (
     UnreadError,
     shortened,
 )
+from octavo.server.paths import is_anthropic
 
 logger = logging.getLogger("octavo.server")
 
 INVALID_REQUEST = "invalid_request_error"
-# A full queue has room again as soon as any of those that wait is admitted.
+# Short, because a full queue has room again as soon as any waiting request is admitted.
 RETRY_AFTER_SECONDS = 1
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(OctavoError):
@@ -55,16 +75,27 @@ class ApiError(OctavoError):
         self.headers = headers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # It may come from another process, and its own arguments are not those of its subclasses.
+        # Errors are pickled when they come from another process, and subclasses take other arguments than this class.
         return _api_error, (self.status, self.message, self.type, self.param, self.code, self.headers)
 
-    def body(self) -> bytes:
-        """The error object, as JSON."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+    def fields(self) -> dict[str, str | None]:
+        """Return OpenAI's error object."""
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def body(self) -> bytes:
+        """Return the error as JSON in the form of OpenAI's API."""
+        return json.dumps({"error": self.fields()}).encode()
+
+    def anthropic_body(self, request_id: str | None = None) -> bytes:
+        """Return the error as JSON in the form of Anthropic's API."""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
+        return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
+
+    def response(self, scope: Scope) -> Response:
+        """Return the response to a request, in the form of the API that the request used."""
+        request_id = scope.get("state", {}).get("request_id")
+        body = self.anthropic_body(request_id) if is_anthropic(scope) else self.body()
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def _api_error(
@@ -74,7 +105,7 @@ def _api_error(
 
 
 class BodyTooLargeError(ApiError):
-    """The request's body is over the server's limit."""
+    """The request's body exceeds the server's limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -125,7 +156,7 @@ class ShuttingDownError(ApiError):
 
 
 class RequestTimedOutError(ApiError):
-    """The request ran longer than the server lets any."""
+    """The request ran longer than the server allows."""
 
     def __init__(self, seconds: float) -> None:
         message = f"The request was not finished within {seconds:g} s, the most this server allows (--request-timeout)."
@@ -133,10 +164,10 @@ class RequestTimedOutError(ApiError):
 
 
 class GenerationFailedError(ApiError):
-    """The model's logits for this request cannot be sampled; the engine ended it and goes on.
+    """The model's logits for this request cannot be sampled; the engine ended the request and continues.
 
-    What a client is told of a `LogitsError`: 500, because the same request may well fail again whoever
-    sends it, and nothing of the message, which names the requests of others.
+    Clients see this error in place of a `LogitsError`, whose message names other clients' requests. The status is 500,
+    because the same request may well fail again.
     """
 
     def __init__(self) -> None:
@@ -148,9 +179,9 @@ class GenerationFailedError(ApiError):
 
 
 class GrammarTooComplexError(ApiError):
-    """The grammar of this request's structured output became too complex to follow; the engine ended it and goes on.
+    """The grammar of a request's structured output became too complex; the engine ended the request and continues.
 
-    400, because the description came with the request, and another may be served.
+    The status is 400, because the description came with the request, and another description may work.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -162,7 +193,7 @@ class GrammarTooComplexError(ApiError):
 
 
 class StepFailedError(ApiError):
-    """Something raised while the engine computed or reported this request; it ended it and goes on."""
+    """An exception was raised while the engine computed or reported this request; the engine ended it and continues."""
 
     def __init__(self, request_id: str) -> None:
         message = (
@@ -173,7 +204,7 @@ class StepFailedError(ApiError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The error response for `error`. Unexpected exceptions are logged, and reported without details."""
+    """Return the error response for `error`. Unexpected exceptions are logged, and reported without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -190,12 +221,12 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, GrammarError):
         return GrammarTooComplexError(None)
     if isinstance(error, LogitsError):
-        # The engine ends such a request by itself; this is for whoever drives one directly. It has logged the causes.
+        # The engine ends such a request by itself and logs the causes; this is for callers that drive one directly.
         return GenerationFailedError()
     if isinstance(error, RequestFailedError):
         return StepFailedError(error.request_id)
     if isinstance(error, EngineDeadError):
-        logger.error("a request met a dead engine: %s", error)  # which logged its traceback when it died
+        logger.error("a request met a dead engine: %s", error)  # the engine logged its traceback when it died
         message = "The engine has stopped after an internal error and serves no more requests; restart the server."
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, type="server_error", code="engine_dead")
     logger.error("unexpected error while answering a request", exc_info=error)
@@ -205,19 +236,19 @@ def to_api_error(error: Exception) -> ApiError:
 
 async def answer_octavo_error(request: Request, error: Exception) -> Response:
     """Exception handler for Octavo's own errors."""
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Exception handler for the router's errors: unknown path or method."""
     if not isinstance(error, HTTPException):
-        return to_api_error(error).response()
+        return to_api_error(error).response(request.scope)
     where = f"{request.method} {shortened(request.url.path)}"
     message = {
         404: f"Invalid URL ({where})",
         405: f"Method not allowed ({where})",
     }.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
 
 class LastResort:
@@ -239,6 +270,6 @@ class LastResort:
         except Exception as error:
             answer = to_api_error(error)
             if started or scope["type"] != "http":
-                # Half an answer cannot be taken back; uvicorn closes the connection, so the client sees it is cut.
+                # A started answer cannot be replaced; uvicorn closes the connection, so the client sees that it is cut.
                 return
-            await answer.response()(scope, receive, send)
+            await answer.response(scope)(scope, receive, send)

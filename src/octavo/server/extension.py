@@ -1,4 +1,4 @@
-"""The `octavo` object of a response: fields besides OpenAI's, where the request asks for them."""
+"""The `octavo` object of a response, which holds fields beyond OpenAI's that the request asked for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ResponseExtension:
     """Collects the `octavo` object over all prompts of one response.
 
     Args:
-        tells_ledger: the body asked why the cache did not help.
-        tells_pins: the body asked for prefixes to be pinned.
+        tells_ledger: whether to report how the cache was used; the body asked for it.
+        tells_pins: whether to report pins; the body asked for prefixes to be pinned.
     """
 
     def __init__(self, num_prompts: int, *, tells_ledger: bool, tells_pins: bool) -> None:
@@ -22,12 +22,12 @@ class ResponseExtension:
         self._outputs: list[RequestOutput | None] = [None] * num_prompts
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Record an output; the last one of each prompt counts."""
+        """Record an output; only the last one of each prompt is kept."""
         if output.finished:
             self._outputs[prompt_index] = output
 
     def report(self) -> dict[str, Any]:
-        """`{"octavo": {…}}`, to be merged into the response; empty where nothing was asked for."""
+        """Return `{"octavo": {…}}`, to be merged into the response; empty if nothing was asked for."""
         told: dict[str, Any] = {}
         if self._tells_ledger:
             told["ledger"] = [
@@ -52,5 +52,5 @@ class ResponseExtension:
 
 
 def _by_tier(output: RequestOutput) -> dict[str, Any]:
-    """Where cached tokens were, once any was not on the device."""
+    """Return the numbers of cached tokens by tier; empty if all were on the device."""
     return {"cached_by_tier": output.cached_by_tier} if len(output.cached_by_tier) > 1 else {}

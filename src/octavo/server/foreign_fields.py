@@ -1,7 +1,7 @@
-"""Fields of other servers' clients: what has another name here, what is harmless, and what cannot be served.
+"""Request fields of other servers' clients: those that have another name here, harmless ones, and unsupported ones.
 
-Clients of vLLM, llama.cpp and Ollama send fields of their own, most of them at values that change nothing. A field that
-nobody here knows is ignored, and named in the answer's header; one that would change the answer is a 400.
+Clients of vLLM, llama.cpp and Ollama send fields of their own, most of them with values that change nothing. Unknown
+fields are ignored and named in a response header; fields that would change the answer are refused with a 400.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import Any
 
 from octavo.errors import RequestError, shortened
 
-# llama.cpp's names; the longer one wins where both are given.
-OTHER_NAMES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
+# llama.cpp's names of fields; if both are given, Octavo's name wins.
+OTHER_NAMES = {
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "grammar": "guided_grammar",
+    "json_schema": "guided_json",
+}
 # Values by which llama.cpp and vLLM mean "not set".
 _UNSET = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}
 
-# Known elsewhere, without effect here or at these values; at others they would change the answer.
+# Fields that have no effect at these values, and would change the answer at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # llama.cpp's samplers that Octavo does not have.
     "mirostat": (0,),
@@ -27,6 +32,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "top_n_sigma": (0, -1),
     "n_keep": (0, -1),
+    # OpenAI's older form of `tool_choice`, harmless without `functions`.
+    "function_call": ("none", "auto"),
     "lora": ([],),
     "image_data": ([],),
     "images": ([],),
@@ -36,23 +43,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "kv_transfer_params": ({},),
 }
-# Of no consequence whatever their value: they say how a server works, not what it answers.
+# Fields that are harmless at any value: they affect how a server works, not what it answers.
 HARMLESS = frozenset(
     {"cache_prompt", "id_slot", "keep_alive", "request_id", "spaces_between_special_tokens", "timings"}
 )
 
-# An error or a header names no more fields than that.
+# Maximum number of fields that an error or a header names.
 NAMED_FIELDS = 8
 
 
 def translate(given: dict[str, Any], known: Iterable[str]) -> None:
-    """Rename a body's fields in place, and drop those that say nothing: null, neutral and harmless ones.
+    """Rename a body's fields in place, and drop those without effect: null, neutral and harmless ones.
 
     Args:
-        known: the names of the fields that the body has.
+        known: the names of the fields that the body's type declares.
 
     Raises:
-        RequestError: a field of `NEUTRAL` asks for what is not there.
+        RequestError: a field of `NEUTRAL` asks for an unsupported feature.
     """
     known = frozenset(known)
     for other, name in OTHER_NAMES.items():
@@ -71,12 +78,12 @@ def translate(given: dict[str, Any], known: Iterable[str]) -> None:
 
 
 def named(names: list[str]) -> str:
-    """'a, b and 3 more': the first few of many names."""
+    """Join names as in 'a, b and 3 more', with at most `NAMED_FIELDS` of them."""
     more = f" and {len(names) - NAMED_FIELDS} more" if len(names) > NAMED_FIELDS else ""
     return ", ".join(shortened(name) for name in names[:NAMED_FIELDS]) + more
 
 
 def header_value(names: tuple[str, ...]) -> str:
-    """Field names as a header may carry them: neither empty, nor with white space at an end."""
+    """Join field names as a header value, with '?' for characters that may not appear in one."""
     plain = ["".join(c if "!" <= c <= "~" and c != "," else "?" for c in name) or "?" for name in names]
     return named(plain)

@@ -1,4 +1,4 @@
-"""Shared by completions and chat completions: the engine's work, its outputs, and token usage."""
+"""What the generation endpoints share: running a body's prompts on the engine, token usage, and JSON."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, 
 from octavo.server.prompts import EncodedPrompt
 from octavo.server.turnstile import Turnstile
 
-# Prompts of several bodies that are started or given up in one round of the event loop, and outputs of one body that
-# are passed on before other tasks have a turn.
+# Number of prompts that are started or aborted in one round of the event loop, over all bodies with several prompts;
+# and number of outputs of one body that are passed on before other tasks have a turn.
 AT_ONCE = 8
 
 
@@ -30,9 +30,10 @@ class Job:
     """The engine requests of one body: one per prompt.
 
     Attributes:
-        model: the name the client used, which the response repeats.
-        context: of every prompt's request; the engine's ids are made from its `request_id`, the response's.
-        turnstile: for its prompts, where there are several, and those of other bodies.
+        model: the model's name as the client wrote it, which the response repeats.
+        context: the context of every prompt's request; its `request_id` is the response's id, from which the engine's
+            request ids are derived.
+        turnstile: limits how many prompts start at a time; shared with other bodies, and used if there are several.
     """
 
     model: str
@@ -49,7 +50,7 @@ class Job:
     def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (prompt index, output) as they arrive; closing the iterator aborts unfinished requests.
 
-        Raises what the engine raises, and an `ApiError` where it ended a request as faulty.
+        Raises what the engine raises, and an `ApiError` if the engine ended a request because of a fault.
         """
 
         def start(index: int, context: RequestContext) -> AsyncIterator[RequestOutput]:
@@ -64,28 +65,28 @@ class Job:
         return _merged(len(self.prompts), start_one_of_many, self.turnstile, size)
 
     async def results(self, engine: EngineClient) -> list[RequestOutput]:
-        """The final output of every prompt, in order."""
+        """Run all prompts and return their final outputs, in order."""
         async with aclosing(self.stream(engine, OutputKind.FINAL)) as outputs:
             finals = {index: output async for index, output in outputs}
         return [finals[index] for index in range(len(self.prompts))]
 
 
-# Small objects of a completion besides its tokens.
+# Number of small objects that a completion needs besides its tokens.
 _COMPLETION_WEIGHT = 8
-# Small objects of an answer from which on it is put together in a thread: a millisecond of it.
+# An answer of at least this many small objects, about a millisecond of work, is assembled in a thread.
 _HEAVY = 512
-# Elements of a list that are encoded in one go. With twenty alternatives each, a millisecond.
+# Number of list elements that are encoded at a time; with twenty alternatives each they take a millisecond.
 _ENCODED_AT_ONCE = 64
 
 Result = TypeVar("Result")
 
-# json.dumps would make an encoder for every call.
+# Made once, because json.dumps with these arguments makes an encoder for every call.
 _to_ascii_json = json.JSONEncoder(separators=(",", ":")).encode
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def new_id(prefix: str) -> str:
-    """'cmpl' -> 'cmpl-4f1c…', a unique id."""
+    """Return a unique id: 'cmpl' -> 'cmpl-4f1c…'."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -115,11 +116,11 @@ async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tupl
 async def _merged(
     count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]], turnstile: Turnstile, size: int
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Start streams and merge them in order of arrival; the first error ends all of them.
+    """Start streams and merge their outputs in order of arrival; the first error ends all streams.
 
-    Each takes `size` of a turnstile's places when it starts, and when it is ended.
+    Each stream takes `size` of the turnstile's places when it starts and when it is cancelled.
     """
-    # Bounded: what a slow client has not read waits in the engine's streams, which are.
+    # Bounded, so that outputs for a slow client wait in the engine's streams, which are bounded too.
     arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(AT_ONCE)
 
     async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
@@ -147,7 +148,7 @@ async def _merged(
             arrival = await arrivals.get()
             taken += 1
             if taken % AT_ONCE == 0:
-                # A queue that is not empty gives no other task a turn.
+                # Getting from a queue that is not empty lets no other task run.
                 await asyncio.sleep(0)
             if isinstance(arrival, Exception):
                 raise arrival
@@ -162,7 +163,7 @@ async def _merged(
 
 
 async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, size: int) -> None:
-    """Cancel tasks and wait for their ends, a few at a time: ending a thousand requests takes tens of milliseconds."""
+    """Cancel tasks a few at a time and wait for them: aborting a thousand requests takes tens of milliseconds."""
     running = [task for task in tasks if not task.done()]
     try:
         for task in running:
@@ -171,14 +172,14 @@ async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, s
         if running:
             await asyncio.wait(running)
     except asyncio.CancelledError:
-        # Whoever cannot wait leaves nothing running behind.
+        # A caller that is cancelled while it waits must leave nothing running.
         for task in running:
             task.cancel()
         raise
 
 
 class Usage:
-    """Tokens of one response, over all its prompts and choices."""
+    """Token usage of one response, over all its prompts and choices."""
 
     def __init__(self, prompts: list[EncodedPrompt]) -> None:
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -192,16 +193,16 @@ class Usage:
             self.completion_tokens += len(choice.token_ids)
 
     def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
-        """Count what of a prompt was cached."""
+        """Count a prompt's cached tokens."""
         self._cached_tokens[prompt_index] = output.num_cached_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompts, those found in the prefix cache, as far as is known."""
+        """The number of prompt tokens found in the prefix cache, as far as known yet."""
         return sum(self._cached_tokens)
 
     def report(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -211,22 +212,22 @@ class Usage:
 
 
 def event(content: str) -> str:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return f"data: {content}\n\n"
 
 
 def dumps(value: Any) -> str:
-    """JSON for events, in ASCII: many clients split lines at U+2028 and its like, which is no end of an event."""
+    """Encode JSON for events, in ASCII, because many clients wrongly split lines at U+2028 and the like."""
     return _to_ascii_json(value)
 
 
 async def offload(weight: int, work: Callable[[], Result]) -> Result:
-    """`work()`, in a thread where it is heavy, so that the streams of others go on meanwhile."""
+    """Call `work`, in a thread if it is heavy, so that other streams continue meanwhile."""
     return work() if weight < _HEAVY else await asyncio.to_thread(work)
 
 
 def weight_of(output: RequestOutput) -> int:
-    """About how many small objects the answer's JSON will have for an output."""
+    """Estimate how many small objects the JSON of an output will have."""
     weight = _COMPLETION_WEIGHT * len(output.outputs)
     for logprobs in (output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)):
         if logprobs:
@@ -235,52 +236,64 @@ def weight_of(output: RequestOutput) -> int:
 
 
 def weight_of_all(outputs: Seq[RequestOutput]) -> int:
-    """`weight_of` of several; where they are so many that they are heavy anyway, not one is looked at."""
+    """Return the sum of `weight_of`; outputs are not inspected if their number alone makes them heavy."""
     return _HEAVY if _COMPLETION_WEIGHT * len(outputs) >= _HEAVY else sum(map(weight_of, outputs))
 
 
 def free(lists: Iterable[list[Any]]) -> None:
-    """Empty long lists of small objects a few at a time, so that other threads have their turns in between.
+    """Empty long lists of small objects a few at a time, so that other threads can run in between.
 
-    Of 4,000 tokens with twenty alternatives each, a single reference that goes frees 84,000 dicts at once: 11 ms.
+    Dropping the last reference to 4,000 tokens with twenty alternatives each frees 84,000 dicts at once: 11 ms.
     """
     for values in lists:
         while values:
             del values[-_ENCODED_AT_ONCE:]
 
 
-def json_pieces(response: dict[str, Any]) -> list[bytes]:
-    """`json_bytes`, in pieces: each is encoded in one go, which holds the interpreter's lock for that long."""
+def json_bytes(value: Any) -> bytes:
+    """Encode JSON for whole responses, in UTF-8."""
+    return _to_json(value).encode("utf-8", "replace")
+
+
+def ascii_bytes(value: Any) -> bytes:
+    """Encode JSON for events; see `dumps`."""
+    return dumps(value).encode()
+
+
+def json_pieces(response: dict[str, Any], encode: Callable[[Any], bytes] = json_bytes) -> list[bytes]:
+    """Encode JSON in pieces, because the interpreter's lock is held while a piece is encoded."""
     pieces: list[bytes] = []
-    _append_pieces(response, pieces)
+    _append_pieces(response, pieces, encode)
     return pieces
 
 
-def _append_pieces(fields: dict[str, Any], pieces: list[bytes]) -> None:
+def _append_pieces(fields: dict[str, Any], pieces: list[bytes], encode: Callable[[Any], bytes]) -> None:
     if not any(isinstance(value, dict | list) and value for value in fields.values()):
-        pieces.append(json_bytes(fields))
+        pieces.append(encode(fields))
         return
     separator = b"{"
     for name, value in fields.items():
-        pieces.append(separator + json_bytes(name) + b":")
+        pieces.append(separator + encode(name) + b":")
         separator = b","
         if isinstance(value, dict) and value:
-            _append_pieces(value, pieces)
-        elif name == "choices":
-            for index, choice in enumerate(value):
+            _append_pieces(value, pieces, encode)
+        elif _is_encoded_singly(name, value):
+            for index, element in enumerate(value):
                 pieces.append(b"," if index else b"[")
-                _append_pieces(choice, pieces)
-            pieces.append(b"]" if value else b"[]")
+                _append_pieces(element, pieces, encode)
+            pieces.append(b"]")
         elif isinstance(value, list) and len(value) > _ENCODED_AT_ONCE:
             parts = (value[start : start + _ENCODED_AT_ONCE] for start in range(0, len(value), _ENCODED_AT_ONCE))
-            # Without the brackets around each part.
-            pieces.extend((b"," if index else b"[") + json_bytes(part)[1:-1] for index, part in enumerate(parts))
+            # Strip the brackets around each part.
+            pieces.extend((b"," if index else b"[") + encode(part)[1:-1] for index, part in enumerate(parts))
             pieces.append(b"]")
         else:
-            pieces.append(json_bytes(value))
+            pieces.append(encode(value))
     pieces.append(b"}" if fields else b"{}")
 
 
-def json_bytes(value: Any) -> bytes:
-    """JSON for whole responses, in UTF-8."""
-    return _to_json(value).encode("utf-8", "replace")
+def _is_encoded_singly(name: str, value: Any) -> bool:
+    """Return whether a member is a list of objects that may be long: choices, or a response's items and their parts."""
+    # Clients choose names too (`metadata`), so the values are inspected.
+    listed = isinstance(value, list) and value and all(isinstance(element, dict) for element in value)
+    return bool(listed) and (name in ("choices", "output") or (name == "content" and len(value) == 1))

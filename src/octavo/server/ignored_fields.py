@@ -1,4 +1,4 @@
-"""What is said of fields that were ignored: a header of the answer names them, and the log, each once."""
+"""Reports ignored request fields in a response header and, each name once, in the log."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from octavo.server.protocol import RequestBody
 logger = logging.getLogger("octavo.server")
 
 IGNORED_HEADER = "X-Octavo-Ignored-Fields"
-# Names that are logged, each once: whoever sends ever new ones fills no log.
+# Maximum number of names that are logged, so that clients cannot fill the log by sending ever new ones.
 MAX_LOGGED = 256
 
 AnyResponse = TypeVar("AnyResponse", bound=Response)
 
 
 class IgnoredFields:
-    """Tells clients and the log of ignored fields."""
+    """Reports ignored fields to clients and in the log."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def told(self, body: RequestBody, response: AnyResponse) -> AnyResponse:
-        """The same response, with a header where fields of its request's body were ignored."""
+        """Return the response, with a header that names the fields of the request's body that were ignored, if any."""
         if body.ignored:
             response.headers[IGNORED_HEADER] = header_value(body.ignored)
             for name in body.ignored:

@@ -1,9 +1,9 @@
-"""Takes in requests' bodies, and bounds what all of them hold together until they have been read.
+"""Receives request bodies, and bounds the memory that all of them take until they have been read.
 
-Each connection may send a body of `--max-body-size`, and may take its time. Together, what is held beyond the first
-64 KiB of each body stays under `--max-total-body-size`: one more byte, and a body that has not come whole is cut (503,
-`Retry-After`): of the tenant that holds the most, the one that began first. So whoever stalls many bodies makes room
-for others with them, and small bodies are never refused.
+Each connection may send a body of `--max-body-size`, and may send it slowly. The total that is held beyond the first
+64 KiB of each body stays below `--max-total-body-size`: when it would be exceeded, an incomplete body is cut off (503,
+`Retry-After`; 429 if its tenant holds more than half), namely the oldest of the tenant that holds the most. A tenant
+that stalls many bodies therefore loses them first, and small bodies are never refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from octavo.server.errors import RETRY_AFTER_SECONDS, ApiError, BodyTooLargeErro
 
 # Bytes of each body that are not counted.
 FREE_BYTES = 64 * 1024
-# Bytes of a body that are put together on the event loop; of more, joining lets go of the interpreter's lock.
+# Bodies below this size in bytes are joined on the event loop; joining larger ones releases the interpreter's lock.
 _JOINED_AT_ONCE = 1024 * 1024
 
 
 class TooManyBodiesError(ApiError):
-    """The bodies that are being received or read hold as much memory as they may."""
+    """The bodies that are being received or read hold as much memory as the server allows."""
 
     def __init__(self, most: int) -> None:
         super().__init__(
@@ -42,13 +42,27 @@ class TooManyBodiesError(ApiError):
         )
 
 
+class TooManyTenantBodiesError(ApiError):
+    """One tenant's bodies that are being received or read hold more than half of the memory that all may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            "The request bodies that this server is receiving from this API key's tenant are larger than "
+            f"{most // 2} bytes together, half of what all may take (--max-total-body-size): try again later.",
+            type="rate_limit_error",
+            code="too_many_tenant_bodies",
+            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+        )
+
+
 @dataclass(eq=False, slots=True)
 class _Body:
     """A body from its first byte until it has been read.
 
     Attributes:
-        held: bytes that count.
-        is_cut: it was given up for others.
+        held: bytes that count towards the limit on all bodies.
+        refusal: why the body was cut off to make room for others; None if it was not.
     """
 
     tenant: str
@@ -56,15 +70,15 @@ class _Body:
     size: int = 0
     held: int = 0
     is_whole: bool = False
-    is_cut: bool = False
+    refusal: ApiError | None = None
 
 
 class BodyIntake:
     """The bodies of all connections. Used only from the event loop.
 
     Args:
-        most: bytes of one body.
-        most_in_all: bytes of all bodies that have not been read, beyond the first `FREE_BYTES` of each.
+        most: maximum size of one body in bytes.
+        most_in_all: maximum total of all bodies that have not been read, not counting the first `FREE_BYTES` of each.
     """
 
     def __init__(self, most: int, most_in_all: int) -> None:
@@ -75,11 +89,12 @@ class BodyIntake:
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body of a request, which counts as held until the context is left.
+        """Receive the whole body of a request, which counts as held until the context is left.
 
         Raises:
-            BodyTooLargeError: before more than the limit is held, whatever its headers say.
-            TooManyBodiesError: it was cut, or there is no room for it.
+            BodyTooLargeError: the body exceeds the limit, by its headers or by what was received.
+            TooManyBodiesError, TooManyTenantBodiesError: the body was cut off to make room for others, or there is no
+                room for it.
             ClientLeftError: the client closed the connection.
         """
         task = asyncio.current_task()
@@ -107,34 +122,38 @@ class BodyIntake:
         except ClientDisconnect:
             raise ClientLeftError from None
         except asyncio.CancelledError:
-            if not body.is_cut:
+            if body.refusal is None:
                 raise
             body.task.uncancel()
-            raise TooManyBodiesError(self._most_in_all) from None
+            raise body.refusal from None
         body.is_whole = True
         if body.size < _JOINED_AT_ONCE:
             return b"".join(chunks)
         return await asyncio.to_thread(b"".join, chunks)
 
     def _hold(self, body: _Body) -> None:
-        """Count what has come, and make room for it."""
+        """Count what was received, and make room for it."""
         more = max(0, body.size - FREE_BYTES) - body.held
         body.held += more
         self.held += more
         while self.held > self._most_in_all:
-            victim = self._victim()
+            victim, refusal = self._victim()
             if victim is body:
-                raise TooManyBodiesError(self._most_in_all)
-            victim.is_cut = True
+                raise refusal
+            victim.refusal = refusal
             self.held -= victim.held
             victim.held = 0
             victim.task.cancel()
 
-    def _victim(self) -> _Body:
-        """Of the tenant that holds the most, the body that began first; only of those that have not come whole."""
+    def _victim(self) -> tuple[_Body, ApiError]:
+        """Return the oldest incomplete body of the tenant that holds the most, of those with one, and its error."""
         unfinished = [body for body in self._bodies if body.held and not body.is_whole]
         by_tenant: Counter[str] = Counter()
         for body in self._bodies:
             by_tenant[body.tenant] += body.held
         worst = max((body.tenant for body in unfinished), key=by_tenant.__getitem__)
-        return next(body for body in unfinished if body.tenant == worst)
+        victim = next(body for body in unfinished if body.tenant == worst)
+        # Without API keys all clients are one tenant, whose name is empty: what they hold is no single client's.
+        if worst and by_tenant[worst] > self._most_in_all // 2:
+            return victim, TooManyTenantBodiesError(self._most_in_all)
+        return victim, TooManyBodiesError(self._most_in_all)

@@ -6,11 +6,12 @@
 
     [tenants.operations]
     keys = ["sk-ops"]
-    admin = true                                 # may use /debug and what resets the cache
+    admin = true                                 # may use /debug and reset the prefix cache
 
-Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range that its requests
-may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and `max_waiting_tokens`
-limit all its keys together; `kv_floor` and `kv_cap` are parts of the KV cache. `_READERS` has every field.
+Without `cache_group` a tenant shares cached prefixes with nobody. `priority = [0, 10]` is the range of priorities that
+its requests may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and
+`max_waiting_tokens` limit all its keys together; `kv_floor` and `kv_cap` bound its share of the KV cache. `_READERS`
+lists all fields.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger("octavo.server")
 
 MAX_FILE_BYTES = 4 * 2**20
 MAX_KEY_LENGTH = 1024
-# Tenants' names are labels of metrics and parts of log lines.
+# Tenants' names appear as labels of metrics and in log lines.
 _NAME = re.compile(r"[A-Za-z0-9._@:-]{1,64}")
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,6})?) ?%")
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
@@ -44,7 +45,7 @@ Digest = bytes
 
 
 def tenant_of(api_key: str) -> str:
-    """A short tenant name derived from the key: stable across restarts, and it does not reveal the key."""
+    """Derive a short tenant name from a key; it is stable across restarts and does not reveal the key."""
     return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"octavo-tenant").hexdigest()
 
 
@@ -53,18 +54,19 @@ class Client:
     """The sender of a request, and what its tenant may do.
 
     Attributes:
-        tenant: whom the work is accounted to; empty where no API key is asked for.
-        cache_group: its tenants share cached prefixes; None: this tenant shares them with nobody.
-        min_priority, max_priority: what `priority` a request may give (lower is served first); None: what the server
-            allows anybody. In the file `priority = [min, max]`; a tenant may not go before others unless that says so.
-        weight: how much service it is due beside other tenants, where `scheduling_policy` is "vtc" or "dlpm".
-        requests_per_minute, tokens_per_minute: of all its keys together, prompts and outputs; None: any number.
-        max_concurrency: requests being served at once, those that wait among them.
-        max_waiting_requests, max_waiting_tokens: requests that may wait for their first step, and their prompt tokens
-            together; None: what `queue_tenant_share` of the engine's options leaves a tenant.
-        kv_floor, kv_cap: what its running requests can always hold of the KV cache, and may hold at most: tokens (int),
-            or a part of the cache (float, 0 to 1). In the file a part is written as in "12.5%".
-        admin: may use /debug and what resets the cache.
+        tenant: the tenant that the work is accounted to; empty if no API key is required.
+        cache_group: tenants of the same group share cached prefixes; None if this tenant shares them with nobody.
+        min_priority, max_priority: range of the `priority` that a request may give (lower is served first); None for
+            the server's own limit. In the file `priority = [min, max]`; by default a tenant may not go before others.
+        weight: share of service relative to other tenants, if `scheduling_policy` is "vtc" or "dlpm".
+        requests_per_minute: rate limit of all keys together; None for no limit.
+        tokens_per_minute: rate limit of prompt and output tokens of all keys together; None for no limit.
+        max_concurrency: maximum number of requests being served at once, including waiting ones; None for no limit.
+        max_waiting_requests, max_waiting_tokens: maximum number of requests that wait for their first step, and of
+            their prompt tokens together; None for what the engine's `queue_tenant_share` allows a tenant.
+        kv_floor, kv_cap: amount of the KV cache that is always available to its running requests, and the most that
+            they may hold: tokens (int) or a share of the cache (float, 0 to 1). In the file a share is like "12.5%".
+        admin: whether the client may use /debug and reset the prefix cache.
     """
 
     tenant: str = ""
@@ -84,9 +86,9 @@ class Client:
     def context(
         self, request_id: str, priority: int | None, cache_salt: str | None, pins: tuple[PinRequest, ...] = ()
     ) -> RequestContext:
-        """What accompanies a request of this client to the engine; raises `RequestError` for a priority out of range.
+        """Return the engine's context for a request of this client; raise `RequestError` for a priority out of range.
 
-        Without one the request gets 0, or what of the client's range is nearest to it.
+        If no priority is given, the request gets the value in the client's range that is nearest to 0.
         """
         low = -inf if self.min_priority is None else self.min_priority
         high = inf if self.max_priority is None else self.max_priority
@@ -108,7 +110,7 @@ class Client:
         )
 
     def check_prompts(self, num_prompts: int) -> None:
-        """Refuse a body of more prompts than may wait at once, which would never pass; raises `RequestError`."""
+        """Raise `RequestError` if a body has more prompts than may wait at once, so that it could never be admitted."""
         if self.max_waiting_requests is not None and num_prompts > self.max_waiting_requests:
             raise RequestError(
                 f"prompt holds {num_prompts} prompts, but at most {self.max_waiting_requests} requests of this API "
@@ -118,14 +120,14 @@ class Client:
 
 
 ANYBODY = Client(min_priority=None)
-"""Who asks where no API key is needed."""
+"""The client of every request if no API key is required."""
 
 
 class KeyRing:
     """The accepted keys and their owners.
 
-    A key is looked up by a digest under a secret of this process: however often somebody guesses, the time that it
-    takes says nothing about any key. Keys themselves are not kept.
+    Keys are looked up by a digest keyed with a secret of this process, so that the time of a lookup reveals nothing
+    about any key, however often somebody guesses. The keys themselves are not kept.
     """
 
     def __init__(self, clients: Mapping[Digest, Client]) -> None:
@@ -138,14 +140,14 @@ class KeyRing:
         self._clients = {self._sealed(digest): (digest, client) for digest, client in clients.items()}
 
     def find(self, key: str) -> Client | None:
-        """The owner of this key, or None."""
+        """Return the owner of a key, or None if the key is unknown."""
         digest = digest_of(key)
         known, client = self._clients.get(self._sealed(digest), (b"", None))
         return client if hmac.compare_digest(known, digest) else None
 
     @property
     def clients(self) -> list[Client]:
-        """One per key."""
+        """The clients, one per key."""
         return [client for _, client in self._clients.values()]
 
     def _sealed(self, digest: Digest) -> bytes:
@@ -157,20 +159,21 @@ def digest_of(key: str) -> Digest:
 
 
 def clients_of_keys(keys: Iterable[str], *, admin: bool = False) -> dict[Digest, Client]:
-    """Clients for individually given keys: each is a tenant of its own, named after a hash of the key."""
+    """Return clients for individually given keys; each is a tenant of its own, named after a hash of the key."""
     return {digest_of(key): Client(tenant=tenant_of(key), admin=admin) for key in keys}
 
 
 def sharing_all(clients: Mapping[Digest, Client]) -> dict[Digest, Client]:
-    """The same clients, all sharing cached prefixes regardless of their groups."""
+    """Return the same clients, all sharing cached prefixes regardless of their groups."""
     return {digest: replace(client, cache_group="") for digest, client in clients.items()}
 
 
 def read_keys_file(path: str) -> dict[Digest, Client]:
-    """The clients of a keys file.
+    """Read the clients from a keys file.
 
     Raises:
-        ConfigError: it cannot be read, says something unknown or impossible, or holds no key; no message has a key.
+        ConfigError: the file cannot be read, has an unknown field or an invalid value, or holds no key. Messages never
+            contain a key.
     """
     file = read_toml(path, "the keys file", MAX_FILE_BYTES)
     if file.exposed:
@@ -216,7 +219,7 @@ def _file_digest(key: object, where: str) -> Digest:
 
 
 def check_key(key: object, where: str) -> None:
-    """Refuse what no client could send as a header; raises `ConfigError`, which does not repeat the key."""
+    """Raise `ConfigError` if no client could send the key in a header; the message does not repeat the key."""
     if not isinstance(key, str) or not key:
         raise ConfigError(f"{where} must not be empty")
     if len(key) > MAX_KEY_LENGTH or not re.fullmatch(r"[!-~]+", key):
@@ -224,7 +227,7 @@ def check_key(key: object, where: str) -> None:
 
 
 def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a `Client` besides its name, each of its type and in its range."""
+    """Return the fields of a `Client` other than its name, with types and ranges checked."""
     fields: dict[str, Any] = {}
     for name, value in entry.items():
         reader = _READERS.get(name)
@@ -279,7 +282,7 @@ def _priority(name: str, value: object, where: str) -> dict[str, Any]:
     return {"min_priority": value[0], "max_priority": value[1]}
 
 
-# The fields of a tenant besides its keys, and what reads each: (name, value, place in the file) -> fields of `Client`.
+# Readers of a tenant's fields other than its keys: (name, value, place in the file) -> fields of `Client`.
 _READERS: dict[str, Callable[[str, object, str], dict[str, Any]]] = {
     "admin": _flag,
     "cache_group": _name,

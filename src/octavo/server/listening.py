@@ -15,13 +15,13 @@ from octavo.errors import ConfigError
 from octavo.server.access import Access
 from octavo.server.config import ServerConfig
 
-# Of a Unix socket: who may connect are its owner and its group. The folder's permissions count too.
+# Permissions of a Unix socket: its owner and group may connect, if the folder's permissions let them.
 UNIX_SOCKET_MODE = 0o660
 
 
 @contextmanager
 def bound(config: ServerConfig) -> Iterator[socket.socket]:
-    """The socket of a server's options, not yet listening; a Unix socket's path is removed at the end."""
+    """Bind the socket of a server's options, without listening yet; a Unix socket's path is removed at the end."""
     if config.uds is None:
         with bind(config.host, config.port) as listener:
             yield listener
@@ -31,14 +31,14 @@ def bound(config: ServerConfig) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            # A successor may have put its own there.
+            # Another server may have bound the same path meanwhile.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(config.uds), made):
                     os.unlink(config.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to host:port, not yet listening; raises `ConfigError` if that fails."""
+    """Return a socket bound to host:port, not yet listening; raise `ConfigError` if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -55,9 +55,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A Unix socket bound to `path`, not yet listening; raises `ConfigError` if that fails.
+    """Return a Unix socket bound to `path`, not yet listening; raise `ConfigError` if that fails.
 
-    What a server that was killed has left there is replaced; what a server listens on is not, nor any other file.
+    A socket left behind by a killed server is replaced; one on which a server listens, or any other file, is not.
     """
     _remove_abandoned(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ def _remove_abandoned(path: str) -> None:
     except OSError:
         return  # nothing is there, or `bind` will say what is wrong
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on {path}: a file that is no socket is there")
+        raise ConfigError(f"cannot listen on {path}: that file exists, and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
@@ -95,7 +95,7 @@ def _remove_abandoned(path: str) -> None:
 
 
 def listen(listener: socket.socket) -> None:
-    """Accept connections from now on; raises `ConfigError` where another process was first."""
+    """Start accepting connections; raises `ConfigError` if another process already listens there."""
     try:
         listener.listen()
     except OSError as error:
@@ -103,7 +103,7 @@ def listen(listener: socket.socket) -> None:
 
 
 def shown_address(listener: socket.socket, scheme: str, root_path: str) -> str:
-    """Where a listening socket is reached: a URL, or unix:PATH."""
+    """Return where a listening socket is reached: a URL, or unix:PATH."""
     place = _place(listener)
     return f"unix:{place}" if listener.family == socket.AF_UNIX else f"{scheme}://{place}{root_path}"
 
@@ -124,9 +124,9 @@ def _cannot_listen(place: str, error: OSError) -> ConfigError:
 
 
 def require_keys_beyond_loopback(listener: socket.socket, config: ServerConfig, access: Access) -> None:
-    """Refuse to serve other machines without keys, unless explicitly allowed; raises `ConfigError`."""
+    """Raise `ConfigError` if other machines would be served without keys and that was not explicitly allowed."""
     if listener.family == socket.AF_UNIX:
-        return  # the file's permissions say who may connect
+        return  # the file's permissions control who may connect
     host = listener.getsockname()[0]
     if access.needs_key or config.allow_unauthenticated or ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         return

@@ -1,14 +1,15 @@
 """The live page at `/`: static files, and the changes of the cache as server-sent events.
 
-    GET /                         the page; it shows nothing by itself
+    GET /                         the page, without data
     GET /live/page.js, page.css
-    GET /live/events              what has changed, at most ten times a second
-    GET /live/requests/{id}       its block tables
-    GET /live/blocks/{block}      who holds it, and what it is
+    GET /live/events              changes, at most ten times a second
+    GET /live/requests/{id}       a request's block tables
+    GET /live/blocks/{block}      a block's holders and contents
 
-The data is an admin's where the server has keys; without any the server listens on loopback, and they are open. A look
-costs the engine's thread a fraction of a millisecond, and is taken only when something has changed, and only as often
-as keeps all pages under a hundredth of its time. With no page open nothing is done.
+If the server has keys, the data needs an admin key; without keys, a server listens on loopback by default, and the data
+is open. Taking a look costs the engine's thread a fraction of a millisecond; looks are taken only when something has
+changed, and rarely enough that all open pages together take less than a hundredth of the engine's time. With no page
+open, nothing is done.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from octavo.server.route import Endpoint, json_response
 INTERVAL_S = 0.1
 MOST_PAGES = 8
 
-# Of the engine's time, that all looks of one page and putting them in words may take together.
+# Share of the engine's time that all open pages together may take, for looking and for formatting what was seen.
 _SHARE = 0.009
 _QUIET_S = 2.0
 _FOLDER = Path(__file__).with_name("static")
@@ -49,11 +50,11 @@ _HEADERS = {
 
 
 class LivePage:
-    """Its handlers.
+    """The handlers of the live page.
 
     Args:
-        open_to_all: no key is needed, because the server has none.
-        shows_text: what a block's tokens say is shown to holders of an admin key.
+        open_to_all: whether the data needs no admin key, because the server has no keys.
+        shows_text: whether holders of an admin key see the text of a block's tokens.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LivePage:
     ) -> None:
         self._engine = engine
         self._server = in_flight
-        # Not among those that clients wait for: a page holds up no shutdown, and is no load.
+        # Separate from clients' requests, because open pages do not delay a shutdown and do not count as load.
         self._pages = InFlight()
         self._admin = admin
         self._model_name = model_name
@@ -139,7 +140,12 @@ class LivePage:
             event = _event(changes | _totals(stats))
             took += time.perf_counter() - began
             yield event
-            await asyncio.sleep(max(INTERVAL_S, took / _SHARE))
+            await asyncio.sleep(pause(took, len(self._pages)))
+
+
+def pause(took: float, num_pages: int) -> float:
+    """Return the seconds until a page's next look if this one took `took` seconds and `num_pages` pages are open."""
+    return max(INTERVAL_S, took * max(1, num_pages) / _SHARE)
 
 
 def _timed_look(view: LiveView, scheduler: Scheduler) -> tuple[dict[str, Any], float]:
@@ -148,7 +154,7 @@ def _timed_look(view: LiveView, scheduler: Scheduler) -> tuple[dict[str, Any], f
 
 
 def _marks(stats: EngineStats) -> tuple[int, ...]:
-    """Other numbers than before where anything may have changed."""
+    """Return numbers of which at least one differs from before if anything may have changed."""
     return (stats.num_steps, stats.num_running, stats.num_waiting, stats.prompt_tokens, stats.num_preemptions)
 
 
@@ -157,7 +163,7 @@ def _ttft_bounds(stats: EngineStats) -> dict[str, Any]:
 
 
 def _totals(stats: EngineStats) -> dict[str, Any]:
-    """Counters since the start, from which the page makes rates and percentiles of any time."""
+    """Return counters since the start, from which the page computes rates and percentiles over any period."""
 
     def counts(histogram: Histogram) -> list[int]:
         return list(histogram.counts)
@@ -173,6 +179,7 @@ def _totals(stats: EngineStats) -> dict[str, Any]:
         ],
         "ttft": counts(stats.time_to_first_token),
         "itl": counts(stats.inter_token_latency),
+        "tiers": [[tier.name, tier.is_open, tier.counters.stored, tier.counters.loaded] for tier in stats.stores],
     }
 
 

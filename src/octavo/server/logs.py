@@ -1,4 +1,4 @@
-"""What a server writes to its log: how lines look, and one for every request. Never a prompt, an answer or a key."""
+"""The server's log: its format, and a line for every request, which never contains a prompt, an answer or a key."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from octavo.server.paths import is_anthropic
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 access_logger = logging.getLogger("octavo.access")
 
 REQUEST_ID_HEADER = b"x-request-id"
-# A client's own id goes into headers and log lines as it is.
+# The header in which Anthropic's clients look for the id.
+ANTHROPIC_ID_HEADER = b"request-id"
+# A client's own id must match, because it is copied into headers and log lines.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
-# Asked every few seconds by machines.
+# Polled by machines every few seconds, so logged at debug level only.
 _PROBES = frozenset({b"/health", b"/ready", b"/metrics"})
 _LONGEST_PATH = 200
 
 
 def configure_logging(level: str, form: str) -> None:
-    """Log to standard error: Octavo from `level` on, libraries from warnings on.
+    """Log to standard error: Octavo's messages from `level` up, and libraries' from warnings up.
 
     Args:
-        form: "text" or "json", one object a line.
+        form: "text", or "json" for one object per line.
     """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -36,7 +40,7 @@ def configure_logging(level: str, form: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what a record carries as `fields` are fields of it."""
+    """Formats a record as one line of JSON; if the record has `fields`, they replace the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -52,10 +56,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class RequestLog:
-    """Gives every request an id, the client's `X-Request-Id` or a new one, returns it, and logs how the request ended.
+    """Middleware that gives every request an id, the client's `X-Request-Id` or a new one, and logs how it ended.
 
     Args:
-        writes: False: only the ids.
+        writes: whether to log requests; if False, they only get ids.
     """
 
     def __init__(self, app: ASGIApp, writes: bool = True) -> None:
@@ -75,7 +79,9 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())]
+                names = (REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER) if is_anthropic(scope) else (REQUEST_ID_HEADER,)
+                ids = [(name, request_id.encode()) for name in names]
+                message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 
         try:
@@ -96,7 +102,7 @@ class RequestLog:
             "method": scope["method"],
             # Still percent-encoded, so that it holds no line break.
             "path": raw_path.decode("ascii", "replace")[:_LONGEST_PATH],
-            # None: the client left before it was answered.
+            # None if the client disconnected before it was answered.
             "status": status or None,
             "seconds": round(seconds, 4),
             "tenant": client.tenant if client is not None else None,

@@ -1,45 +1,29 @@
-"""`POST /v1/messages`: Anthropic's API over the chat that its body stands for."""
+"""`POST /v1/messages`: Anthropic's API, translated to a chat."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from octavo.engine.outputs import RequestOutput
-from octavo.errors import OctavoError
 from octavo.request import FinishReason
 from octavo.server.blocks import Block, BlockKind, Change, Closed, Grew, Opened
-from octavo.server.connection import EventStream, InFlight
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError, to_api_error
-from octavo.server.generation import Usage, dumps, json_pieces, offload
+from octavo.server.errors import ApiError
+from octavo.server.generation import Usage, dumps, json_pieces, new_id, offload
 from octavo.server.keys import Client
 from octavo.server.messages_body import arguments_object
 from octavo.server.reading import ChatRequest
 from octavo.server.single_chat import SingleChat
-
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class MessagesAnswer:
     """One message, answered whole or as a stream."""
 
     def __init__(self, engine: EngineClient, read: ChatRequest, client: Client, traceparent: str | None) -> None:
-        self._chat = SingleChat(engine, read, client, "msg", traceparent)
+        self._chat = SingleChat(engine, read, client, new_id("msg"), traceparent)
 
     @property
     def usage(self) -> Usage:
@@ -55,7 +39,7 @@ class MessagesAnswer:
         return json_pieces({**self._head(content), **self._ending(), "usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Anthropic's events: one chunk of bytes per wake-up of the engine."""
+        """Yield Anthropic's events: one chunk of bytes per output of the engine."""
         begun = False
         async with aclosing(self._chat.outputs()) as outputs:
             async for output in outputs:
@@ -98,7 +82,7 @@ class MessagesAnswer:
 
 
 def _opening(block: Block) -> dict[str, Any]:
-    """A block as it is before it has any content."""
+    """Return a block before it has any content."""
     if block.kind is BlockKind.CALL:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
     if block.kind is BlockKind.REASONING:
@@ -131,27 +115,6 @@ def _event(fields: dict[str, Any]) -> str:
     return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
 
 
-def error_body(error: ApiError) -> bytes:
-    """An error as Anthropic's API tells it."""
-    kind = _ERROR_TYPES.get(error.status, "api_error")
-    return json.dumps({"type": "error", "error": {"type": kind, "message": error.message}}).encode()
-
-
-def message_error(error: OctavoError) -> Response:
-    """The response to a request that failed."""
-    told = to_api_error(error)
-    return Response(error_body(told), told.status, told.headers, media_type="application/json")
-
-
-class MessageStream(EventStream):
-    """A stream whose errors, too, are as Anthropic's API tells them."""
-
-    def __init__(self, events: AsyncGenerator[bytes, None], in_flight: InFlight) -> None:
-        super().__init__(events, in_flight, lambda error: b"event: error\ndata: " + error_body(error) + b"\n\n")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except OctavoError as error:
-            # Before the first event: an ordinary response.
-            await message_error(error)(scope, receive, send)
+def error_event(error: ApiError) -> bytes:
+    """Format an error in a stream, in the form of Anthropic's API."""
+    return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"

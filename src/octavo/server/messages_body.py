@@ -1,10 +1,11 @@
-"""The body of `POST /v1/messages`, Anthropic's API, and the chat that it stands for.
+"""The body of `POST /v1/messages`, Anthropic's API, and its translation into a chat.
 
 system, messages      ->  messages: tool results become messages of the role "tool", tool uses calls of an assistant's
 tools, tool_choice    ->  tools, tool_choice, parallel_tool_calls
 stop_sequences        ->  stop
 thinking              ->  chat_template_kwargs.enable_thinking
-cache_control         ->  stays where it is: the prefix up to there is kept cached
+output_config         ->  response_format, reasoning_effort
+cache_control         ->  kept in place: it pins the prefix up to there in the cache
 """
 
 from __future__ import annotations
@@ -25,13 +26,25 @@ class CountTokensBody(RequestBody):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
-    mcp_servers: Any = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older place of output_config.format
 
-    bulky: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking")
-    unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers",)
+    mcp_servers: Any = None
+    container: Any = None
+
+    bulky: ClassVar[tuple[str, ...]] = (
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "output_config",
+        "output_format",
+    )
+    unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers", "container")
 
     def chat(self) -> dict[str, Any]:
-        """The fields of the chat body that asks the same; raises `RequestError` naming what has no counterpart."""
+        """Return the fields of the equivalent chat body; raise `RequestError` naming a field without counterpart."""
         self.refuse_unsupported()
         fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         if self.tools:
@@ -39,7 +52,10 @@ class CountTokensBody(RequestBody):
         fields |= _tool_choice(self.tool_choice)
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.get("type") in ("enabled", "adaptive")}
-        # A last message of the assistant's is what the answer begins with.
+        config = self.output_config or {}
+        fields["reasoning_effort"] = config.get("effort")
+        fields["response_format"] = _response_format(config.get("format") or self.output_format)
+        # If the last message is the assistant's, the answer continues it.
         if self.messages and self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True
         return fields
@@ -78,7 +94,7 @@ class MessagesBody(CountTokensBody):
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message, or several where it holds results of tools."""
+    """Convert one message, into several if it holds tool results."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
@@ -98,11 +114,11 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thinking.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            parts.append(block)  # text passes, and anything else is refused where parts are checked
+            parts.append(block)  # anything but text is refused later, when parts are checked
     told: dict[str, Any] = {"role": role, "content": parts}
     if calls:
         told["tool_calls"] = calls
-        # What is marked to be cached may be the call.
+        # The block marked to be cached may be a call, which is not among the parts.
         told["cache_control"] = next((b["cache_control"] for b in content if b.get("cache_control")), None)
     if thinking:
         told["reasoning_content"] = "\n".join(thinking)
@@ -136,6 +152,16 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _response_format(form: Any) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestError(
+            'output_config.format must be {"type": "json_schema", "schema": {…}}', param="output_config.format"
+        )
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+
+
 def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     if choice is None:
         return {}
@@ -154,7 +180,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """A call's arguments as an object; those that broke off, and are no JSON, under one name."""
+    """Parse a call's arguments as an object; text that is not a JSON object becomes its only member."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

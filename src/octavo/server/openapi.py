@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from octavo.server.protocol import (
     RequestBody,
     TokenizeBody,
 )
+from octavo.server.response_items import LARGEST_PAGE, PAGE
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.route import Endpoint, json_response
 from octavo.server.schema_answers import EXAMPLES, SCHEMAS
@@ -56,6 +58,7 @@ _POSTS = {
 _OTHERS = {
     ("/v1/responses/{response_id}", "get"): ("Response", "A stored response"),
     ("/v1/responses/{response_id}", "delete"): ("DeletedResponse", "Forget a stored response"),
+    ("/v1/responses/{response_id}/input_items", "get"): ("ItemList", "The items that a stored response answers"),
     ("/v1/models", "get"): ("ModelList", "The models served"),
     ("/v1/models/{model}", "get"): ("Model", "One model"),
     ("/health", "get"): (
@@ -95,13 +98,21 @@ _OTHERS = {
     ("/openapi.json", "get"): ("Description", "This description"),
     ("/docs", "get"): ("text/html", "A page that shows it"),
 }
+# The fields of a query, by path.
+_QUERIES = {
+    "/v1/responses/{response_id}/input_items": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE},
+        "order": {"enum": ["asc", "desc"], "default": "desc"},
+        "after": {"type": "string"},
+    }
+}
 _STREAMS = (CompletionBody, ChatBody, ResponsesBody, MessagesBody)
-# Why a request may be refused, by status; what is left is an error object too.
+# Why a request may be refused, by status; all other statuses are error objects too.
 _REFUSALS = {
     "400": "The body is wrong, or asks for what cannot be served",
     "401": "No API key, or a wrong one",
     "403": "The key, or the web page, may not do this",
-    "404": "There is no such model, response or pin",
+    "404": "There is no such model, response, item or pin",
     "413": "The body is too large",
     "415": "Without API keys, bodies must be of the type application/json",
     "429": "The tenant is over a limit",
@@ -123,14 +134,15 @@ class Description:
         return json_bytes(describe(octavo.__version__, self._server))
 
     async def _openapi(self, request: Request) -> Response:
-        return json_response(self._described)
+        # Made once; it takes a tenth of a second, so it runs in a thread and streams need not wait.
+        return json_response(await asyncio.to_thread(lambda: self._described))
 
     async def _docs(self, request: Request) -> Response:
         return Response(DOCS_PAGE, media_type="text/html")
 
 
 def describe(version: str, server: Described) -> dict[str, Any]:
-    """The OpenAPI description of the API."""
+    """Return the OpenAPI description of the API."""
     paths: dict[str, Any] = {}
     for path, post in _POSTS.items():
         content = {"schema": _reference(post.body.__name__), "example": EXAMPLES[path]}
@@ -145,11 +157,15 @@ def describe(version: str, server: Described) -> dict[str, Any]:
         paths.setdefault(path, {})[method] = {"summary": summary, "responses": _responses(answer)}
     for path, methods in paths.items():
         for operation in methods.values():
-            if named := re.findall(r"{(\w+)}", path):
-                operation["parameters"] = [
-                    {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-                    for name in named
-                ]
+            parameters: list[dict[str, Any]] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in re.findall(r"{(\w+)}", path)
+            ]
+            parameters += [
+                {"name": name, "in": "query", "schema": schema} for name, schema in _QUERIES.get(path, {}).items()
+            ]
+            if parameters:
+                operation["parameters"] = parameters
     return {
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version},
@@ -159,7 +175,7 @@ def describe(version: str, server: Described) -> dict[str, Any]:
 
 
 def _bodies(server: Described) -> dict[str, Any]:
-    """The schemas of all bodies, with ranges."""
+    """Return the schemas of all bodies, with ranges."""
     models: list[tuple[type[BaseModel], Literal["validation"]]] = [(p.body, "validation") for p in _POSTS.values()]
     _, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
     schemas: dict[str, Any] = definitions["$defs"]
@@ -194,7 +210,7 @@ def _responses(answer: str, *, streams: bool = False, error: dict[str, Any] | No
 
 
 def _error_of(path: str) -> dict[str, Any]:
-    """What is refused before anyone knows whose API the path belongs to, such as a wrong key, is OpenAI's object."""
+    """Return the schema of a path's errors; refusals before routing, such as of a wrong key, are OpenAI's object."""
     anthropic = {"anyOf": [_reference("MessageError"), _reference("Error")]}
     return anthropic if path.startswith("/v1/messages") else _reference("Error")
 

@@ -1,4 +1,4 @@
-"""The operator's endpoints: health, load, metrics, and what only an admin may see or reset."""
+"""The operator's endpoints: health, load, metrics, and those for admins only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from octavo.server.generation import json_bytes
 from octavo.server.quota import Quotas
 from octavo.server.route import Endpoint, json_response
 
-# Of a damaged cache's audit, which may name every block.
+# Maximum length of a damaged cache's audit in /health; the audit may name every block.
 _MAX_HEALTH_DETAIL = 1000
 
 
 class Operations:
-    """Their handlers."""
+    """The handlers of these endpoints."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Operations:
         if not self._engine.is_alive:
             raise ApiError(503, "The engine is not running.", type="server_error", code="engine_dead")
         if (problem := self._engine.stats.audit_problem) is not None:
-            # It serves on, so that this is no 503: whoever watches decides when to restart it.
+            # Not a 503, because the engine continues to serve: monitoring decides when to restart it.
             return json_response(json_bytes({"status": "degraded", "detail": problem[:_MAX_HEALTH_DETAIL]}))
         if (seconds := self._engine.stats.hung_step_seconds) is not None:
             detail = f"A step of the engine has been running for {seconds:.0f} s; the log says where."
@@ -93,9 +93,9 @@ class Operations:
         return Response(content, headers={"content-type": content_type})
 
     def _metrics_page(self, *, with_tenants: bool) -> Any:
-        """The metrics of the whole server; those of its tenants too, which are nobody's business but an admin's."""
+        """Return the metrics of the whole server and, with `with_tenants`, of its tenants."""
         if with_tenants not in self._metrics:
-            # Imported at the first scrape: prometheus_client costs start-up a tenth of a second.
+            # Imported at the first scrape, because importing prometheus_client takes a tenth of a second.
             from octavo.observe.metrics import MetricsPage
             from octavo.server.tenant_metrics import TenantCollector
 

@@ -1,11 +1,11 @@
 """Protects a server without API keys from requests made by web pages.
 
-Any page can make its reader's browser send requests to 127.0.0.1, and by DNS rebinding (a name of the page's own that
-turns into 127.0.0.1) even read the answers. Three things tell such requests from a program's:
+Any page can make its reader's browser send requests to 127.0.0.1, and by DNS rebinding (a domain of the page that
+resolves to 127.0.0.1) even read the answers. Three headers distinguish such requests from a program's:
 
-    Host           names the page's own domain after rebinding: only this server's names, and addresses, are served
-    Origin         sent by browsers with every POST from a page: only this server's own pages and allowed ones may ask
-    Content-Type   a page sends application/json to another origin only after a preflight, which nobody answers here
+    Host           names the page's own domain after rebinding: only this server's names and IP addresses are served
+    Origin         sent by browsers with every POST from a page: only this server's own and allowed pages are served
+    Content-Type   a page may send application/json to another origin only after a preflight, which is not granted here
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RefuseWebPages:
     """Middleware that refuses requests that a web page of another origin made a browser send.
 
     Args:
-        hosts: names under which the server may be asked, beside addresses, `localhost` and the machine's own; `*`: any.
-        origins: origins whose pages may use the server, as `https://chat.example`; `*`: any.
+        hosts: allowed host names besides IP addresses, `localhost` and the machine's own name; `*` allows any.
+        origins: origins whose pages may use the server, such as `https://chat.example`; `*` allows any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str]) -> None:
@@ -40,7 +40,7 @@ class RefuseWebPages:
             try:
                 self._check(scope)
             except ApiError as error:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -59,7 +59,7 @@ class RefuseWebPages:
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
 
     def _is_own(self, name: str) -> bool:
-        # An address cannot be rebound: whoever wrote it there has connected to it.
+        # An IP address cannot be rebound: the browser connected to the address in the header itself.
         return name in self._hosts or _is_address(name)
 
     def _allows(self, origin: str, host: str) -> bool:
@@ -68,9 +68,10 @@ class RefuseWebPages:
 
 
 def host_name(host: str) -> str:
-    """'example:8000' -> 'example'; '[::1]:8000' -> '::1'."""
+    """Strip the port from a Host header: 'example:8000' -> 'example'; '[::1]:8000' -> '::1'."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, _, port = host[1:].partition("]")
+        return host if port and not port.startswith(":") else name
     return host.partition(":")[0] if host.count(":") == 1 else host
 
 

@@ -1,7 +1,7 @@
-"""From a body's bytes to its type, with errors that name the field.
+"""Parses a body into its type, with errors that name the field.
 
-A field that the type does not have is dropped and noted in `RequestBody.ignored`; a strict server refuses it, so that a
-misspelt option is never passed over.
+Unknown fields are dropped and noted in `RequestBody.ignored`; a strict server refuses them, so that a misspelt option
+is never overlooked.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from octavo.server.errors import ApiError
 from octavo.server.foreign_fields import named, translate
 from octavo.server.protocol import RequestBody
 
-# What pydantic calls a JSON object and a JSON array.
+# How pydantic's messages describe a JSON object and a JSON array.
 _DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
-# Ignored fields of one body that are remembered.
+# Maximum number of ignored fields that are noted per body.
 _MOST_NOTED = 64
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Body:
-    """The body in its type.
+    """Parse a body into its type.
 
     Args:
         strict: refuse fields that the type does not have.
 
     Raises:
-        ApiError: (400) names the field and what is wrong with it.
-        RequestError: a field asks for what no Octavo has.
+        ApiError: the body is invalid (400); the message names the field and what is wrong with it.
+        RequestError: a field asks for a feature that Octavo does not have.
     """
     try:
         given = from_json(raw)
@@ -46,7 +46,7 @@ def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Bo
         raise _bad_request("The request body must be a JSON object.")
     if not strict:
         translate(given, body_type.model_fields)
-    # Before pydantic looks: what is not known may be a million fields, of which none needs an error of its own.
+    # Before pydantic validates: there may be a million unknown fields, which must not become an error each.
     unknown = [name for name, value in _drop_unknown(body_type, given) if strict or value is not None]
     if unknown and strict:
         plural = "s" if len(unknown) > 1 else ""
@@ -61,7 +61,7 @@ def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Bo
 
 
 def _drop_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Take the fields that a body, or an object in it, must not have out of it: their names and values."""
+    """Remove unknown fields from a body and the objects in it, yielding their names and values."""
     known = body_type.model_fields
     for name in [name for name in given if name not in known]:
         yield prefix + name, given.pop(name)
@@ -72,7 +72,7 @@ def _drop_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str
 
 @cache
 def _inner_types(body_type: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
-    """The fields that are objects with fields of their own."""
+    """Return the fields that are objects with declared fields, and their types."""
     return [
         (name, part)
         for name, field in body_type.model_fields.items()
@@ -87,7 +87,7 @@ def _explain(error: ValidationError) -> ApiError:
     where = tuple(shortened(str(part)) for part in first["loc"])
     if first["type"] == "missing":
         return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
-    # A union reports one problem for each of its members; together they say what would have been right.
+    # A union reports one problem for each of its members; together they say what would be valid.
     wishes = [
         _LIST.sub("a valid array", _DICTIONARY.sub("an object", p["msg"].removeprefix("Input should be ")))
         for p in problems

@@ -1,8 +1,8 @@
-"""`cache_control` on messages: the prefixes of a chat to keep cached, by Anthropic's convention.
+"""`cache_control` on messages, which marks the prefixes of a chat to keep cached, as in Anthropic's API.
 
     {"role": "system", "content": "…", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
 
-on a message, or on one of its content parts, pins the prefix up to and including that message once it is computed.
+On a message, or on one of its content parts, it pins the prefix up to and including that message once it is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.errors import RequestError, shown
 
-# Anthropic's limit, and its default time.
+# Anthropic's limit on the number of marks, and its default time to live.
 MAX_MARKS = 4
 DEFAULT_TTL = "5m"
 MAX_TTL_SECONDS = 24 * 3600
@@ -23,14 +23,14 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True, slots=True)
 class CacheMark:
-    """The prefix that ends with message `index` is to be kept for `ttl_seconds`."""
+    """A mark that the prefix up to and including message `index` is to be kept for `ttl_seconds`."""
 
     index: int
     ttl_seconds: float
 
 
 def cache_marks(messages: list[dict[str, Any]]) -> list[CacheMark]:
-    """The marks of a chat's messages as they came, at most one a message; raises `RequestError` naming the message."""
+    """Return the marks of a chat's messages, at most one per message; raise `RequestError` naming an invalid one."""
     marks = []
     for index, message in enumerate(messages):
         content = message.get("content")

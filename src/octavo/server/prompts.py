@@ -1,4 +1,4 @@
-"""What a body's prompt or messages may look like, and the prompts they become."""
+"""Checks the prompt or the messages of a body, and prepares them for tokenising and rendering."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from octavo.request import PinRequest, TokenIds
 from octavo.server.tool_use import checked_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What a body must not pass to the template: the server and the tokenizer do.
+# Template variables that a body must not set, because the server and the tokenizer do.
 _TEMPLATE_VARIABLES = (
     *("messages", "tools", "documents", "add_generation_prompt", "tokenize", "conversation"),
     *("template", "chat_template", "self"),
 )
-# Members of messages that are no part of the prompt, or come in another form.
+# Members of messages that are not passed to the template as they are.
 _LEFT_OUT = ("cache_control", "tool_calls")
+# Types of text parts, including those of the Responses API, as in vLLM.
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
 _UNPACKED_AT_ONCE = 256 * 1024  # bytes
 _PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """Token ids, the text where it is to be repeated, and the prefixes to keep cached."""
+    """A tokenised prompt, with its text if that is to be echoed, and the prefixes to keep cached."""
 
     token_ids: TokenIds
     text: str | None = None
     pins: tuple[PinRequest, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes are copied; a list of ids would be taken apart and put together one by one, and let nobody else run.
+        # Bytes are pickled by copying; a list of ids would be pickled one by one while holding the interpreter's lock.
         return _unpack, (array("i", self.token_ids).tobytes(), self.text, self.pins)
 
 
 def _unpack(packed: bytes, text: str | None, pins: tuple[PinRequest, ...]) -> EncodedPrompt:
-    # In pieces, because fresh memory is slow, and between two of them other threads may run.
+    # In pieces, because touching fresh memory is slow, and other threads can run in between.
     token_ids = array("i")
     for start in range(0, len(packed), _UNPACKED_AT_ONCE):
         token_ids.frombytes(packed[start : start + _UNPACKED_AT_ONCE])
@@ -46,7 +48,7 @@ def _unpack(packed: bytes, text: str | None, pins: tuple[PinRequest, ...]) -> En
 
 
 def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
-    """The separate prompts in a body's field `param`; raises `RequestError` for another form, or an empty one."""
+    """Return the prompts in a body's field `param`; raise `RequestError` if its form is invalid or a prompt empty."""
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     elif not isinstance(prompt, list):
@@ -63,7 +65,7 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
 
 
 def _all_of_type(values: list[Any], expected: type) -> bool:
-    # Not isinstance: True is an int, and no token id.
+    # Not isinstance: True is an int, but not a token id.
     return set(map(type, values)) <= {expected}
 
 
@@ -72,7 +74,7 @@ def _are_token_id_lists(values: list[Any]) -> bool:
 
 
 def checked_messages(messages: list[dict[str, Any]], limits: RequestLimits) -> list[dict[str, Any]]:
-    """The messages with plain text contents, as templates expect them; raises `RequestError` naming the message."""
+    """Return messages with plain-text contents, as templates expect; raise `RequestError` naming an invalid message."""
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
     limits.check_messages(len(messages))
@@ -97,44 +99,45 @@ def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits)
     if content is None:
         if role != "assistant":
             raise RequestError(f"{where}.content is required", param=f"{where}.content")
-        content = ""
+        content = message.get("refusal") or ""
     elif isinstance(content, list):
         content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
-    # Templates would make `cache_control` part of the prompt, where they print what they do not know.
+    # A template that prints unknown members would make `cache_control` part of the prompt.
     return {name: value for name, value in message.items() if name not in _LEFT_OUT} | {"content": content} | calls
 
 
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
+    if kind not in _TEXT_PARTS:
         problem = (
             f"of type {shown(kind)} is not supported by this server" if isinstance(kind, str) else "is not an object"
         )
         raise RequestError(f"{where} {problem}; only parts of type 'text' are", param=where)
-    text = part.get("text")
+    name = "refusal" if kind == "refusal" else "text"
+    text = part.get(name)
     if not isinstance(text, str):
-        raise RequestError(f"{where}.text must be a string", param=f"{where}.text")
+        raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
     return text
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
-    """Raises `RequestError` for a variable that only the server may set."""
+    """Raise `RequestError` for a variable that only the server may set."""
     for name in variables:
         if name in _TEMPLATE_VARIABLES:
             raise RequestError(f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements two prompts have in common at their beginning."""
+    """Return the length of the common prefix of two prompts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def end_in_message(rendered: str, message: Mapping[str, Any]) -> str:
-    """The rendered chat up to the end of its last message's content, which the answer is to go on with.
+    """Cut a rendered chat at the end of its last message's content, which the answer is to continue.
 
-    As transformers does it: spaces around the content count where the template keeps them.
+    As in transformers, whitespace after the content is kept if the template keeps it.
     """
     content = str(message["content"])
     where = rendered.rfind(content.strip())

@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, and vLLM's extensions under vLLM's names.
 
-Types are strict ("5" is not 5). Ranges are checked where they are declared once: in `SamplingParams`. What becomes of
-fields that are not declared here, `parsing` says.
+Types are strict ("5" is not 5). Ranges are checked in `SamplingParams`, where they are declared once. `parsing` handles
+fields that are not declared here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.sampling_params import MAX_LOGPROBS, SamplingParams
 from octavo.server.response_format import GUIDED_FIELDS, structured_outputs_of
 from octavo.text.prompt_checks import check_token_ids
 
-# One wrong element says enough: a body of millions of them must not become millions of errors.
+# Validation stops at the first wrong element: a body with millions of them must not become millions of errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -40,14 +40,14 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The names of fields that the client sent and nobody here knows."""
+        """The names of unknown fields that the client sent."""
         return self._ignored
 
     def note_ignored(self, names: tuple[str, ...]) -> None:
         self._ignored = names
 
     def check_names(self, limits: RequestLimits) -> None:
-        """Raises `RequestError` for a name or identifier that is too long."""
+        """Raise `RequestError` for a name or identifier that is too long."""
         for name in self.names:
             limits.check_name(name, getattr(self, name))
 
@@ -55,7 +55,7 @@ class RequestBody(BaseModel):
         """Raise `RequestError` for the first field that requests an unsupported feature."""
         for name in self.unsupported:
             value = getattr(self, name)
-            # 0 is equal to False, and asks for something.
+            # `is not False`, because 0 is equal to False but asks for something.
             if value not in (None, "", [], {}) and value is not False:
                 raise RequestError(f"{name} is not supported by this server", param=name)
 
@@ -78,7 +78,7 @@ class OctavoOptions(BaseModel):
     ledger: bool | None = None
 
 
-# Of the bodies' fields, those that go to `SamplingParams` as they are, where they are given.
+# Fields of the bodies that are passed to `SamplingParams` unchanged if they are given.
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
@@ -118,13 +118,14 @@ class GenerationBody(RequestBody):
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     octavo: OctavoOptions | None = None
 
-    # OpenAI's, of no consequence here: they neither change the tokens nor what is reported.
+    # OpenAI's fields that have no effect here, on the tokens or on what is reported.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -132,11 +133,12 @@ class GenerationBody(RequestBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
-    # vLLM's, not (yet) Octavo's.
+    # vLLM's fields that Octavo does not support (yet).
     logits_processors: Any = None
 
-    # What the output must look like: OpenAI's name, vLLM's, and vLLM's older ones.
+    # Structured outputs: OpenAI's name, vLLM's, and vLLM's older ones.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -151,7 +153,16 @@ class GenerationBody(RequestBody):
         "guided_decoding_backend",
     )
     bulky: ClassVar[tuple[str, ...]] = (
-        *("stop", "stop_token_ids", "logit_bias", "metadata", "cache_salt", "allowed_token_ids", "bad_words"),
+        *(
+            "stop",
+            "stop_token_ids",
+            "logit_bias",
+            "metadata",
+            "prompt_cache_options",
+            "cache_salt",
+            "allowed_token_ids",
+            "bad_words",
+        ),
         *("response_format", "structured_outputs", *GUIDED_FIELDS),
     )
     unsupported: ClassVar[tuple[str, ...]] = ("logits_processors",)
@@ -173,9 +184,9 @@ class GenerationBody(RequestBody):
         return self.reports_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def common_sampling(self, vocab_size: int, limits: RequestLimits) -> dict[str, Any]:
-        """The given keywords of `SamplingParams`; raises `RequestError` for invalid combinations."""
+        """Return the given keywords of `SamplingParams`; raise `RequestError` for invalid combinations."""
         self.refuse_unsupported()
-        # Before anything looks at every entry of what may be long.
+        # First, because the checks below iterate over fields that may be long.
         limits.check_sampling(self)
         limits.check_context(self.priority or 0, self.cache_salt or "")
         if self.stream_options is not None and not self.streams:
@@ -205,7 +216,6 @@ class CompletionBody(GenerationBody):
     prompt: Any
     max_tokens: int | None = 16
     logprobs: int | None = None
-    return_tokens_as_token_ids: bool | None = None
     suffix: Any = None
 
     unsupported: ClassVar[tuple[str, ...]] = (*GenerationBody.unsupported, "suffix")
@@ -217,11 +227,11 @@ class CompletionBody(GenerationBody):
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
-        """Raises `RequestError` naming the field."""
+        """Return the sampling parameters; raise `RequestError` naming an invalid field."""
         given = self.common_sampling(vocab_size, limits)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             given["prompt_logprobs"] = self.logprobs
-        # The engine computes a prompt only to sample after it, so scoring samples one token and drops it.
+        # The engine always samples after a prompt, so scoring samples one token and drops it.
         max_tokens = 1 if self.scores_only else self.max_tokens
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.logprobs)
 
@@ -239,39 +249,39 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     parallel_tool_calls: bool | None = None
     modalities: Texts | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
 
-    audio: Any = None
+    # OpenAI's field without effect here; it makes OpenAI's models faster where the output matches it.
     prediction: Any = None
+
+    audio: Any = None
     functions: Any = None
-    function_call: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
     chat_template: Any = None
     documents: Any = None
 
-    names: ClassVar[tuple[str, ...]] = (*GenerationBody.names, "reasoning_effort")
+    names: ClassVar[tuple[str, ...]] = (*GenerationBody.names, "reasoning_effort", "verbosity")
     bulky: ClassVar[tuple[str, ...]] = (
         *GenerationBody.bulky,
-        *("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice"),
+        *("messages", "chat_template_kwargs", "modalities", "tools", "tool_choice", "prediction"),
     )
     unsupported: ClassVar[tuple[str, ...]] = (
         *GenerationBody.unsupported,
-        *("audio", "prediction", "functions", "function_call", "verbosity", "web_search_options", "chat_template"),
-        "documents",
+        *("audio", "functions", "web_search_options", "chat_template", "documents"),
     )
 
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
-        """Raises `RequestError` naming the field."""
+        """Return the sampling parameters; raise `RequestError` naming an invalid field."""
         given = self.common_sampling(vocab_size, limits)
         if any(modality != "text" for modality in self.modalities or ()):
             raise RequestError(
                 f"modalities other than text are not supported, got {shown(self.modalities)}", param="modalities"
             )
-        if self.top_logprobs is not None:
+        if self.top_logprobs:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
             if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -279,7 +289,7 @@ class ChatBody(GenerationBody):
                 raise RequestError(
                     f"top_logprobs must be {allowed}, got {shown(self.top_logprobs)}", param="top_logprobs"
                 )
-        # OpenAI's newer name wins: the older one is there for clients that send both.
+        # OpenAI's newer name wins if a client sends both.
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return SamplingParams(**given, max_tokens=limit, logprobs=logprobs)
@@ -302,7 +312,7 @@ class EmbeddingBody(RequestBody):
     cache_salt: str | None = None
 
     def check(self, hidden_size: int, limits: RequestLimits) -> None:
-        """Raises `RequestError` naming the field."""
+        """Raise `RequestError` naming an invalid field."""
         limits.check_context(self.priority or 0, self.cache_salt or "")
         if self.dimensions is not None and self.dimensions != hidden_size:
             raise RequestError(

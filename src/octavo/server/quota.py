@@ -1,8 +1,8 @@
-"""What each tenant may use: requests and tokens per minute, and requests at once.
+"""Limits and counts of each tenant's use: requests and tokens per minute, and concurrent requests.
 
 A rate is a token bucket: it holds a minute's worth and fills evenly. Tokens are charged when they are known, a prompt's
-before it is queued and an output's when its request ends, and may run the bucket into debt: the next request is refused
-until that is paid. So no request is too large to be served, and in the long run no tenant gets more than its rate.
+before it is queued and an output's when its request ends, and may run the bucket into debt: further requests are
+refused until the debt is paid. So no request is too large to be served, and in the long run no tenant exceeds its rate.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from octavo.server.auth import client_of, is_guarded
 from octavo.server.errors import ApiError
 from octavo.server.keys import Client
 
-# Tenants whose use is shown by name; a file that is reread again and again may name more.
+# Maximum number of tenants whose use is shown by name; a keys file that is often reread may name more over time.
 MAX_SHOWN_TENANTS = 256
 OTHERS = "other"
-# Why a request was refused: over its tenant's rate or concurrency, its tenant's queue full, the server's queue full.
+# Why a request was refused: its tenant is over its rate or concurrency, its tenant's queue is full, or the server's is.
 OVER_RATE, QUEUE_FULL, SERVER_FULL = "rate", "queue", "server"
 _REFUSALS = {HTTPStatus.TOO_MANY_REQUESTS: QUEUE_FULL, HTTPStatus.SERVICE_UNAVAILABLE: SERVER_FULL}
 
 
 class RateLimitError(ApiError):
-    """The tenant is over one of its rates, or has as many requests running as it may."""
+    """The tenant is over one of its rates, or has its maximum number of requests running."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class Bucket:
         self._at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """How long until it holds `amount`, or all that it can hold; 0 where it does."""
+        """Return the seconds until the bucket holds `amount`, or is full if it cannot hold that much; 0 if it does."""
         self._fill(now)
         return max(0.0, (min(amount, self.per_minute) - self._level) * 60 / self.per_minute)
 
@@ -68,7 +68,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class TenantUse:
-    """What a tenant has used since the start, and uses now."""
+    """What a tenant has used since the server's start, and its running requests."""
 
     running: int = 0
     requests: int = 0
@@ -79,14 +79,14 @@ class TenantUse:
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
     def merge(self, other: TenantUse) -> None:
-        """Add another's numbers to these."""
+        """Add the counts of another tenant to these."""
         for name in ("running", "requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.refused.update(other.refused)
 
 
 class Spent(Protocol):
-    """Tokens of one response, as far as it has come."""
+    """Tokens of one response so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -99,7 +99,7 @@ class Charge:
     """One request of a tenant, from its header to the end of its answer.
 
     Attributes:
-        spent: its tokens, as far as its answer has come; None while its prompt is not known.
+        spent: the request's tokens so far; None until its prompt is known.
     """
 
     def __init__(self, quotas: Quotas, client: Client) -> None:
@@ -108,26 +108,26 @@ class Charge:
         self.spent: Spent | None = None
 
     def begin(self, spent: Spent) -> None:
-        """The prompt is known and goes to the engine: its tokens are charged now, the output's at the end."""
+        """Charge the prompt's tokens, once the prompt is known; the output's tokens are charged at the end."""
         self.spent = spent
         self._quotas.charge(self._client, spent.prompt_tokens, 0)
 
     def end(self) -> None:
-        """The request is over, however it ended."""
+        """Charge the output's tokens and end the request, however it ended."""
         if self.spent is not None:
             self._quotas.charge(self._client, 0, self.spent.completion_tokens)
         self._quotas.leave(self._client, 0 if self.spent is None else self.spent.cached_tokens)
 
     def refuse(self, reason: str) -> None:
-        """The request was let in, and then found no room."""
+        """Count the refusal of a request that was let in but then found a full queue."""
         self._quotas.refuse(self._client, reason)
 
 
 class Quotas:
-    """The use of every tenant. Limits are read from the client that asks, so that a reread file counts at once.
+    """The use of every tenant. Limits are read from the requesting client, so that a reread keys file applies at once.
 
     Args:
-        clock: seconds, never going back.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,10 +136,10 @@ class Quotas:
         self._shown: set[str] = set()
 
     def enter(self, client: Client) -> Charge:
-        """Let a request in; it must be left by `Charge.end`.
+        """Let a request in; `Charge.end` must be called when it is over.
 
         Raises:
-            RateLimitError: the tenant is over a limit, with the number and the time after which it may ask again.
+            RateLimitError: the tenant is over a limit; the message has the number, and `Retry-After` the time to wait.
         """
         use = self._use(client)
         now = self._clock()
@@ -170,17 +170,17 @@ class Quotas:
         self._use(client).refused[reason] += 1
 
     def shown_name(self, tenant: str) -> str:
-        """The name under which a tenant is shown: its own, or `OTHERS`."""
+        """Return the name under which a tenant is shown: its own, or `OTHERS`."""
         return tenant if tenant in self._shown else OTHERS
 
     def show(self, tenant: str) -> str:
-        """`shown_name` of a tenant that the operator named; it has its own name where there is room for one more."""
+        """Return `shown_name` of a tenant that the operator named, after reserving a name for it if one is left."""
         if len(self._shown) < MAX_SHOWN_TENANTS:
             self._shown.add(tenant)
         return self.shown_name(tenant)
 
     def shown(self) -> dict[str, TenantUse]:
-        """The use of each tenant by name, as many as `MAX_SHOWN_TENANTS`; the rest are added up as `OTHERS`."""
+        """Return the use of each tenant by name, of at most `MAX_SHOWN_TENANTS`; the rest is summed as `OTHERS`."""
         shown: dict[str, TenantUse] = {}
         for tenant, use in list(self._uses.items()):
             shown.setdefault(self.shown_name(tenant), TenantUse()).merge(use)
@@ -190,7 +190,7 @@ class Quotas:
         if client.max_concurrency is not None and use.running >= client.max_concurrency:
             message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
             raise RateLimitError(message, 1)
-        # For one token: whoever is out of debt may ask, however much it is.
+        # Ask for one token only: a tenant that is out of debt may send a request of any size.
         limits = (("requests", client.requests_per_minute, 1.0), ("tokens", client.tokens_per_minute, 1.0))
         for what, per_minute, amount in limits:
             bucket = self._bucket(use, what, per_minute, now)
@@ -217,7 +217,7 @@ class Quotas:
 
 
 class Metered:
-    """Holds each request that makes the server work to its tenant's limits; leaves the `Charge` in `scope["state"]`."""
+    """Middleware that applies tenants' limits to POST requests; stores the `Charge` in `scope["state"]`."""
 
     def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
         self._app = app
@@ -230,7 +230,7 @@ class Metered:
         try:
             charge = self._quotas.enter(client_of(scope))
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["charge"] = charge
 
@@ -246,7 +246,7 @@ class Metered:
 
 
 def charge_of(scope: Scope) -> Charge:
-    """The charge of a request that `Metered` let in."""
+    """Return the charge of a request that `Metered` let in."""
     charge = scope["state"]["charge"]
     assert isinstance(charge, Charge)
     return charge

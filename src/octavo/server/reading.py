@@ -1,39 +1,31 @@
-"""From the bytes of a body to what is asked of the engine: checked, rendered and tokenised. Pure, so it runs anywhere.
+"""Turns the bytes of a body into requests for the engine: checked here, rendered and tokenised in `encoding`.
 
-Where it runs, `body_reading` decides.
+The code is pure, so it can run in any thread or process; `body_reading` decides where.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from octavo.errors import ContextLengthError, RequestError, shown
+from octavo.errors import RequestError
 from octavo.limits import RequestLimits
-from octavo.request import PinRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.choices import Speech
-from octavo.server.dialects import Dialects, RenderedChat
+from octavo.server.dialects import Dialects
+from octavo.server.encoding import PromptEncoder
 from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ModelMissingError
-from octavo.server.generation import json_bytes
+from octavo.server.generation import json_bytes, new_id
 from octavo.server.messages_body import CountTokensBody, MessagesBody
 from octavo.server.parsing import parse_body
-from octavo.server.pinning import CacheMark, cache_marks
-from octavo.server.prompts import (
-    EncodedPrompt,
-    check_template_variables,
-    checked_messages,
-    common_length,
-    end_in_message,
-    split_prompts,
-)
+from octavo.server.pinning import cache_marks
+from octavo.server.prompts import EncodedPrompt, checked_messages, split_prompts
 from octavo.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -42,10 +34,11 @@ from octavo.server.protocol import (
     RequestBody,
     TokenizeBody,
 )
+from octavo.server.response_items import page, references, resolved, response_id_of, response_of, with_ids
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.tool_use import checked_tools
 from octavo.structured_outputs import StructuredOutputsParams
-from octavo.text.prompt_checks import check_text_length, check_token_ids
+from octavo.text.prompt_checks import check_token_ids
 
 Body = TypeVar("Body", bound=RequestBody)
 AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
@@ -53,7 +46,7 @@ AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A completion body that was read; its bulky fields are empty now."""
+    """A completion body that was read; its bulky fields have been emptied."""
 
     body: CompletionBody
     model: str
@@ -64,14 +57,15 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat body that was read; its bulky fields are empty now.
+    """A chat body that was read; its bulky fields have been emptied.
 
     Attributes:
-        echoed: what `echo` puts before the answer.
-        speech: how the answer is to be read.
-        origin: the body of another API that stands for this chat.
-        items: of a response, all its input, as the inside of a JSON list; empty where it is not to be stored.
-        instructions: of a response.
+        echoed: the text that `echo` puts before the answer.
+        speech: how the answer is to be parsed.
+        origin: the body of another API that was translated into this chat; None for chat completions.
+        items: all input items of a response, as the inside of a JSON list; empty if it is not to be stored.
+        instructions: the instructions of a response.
+        request_id: the id of a response, from which its items' ids are made.
     """
 
     body: ChatBody
@@ -84,11 +78,12 @@ class ChatRequest:
     origin: RequestBody | None = None
     items: bytes = b""
     instructions: str | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """An embedding body that was read; its bulky fields are empty now."""
+    """An embedding body that was read; its bulky fields have been emptied."""
 
     body: EmbeddingBody
     model: str
@@ -98,7 +93,11 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """A body that could be answered while it was read: the answer's JSON."""
+    """A body that was answered while it was read.
+
+    Attributes:
+        content: the answer's JSON.
+    """
 
     body: RequestBody
     content: bytes
@@ -106,24 +105,29 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """A response's body that cannot be read without the response that it goes on from."""
+    """A response's body that continues an earlier response or refers to its items, and cannot be read without them.
 
-    previous_response_id: str
+    Attributes:
+        referenced: ids of the responses that items of the body refer to.
+    """
+
+    previous_response_id: str | None
+    referenced: tuple[str, ...]
 
 
 class BodyReader:
-    """Reads bodies for one model; holds nothing that changes, and survives pickling.
+    """Reads bodies for one model; it is immutable and can be pickled.
 
-    Every method takes a body's bytes. It raises `ApiError` or `RequestError` for what cannot be served, naming the
-    field, whatever else the body holds.
+    Every public method takes a body's bytes, and raises `ApiError` or `RequestError`, naming the field, if the body
+    cannot be served.
 
     Args:
-        tokenizer: None where the model has none: prompts must be token ids then.
-        hidden_size: numbers of an embedding.
-        names: what the model is called here; the first is used where a body names none.
-        strict: refuse fields that nobody here knows, instead of ignoring them.
-        default_sampling: what the sampling fields mean that a body does not give.
-        tool_call_parser, reasoning_parser: names of formats; "auto": by the chat template.
+        tokenizer: the model's tokenizer; if None, prompts must be token ids.
+        hidden_size: number of dimensions of an embedding.
+        names: names under which the model is served; the first is used if a body names none.
+        strict: refuse unknown fields instead of ignoring them.
+        default_sampling: values of sampling fields that a body does not give.
+        tool_call_parser, reasoning_parser: names of formats, or "auto" to detect them in the chat template.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class BodyReader:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
-        self._tokenizer = tokenizer
+        self._prompts = PromptEncoder(tokenizer, vocab_size, max_model_len)
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._max_model_len = max_model_len
@@ -152,7 +156,7 @@ class BodyReader:
         self._dialects = Dialects(template, tool_call_parser, reasoning_parser)
 
     def served_name(self, model: str | None) -> str:
-        """The name to answer under; a client that names none means the one model there is."""
+        """Return the model name for the response; if the client names none, the first served name."""
         if model is None:
             return self._names[0]
         if model not in self._names:
@@ -162,11 +166,11 @@ class BodyReader:
     def completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(CompletionBody, raw)
         params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
-        kept = self._kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
         prompts = [
-            self._encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo), kept=kept)
+            self._prompts.encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo), kept=kept)
             for prompt in given
         ]
         return CompletionRequest(_without_bulk(body), model, params, prompts, body.cache_salt or "")
@@ -174,11 +178,13 @@ class BodyReader:
     def embedding(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(EmbeddingBody, raw)
         body.check(self._hidden_size, self._limits)
-        kept = self._kept_tokens(body.truncate_prompt_tokens, 0)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, 0)
         given = split_prompts(body.input, "input")
         with _about("input"):
             self._limits.check_prompts(len(given), 1, "n")
-            prompts = [self._encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given]
+            prompts = [
+                self._prompts.encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given
+            ]
         return EmbeddingRequest(_without_bulk(body), model, prompts, body.cache_salt or "")
 
     def chat(self, raw: bytes) -> ChatRequest:
@@ -198,26 +204,36 @@ class BodyReader:
 
     def response(self, raw: bytes) -> ChatRequest | FollowUp:
         body, model = self._parse(ResponsesBody, raw)
-        if body.previous_response_id:
-            return FollowUp(body.previous_response_id)
-        return self._read_response(body, model, b"")
+        referenced = dict.fromkeys(response_of(item_id) for item_id in references(body.items()).values())
+        if body.previous_response_id or referenced:
+            return FollowUp(body.previous_response_id or None, tuple(referenced))
+        return self._read_response(body, model)
 
     def next_response(self, framed: bytes) -> ChatRequest:
-        """A response that goes on from another: `framed` is `after(items, raw)`."""
-        size = int.from_bytes(framed[:8], "little")
-        body, model = self._parse(ResponsesBody, framed[8 + size :])
-        return self._read_response(body, model, framed[8 : 8 + size])
+        """Read a response's body that continues others: `frame(items of the previous one, referenced items, body)`."""
+        before, referenced, raw = unframed(framed)
+        body, model = self._parse(ResponsesBody, raw)
+        return self._read_response(body, model, before, referenced)
 
-    def _read_response(self, body: ResponsesBody, model: str, before: bytes) -> ChatRequest:
+    def _read_response(
+        self, body: ResponsesBody, model: str, before: bytes = b"", referenced: bytes = b""
+    ) -> ChatRequest:
+        earlier = _items(before)
         given = body.items()
-        earlier = from_json(b"[" + before + b"]")
         self._limits.check_messages(len(earlier) + len(given), "items")
+        request_id = new_id("resp")
+        given = with_ids(resolved(given, chain(earlier, _items(referenced))), response_id_of(request_id), earlier)
         read = self._translated(body, model, body.chat(earlier + given))
         items = b",".join(part for part in (before, json_bytes(given)[1:-1]) if part) if body.is_stored else b""
-        return replace(read, items=items, instructions=body.instructions)
+        return replace(read, items=items, instructions=body.instructions, request_id=request_id)
+
+    def input_items(self, framed: bytes) -> bytes:
+        """Return a page of a response's input items as JSON: `frame(items, query)`."""
+        items, query = unframed(framed)
+        return json_bytes(page(_items(items), from_json(query)))
 
     def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
-        """A chat that another API's body stands for; its `origin` is that body."""
+        """Read the chat that another API's body was translated into; `origin` becomes that body."""
         read = self._read_chat(ChatBody.model_validate({**chat, "model": model}), model)
         return replace(read, origin=_without_bulk(body))
 
@@ -229,9 +245,13 @@ class BodyReader:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
-        kept = self._kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
+            if body.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
+        if body.verbosity is not None:
+            variables.setdefault("verbosity", body.verbosity)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         chat = self._dialects.chat(messages, tools)
-        prompt, text = self._render(body, chat, variables, cache_marks(body.messages), kept)
+        prompt, text = self._prompts.render(body, chat, variables, cache_marks(body.messages), kept)
         dialect = self._dialects.of_answer(calls, tools, text)
         if constraint := self._dialects.constraint(dialect, tools, parallel=body.parallel_tool_calls is not False):
             params = self._constrained(params, constraint)
@@ -252,10 +272,10 @@ class BodyReader:
             tools = checked_tools(body.tools, None, self._limits)
             self._dialects.calls_for(tools)
             chat = self._dialects.chat(messages, tools)
-            token_ids = list(self._render(body, chat, body.chat_template_kwargs or {})[0].token_ids)
+            token_ids = list(self._prompts.render(body, chat, body.chat_template_kwargs or {})[0].token_ids)
         else:
-            token_ids = self._tokenize(body.prompt or "", body.add_special_tokens is not False)
-        to_token = self.tokenizer.id_to_token
+            token_ids = self._prompts.tokenize(body.prompt or "", body.add_special_tokens is not False)
+        to_token = self._prompts.tokenizer.id_to_token
         answer = {
             "count": len(token_ids),
             "max_model_len": self._max_model_len,
@@ -267,15 +287,9 @@ class BodyReader:
     def detokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(DetokenizeBody, raw)
         check_token_ids(body.tokens, self._vocab_size, "tokens")
-        # Special tokens stay: what /tokenize gave must come back as it was.
-        return ReadAnswer(_without_bulk(body), json_bytes({"prompt": self.tokenizer.decode(body.tokens, False)}))
-
-    @property
-    def tokenizer(self) -> TokenizerLike:
-        """Raises RequestError where the model came without one."""
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
-        return self._tokenizer
+        # Special tokens are kept, so that /detokenize returns what was given to /tokenize.
+        text = self._prompts.tokenizer.decode(body.tokens, False)
+        return ReadAnswer(_without_bulk(body), json_bytes({"prompt": text}))
 
     def _constrained(self, params: SamplingParams, constraint: StructuredOutputsParams) -> SamplingParams:
         if params.structured_outputs is not None:
@@ -290,7 +304,7 @@ class BodyReader:
             raise RequestError(f"the grammar of these tools: {error}", param="tool_choice") from None
 
     def _with_defaults(self, body: AnyGeneration) -> AnyGeneration:
-        # Beams are not drawn: what shapes a draw would be refused.
+        # Beam search does not sample, and would refuse sampling parameters.
         if not self._default_sampling or body.use_beam_search:
             return body
         missing = {name: value for name, value in self._default_sampling.items() if getattr(body, name) is None}
@@ -301,105 +315,10 @@ class BodyReader:
         body.check_names(self._limits)
         return body, self.served_name(body.model)
 
-    def _kept_tokens(self, kept: int | None, max_tokens: int) -> int | None:
-        """How many tokens at a prompt's end are kept, by `truncate_prompt_tokens`; None: all of them."""
-        longest = self._max_model_len
-        if kept is None:
-            return None
-        if kept != -1 and not 1 <= kept <= longest:
-            raise RequestError(
-                f"truncate_prompt_tokens must be -1, or between 1 and {longest}, this model's maximum context length, "
-                f"got {shown(kept)}",
-                param="truncate_prompt_tokens",
-            )
-        return max(1, longest - max_tokens) if kept == -1 else kept
-
-    def _encode(
-        self,
-        prompt: str | list[int],
-        add_special_tokens: bool,
-        *,
-        keeps_text: bool = False,
-        kept: int | None = None,
-    ) -> EncodedPrompt:
-        if isinstance(prompt, list):
-            check_token_ids(prompt, self._vocab_size, "prompt")
-            token_ids, text = prompt, None
-        else:
-            # All of a text that is cut down is tokenised first: where its tokens begin depends on what precedes them.
-            token_ids = self._tokenize(prompt, add_special_tokens, is_cut=kept is not None)
-            if not token_ids:
-                raise RequestError("prompt must not be empty", param="prompt")
-            text = prompt if keeps_text else None
-        if kept is not None and len(token_ids) > kept:
-            token_ids, text = token_ids[-kept:], None
-        self._check_length(token_ids)
-        return EncodedPrompt(array("i", token_ids), text)
-
-    def _tokenize(self, text: str, add_special_tokens: bool, *, is_cut: bool = False) -> list[int]:
-        tokenizer = self.tokenizer
-        longest = tokenizer.max_kept_token_bytes
-        check_text_length(text, self._max_model_len, longest, tokenizer.dropped_bytes, is_cut=is_cut)
-        return tokenizer.encode(text, add_special_tokens)
-
-    def _check_length(self, token_ids: list[int]) -> None:
-        if len(token_ids) > self._max_model_len:
-            raise ContextLengthError(
-                f"this model's maximum context length is {self._max_model_len} tokens, "
-                f"but the prompt alone has {len(token_ids)}",
-                param="prompt",
-            )
-
-    def _render(
-        self,
-        body: ChatBody | TokenizeBody,
-        chat: RenderedChat,
-        variables: dict[str, Any],
-        marks: Sequence[CacheMark] = (),
-        kept: int | None = None,
-    ) -> tuple[EncodedPrompt, str]:
-        """The chat as the model's template renders it, in tokens and as text; raises `RequestError`, also for what the
-        template refuses.
-
-        Special tokens are normally in the template already. The prefixes that `marks` end are measured in tokens.
-        """
-        check_template_variables(variables)
-        add_special_tokens = bool(body.add_special_tokens)
-        messages = chat.messages
-        marks = [replace(mark, index=mark.index + chat.num_added) for mark in marks]
-        render = partial(self.tokenizer.apply_chat_template, tools=chat.tools)
-        if body.continue_final_message:
-            if body.add_generation_prompt:
-                raise RequestError(
-                    "continue_final_message and add_generation_prompt cannot both be true",
-                    param="continue_final_message",
-                )
-            text = end_in_message(render(messages, False, **variables), messages[-1])
-        else:
-            text = render(messages, body.add_generation_prompt is not False, **variables)
-        prompt = self._encode(text, add_special_tokens, kept=kept)
-        if kept == len(prompt.token_ids):
-            # What was marked to be cached is no beginning of the prompt any more.
-            marks = []
-
-        def measure(index: int) -> int:
-            """How many of the prompt's tokens belong to messages up to `index`: they do not depend on what follows."""
-            try:
-                beginning = render(messages[: index + 1], False, **variables)
-            except RequestError:
-                # Some templates refuse a chat that ends here. Then what precedes any other text of the rest belongs
-                # to it.
-                rest = [{**message, "content": "~" + message["content"]} for message in messages[index + 1 :]]
-                beginning = render(messages[: index + 1] + rest, False, **variables)
-            return common_length(prompt.token_ids, self.tokenizer.encode(beginning, add_special_tokens))
-
-        pins = [PinRequest(measure(mark.index), mark.ttl_seconds) for mark in marks]
-        return EncodedPrompt(prompt.token_ids, None, tuple(pin for pin in pins if pin.num_tokens)), text
-
 
 @contextmanager
 def _about(param: str) -> Iterator[None]:
-    """Let errors about a prompt name the field that it came in."""
+    """Make errors about a prompt name the field that it came from."""
     try:
         yield
     except RequestError as error:
@@ -412,13 +331,27 @@ def _without_bulk(body: Body) -> Body:
 
 
 def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
-    """What `echo` puts before the answer: the last message, where the answer continues it (as in vLLM)."""
+    """Return what `echo` puts before the answer: the last message, if the answer continues it (as in vLLM)."""
     continues = (
         messages[-1]["role"] == "assistant" or body.add_generation_prompt is False or body.continue_final_message
     )
     return str(messages[-1]["content"]) if body.echo and continues else ""
 
 
-def after(items: bytes, raw: bytes) -> bytes:
-    """A body behind the items that precede its own."""
-    return len(items).to_bytes(8, "little") + items + raw
+def _items(joined: bytes) -> list[Any]:
+    items: list[Any] = from_json(b"[" + joined + b"]")
+    return items
+
+
+def frame(*parts: bytes) -> tuple[bytes, ...]:
+    """Return the pieces which, joined, `unframed` splits into the parts again. No part is copied."""
+    return tuple(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
+
+
+def unframed(framed: bytes) -> list[bytes]:
+    parts, place = [], 0
+    while place < len(framed):
+        begin = place + 8
+        place = begin + int.from_bytes(framed[place:begin], "little")
+        parts.append(framed[begin:place])
+    return parts

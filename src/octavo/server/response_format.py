@@ -1,4 +1,4 @@
-"""What a body says of its answer's form: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
+"""Structured outputs of a body: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from octavo.errors import RequestError, shown
 from octavo.structured_outputs import StructuredOutputsParams
 
-# vLLM's older names, and what they became.
+# vLLM's older names of fields, and their names in `StructuredOutputsParams`.
 GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -20,17 +20,17 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class DescribesOutput(Protocol):
-    """The fields of a body that are read here."""
+    """The fields of a body that `structured_outputs_of` reads."""
 
     response_format: dict[str, Any] | None
     structured_outputs: dict[str, Any] | None
 
 
 def structured_outputs_of(body: DescribesOutput) -> StructuredOutputsParams | None:
-    """What the output must look like; None: nothing is said of it.
+    """Return the structured output that a body asks for, or None.
 
     Raises:
-        RequestError: a description is invalid, or there are several.
+        RequestError: a description is invalid, or the body has several.
     """
     found = {
         "response_format": _of_response_format(body.response_format),
@@ -46,15 +46,17 @@ def structured_outputs_of(body: DescribesOutput) -> StructuredOutputsParams | No
 def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     if given is None or given.get("type") == "text":
         return None
-    if given.get("type") == "json_object":
+    # llama.cpp's form: the schema beside the type.
+    direct = given.get("schema") if "json_schema" not in given else None
+    if given.get("type") == "json_object" and not direct:
         return StructuredOutputsParams(json_object=True)
-    if given.get("type") != "json_schema":
+    if given.get("type") not in ("json_object", "json_schema"):
         raise RequestError(
             f"response_format of type {shown(given.get('type'))} is not supported by this server, only "
             + " and ".join(map(repr, _FORMATS)),
             param="response_format",
         )
-    described = given.get("json_schema")
+    described = given.get("json_schema") if direct is None else {"schema": direct}
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(described, dict) or not isinstance(schema, (dict, bool)):
         raise RequestError(
@@ -67,7 +69,7 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsPar
             f"response_format.json_schema.strict must be true or false, got {shown(strict)}",
             param="response_format.json_schema.strict",
         )
-    # Not said means strict, as vLLM takes it: whoever sends a schema expects it to hold.
+    # Strict by default, as in vLLM: a client that sends a schema expects it to hold.
     return StructuredOutputsParams(json=schema, strict=strict is not False)
 
 

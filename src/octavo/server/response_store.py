@@ -1,7 +1,7 @@
-"""Responses that later ones may go on from, by tenant, in bounded memory.
+"""Stored responses that later requests may continue, by tenant, in bounded memory.
 
-Each tenant has its own: the id of another's is not known here. What is too much makes room: of the tenant that is over
-its share the oldest, of all together the oldest of whoever holds most. Nothing survives a restart.
+Each tenant sees only its own responses. If a tenant exceeds its share, its oldest responses are dropped; if all
+together exceed the limit, the oldest of the tenant that holds the most. Nothing survives a restart.
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# Beside the bytes of a stored response: its keys and objects.
+# Estimated bytes of a stored response's keys and objects, in addition to its contents.
 _OVERHEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response.
+    """One stored response.
 
     Attributes:
-        response: its object, as JSON.
-        items: all input and output items up to its end, as the inside of a JSON list.
+        response: the response object, as JSON.
+        items: all input and output items up to the end of the response, as the inside of a JSON list.
+        input_size: number of bytes of `items` that are input items.
     """
 
     response: bytes
     items: bytes
+    input_size: int = 0
+
+    @property
+    def input_items(self) -> bytes:
+        return self.items[: self.input_size]
 
     @property
     def size(self) -> int:
@@ -31,11 +37,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Used only from the event loop.
+    """Stores responses by tenant. Used only from the event loop.
 
     Args:
-        most: bytes of all responses.
-        most_of_tenant: bytes of one tenant's.
+        most: maximum total size of all responses in bytes.
+        most_of_tenant: maximum total size of one tenant's responses in bytes.
     """
 
     def __init__(self, most: int, most_of_tenant: int) -> None:
@@ -46,7 +52,7 @@ class ResponseStore:
         self.size = 0
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Store a response; one that is larger than a tenant's share is not kept."""
+        """Store a response, unless it is larger than a tenant's share."""
         if stored.size > self._most_of_tenant:
             return
         self._tenants.setdefault(tenant, OrderedDict())[response_id] = stored
@@ -58,12 +64,12 @@ class ResponseStore:
             self._drop_oldest(max(self._sizes, key=self._sizes.__getitem__))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """A response of the tenant's own; None if it has none such, or no longer."""
+        """Return one of the tenant's own responses, or None if it has none with that id (any more)."""
         responses = self._tenants.get(tenant)
         return None if responses is None else responses.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forget a response; False if there is none such."""
+        """Delete a response; returns False if there is none with that id."""
         if self.get(tenant, response_id) is None:
             return False
         self._drop(tenant, response_id)

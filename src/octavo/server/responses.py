@@ -1,9 +1,10 @@
-"""`POST /v1/responses`: OpenAI's newer API over the chat that its body stands for."""
+"""`POST /v1/responses`: OpenAI's newer API, translated to a chat."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -12,21 +13,25 @@ from octavo.engine.outputs import RequestOutput
 from octavo.request import FinishReason
 from octavo.server.blocks import Block, BlockKind, Change, Closed, Grew, Opened
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import Usage, dumps, json_bytes, json_pieces, offload
+from octavo.server.errors import ApiError
+from octavo.server.generation import Usage, ascii_bytes, free, json_bytes, json_pieces, offload
 from octavo.server.keys import Client
+from octavo.server.logprobs import PartLogprobs, TokenTexts
 from octavo.server.reading import ChatRequest
+from octavo.server.response_items import output_id, response_id_of
 from octavo.server.response_store import StoredResponse
 from octavo.server.responses_body import ResponsesBody
 from octavo.server.single_chat import SingleChat
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
-# Fields of the body that the response repeats, with what is told where they are not given.
+# Fields of the body that the response repeats, with the values it reports if they are not given.
 _REPEATED: dict[str, Any] = {
     "previous_response_id": None,
     "max_output_tokens": None,
     "temperature": 1.0,
     "top_p": 1.0,
     "user": None,
+    "top_logprobs": 0,
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
@@ -41,12 +46,13 @@ class ResponseAnswer:
     """One response, answered whole or as a stream.
 
     Args:
-        store: takes the response once it is complete, where the body does not say otherwise.
+        store: called with the id and the complete response, unless the body has `store: false`.
     """
 
     def __init__(
         self,
         engine: EngineClient,
+        texts: TokenTexts,
         read: ChatRequest,
         client: Client,
         traceparent: str | None,
@@ -56,10 +62,15 @@ class ResponseAnswer:
         self._body = read.origin
         self._items = read.items
         self._instructions = read.instructions
-        self._chat = SingleChat(engine, read, client, "resp", traceparent)
+        self._chat = SingleChat(engine, read, client, read.request_id, traceparent)
         self._store = store
         self._number = 0
-        self._id = self._chat.job.response_id.replace("-", "_", 1)
+        self._id = response_id_of(read.request_id)
+        self._arriving: PartLogprobs | None = None
+        if read.params.logprobs is not None:
+            self._arriving = PartLogprobs(texts, skip_special_tokens=read.params.skip_special_tokens)
+        # The log-probabilities of each text, by its block's index.
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def usage(self) -> Usage:
@@ -67,73 +78,130 @@ class ResponseAnswer:
 
     async def whole(self) -> list[bytes]:
         output = await self._chat.whole()
-        pieces = await offload(self._chat.weight(output), lambda: self._assemble(output))
-        self._keep(b"".join(pieces))
+        try:
+            pieces, stored = await offload(self._chat.weight(output), lambda: self._assemble(output))
+        finally:
+            self._free()
+        self._keep(stored)
         return pieces
 
-    def _assemble(self, output: RequestOutput) -> list[bytes]:
-        self._chat.read(output)
-        return json_pieces(self._response(self._ending()))
+    def _assemble(self, output: RequestOutput) -> tuple[list[bytes], StoredResponse | None]:
+        for change in self._read(output):
+            self._logprobs_of(change)
+        pieces = json_pieces(self._response(self._ending()))
+        return pieces, self._to_store(pieces)
 
-    def _keep(self, response: bytes) -> None:
-        if self._body.is_stored:
-            output = json_bytes(self._output())[1:-1]
-            items = b",".join(part for part in (self._items, output) if part)
-            self._store(self._id, StoredResponse(response, items))
+    def _to_store(self, response: list[bytes]) -> StoredResponse | None:
+        if not self._body.is_stored:
+            return None
+        # Without the log-probabilities, which no later response uses.
+        output = json_bytes([self._item(block, logprobs=()) for block in self._chat.blocks.all])[1:-1]
+        items = b",".join(part for part in (self._items, output) if part)
+        return StoredResponse(b"".join(response), items, len(self._items))
+
+    def _keep(self, stored: StoredResponse | None) -> None:
+        if stored is not None:
+            self._store(self._id, stored)
+
+    def _free(self) -> None:
+        if self._logprobs:
+            lists, self._logprobs = list(self._logprobs.values()), {}
+            asyncio.get_running_loop().run_in_executor(None, free, lists)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """OpenAI's events: one chunk of bytes per wake-up of the engine."""
+        """Yield OpenAI's events: one chunk of bytes per output of the engine."""
         begun = False
-        async with aclosing(self._chat.outputs()) as outputs:
-            async for output in outputs:
-                yield await offload(self._chat.weight(output), partial(self._events_of, output, first=not begun))
-                begun = True
+        try:
+            async with aclosing(self._chat.outputs()) as outputs:
+                async for output in outputs:
+                    weight = self._chat.weight(output) + (self._weight() if output.finished else 0)
+                    yield await offload(weight, partial(self._events_of, output, first=not begun))
+                    begun = True
+            last, stored = await offload(self._weight(), self._end)
+            self._keep(stored)
+            yield last
+        finally:
+            self._free()
+
+    def _end(self) -> tuple[bytes, StoredResponse | None]:
         status = self._ending()
         response = self._response(status)
-        self._keep(json_bytes(response))
-        yield self._event(f"response.{status}", response=response).encode()
+        return self._event(f"response.{status}", response=response), self._to_store(json_pieces(response))
+
+    def _weight(self) -> int:
+        """Estimate how many small objects the whole response has."""
+        logprobs = sum(
+            len(entries) * (1 + len(entries[0]["top_logprobs"])) for entries in self._logprobs.values() if entries
+        )
+        return logprobs + sum(len(block.pieces) for block in self._chat.blocks.all)
 
     def _events_of(self, output: RequestOutput, *, first: bool) -> bytes:
-        told = []
+        told: list[bytes] = []
         if first:
             begun = self._response("in_progress")
             told += [
                 self._event("response.created", response=begun),
                 self._event("response.in_progress", response=begun),
             ]
-        for change in self._chat.read(output):
-            told += self._told(change)
-        return "".join(told).encode()
+        for change in self._read(output):
+            told += self._told(change, self._logprobs_of(change))
+        return b"".join(told)
 
-    def _event(self, kind: str, **fields: Any) -> str:
-        told = dumps({"type": kind, "sequence_number": self._number, **fields})
+    def _read(self, output: RequestOutput) -> list[Change]:
+        if self._arriving is not None:
+            for completion in output.outputs:
+                self._arriving.add(completion.token_ids, completion.logprobs or ())
+        return self._chat.read(output)
+
+    def _logprobs_of(self, change: Change) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens by which a text has grown."""
+        if self._arriving is None or not isinstance(change, Grew) or change.block.kind is not BlockKind.TEXT:
+            return []
+        taken = self._arriving.take(change.end - len(change.text), change.end)
+        self._logprobs.setdefault(change.block.index, []).extend(taken)
+        return taken
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Format an error in the stream, with the fields of OpenAI's reference and with `error`, which clients read."""
+        told = error.fields()
+        beside = {name: told[name] for name in ("code", "message", "param")}
+        return self._event("error", **beside, error=told)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        told = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: {told}\n\n"
+        # Only log-probabilities make an event so long that it must be encoded in pieces.
+        pieces = json_pieces(told, ascii_bytes) if self._logprobs else [ascii_bytes(told)]
+        return b"".join((f"event: {kind}\ndata: ".encode(), *pieces, b"\n\n"))
 
-    def _told(self, change: Change) -> list[str]:
+    def _told(self, change: Change, grown: list[dict[str, Any]]) -> list[bytes]:
         block = change.block
         where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         name = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}.get(block.kind)
         if name is None:
             return self._told_of_call(change, where)
         part = where | {"content_index": 0}
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+        def logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            return {"logprobs": entries} if block.kind is BlockKind.TEXT else {}
+
+        whole = self._logprobs.get(block.index, [])
         match change:
             case Opened(block):
                 opened = self._event(
                     "response.output_item.added", output_index=block.index, item=self._item(block, whole=False)
                 )
-                return [opened, self._event("response.content_part.added", **part, part=_part(block, ""))]
+                return [opened, self._event("response.content_part.added", **part, part=_part(block, "", ()))]
             case Grew(_, text):
-                return [self._event(f"response.{name}.delta", **part, delta=text, **logprobs)]
+                return [self._event(f"response.{name}.delta", **part, delta=text, **logprobs(grown))]
             case Closed(block):
                 return [
-                    self._event(f"response.{name}.done", **part, text=block.text, **logprobs),
-                    self._event("response.content_part.done", **part, part=_part(block, block.text)),
+                    self._event(f"response.{name}.done", **part, text=block.text, **logprobs(whole)),
+                    self._event("response.content_part.done", **part, part=_part(block, block.text, whole)),
                     self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
                 ]
 
-    def _told_of_call(self, change: Change, where: dict[str, Any]) -> list[str]:
+    def _told_of_call(self, change: Change, where: dict[str, Any]) -> list[bytes]:
         kind = "response.function_call_arguments"
         match change:
             case Opened(block):
@@ -148,15 +216,18 @@ class ResponseAnswer:
                 ]
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._id.partition('_')[2]}{block.index:04x}"
+        return output_id(_PREFIXES[block.kind], self._id, block.index)
 
-    def _item(self, block: Block, *, whole: bool = True) -> dict[str, Any]:
+    def _item(
+        self, block: Block, *, whole: bool = True, logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         text = block.text if whole else ""
         head: dict[str, Any] = {"id": self._item_id(block), "status": "completed" if whole else "in_progress"}
         if block.kind is BlockKind.CALL:
             called = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
             return head | called
-        content = [_part(block, text)] if whole else []
+        entries = self._logprobs.get(block.index, ()) if logprobs is None else logprobs
+        content = [_part(block, text, entries)] if whole else []
         if block.kind is BlockKind.REASONING:
             return head | {"type": "reasoning", "summary": [], "content": content}
         return head | {"type": "message", "role": "assistant", "content": content}
@@ -198,7 +269,7 @@ class ResponseAnswer:
         }
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: Block, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

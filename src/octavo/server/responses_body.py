@@ -1,8 +1,10 @@
-"""The body of `POST /v1/responses`, OpenAI's newer API, and the chat that it stands for.
+"""The body of `POST /v1/responses`, OpenAI's newer API, and its translation into a chat.
 
 instructions, the items of previous_response_id, input    ->  messages
 tools (flat), tool_choice, text.format, reasoning.effort  ->  tools, tool_choice, response_format, reasoning_effort
+text.verbosity                                            ->  verbosity
 max_output_tokens                                         ->  max_tokens
+include (message.output_text.logprobs), top_logprobs      ->  logprobs, top_logprobs
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
 from octavo.server.generation import json_bytes
-from octavo.server.protocol import Objects, RequestBody, Texts
+from octavo.server.protocol import Objects, RequestBody, StreamOptions, Texts
 
-# Chat fields of the same name and meaning.
+# Fields that have the same name and meaning in chat completions.
 _SAME = (
     *("temperature", "top_p", "parallel_tool_calls", "user", "metadata", "prompt_cache_key", "safety_identifier"),
     *("service_tier", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt"),
     "chat_template_kwargs",
 )
-# What the response repeats, several times where it is streamed; `tools` have limits of their own.
+# Objects that the response repeats, several times if it is streamed; `tools` have limits of their own.
 REPEATED_OBJECTS = ("metadata", "text", "reasoning", "tool_choice")
 MOST_REPEATED_BYTES = 65_536
-_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 class ResponsesBody(RequestBody):
@@ -41,6 +44,9 @@ class ResponsesBody(RequestBody):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    # Of OpenAI's values only `message.output_text.logprobs` has an effect, which `top_logprobs` includes.
+    include: Texts | None = None
+    top_logprobs: int | None = None
 
     # Extensions, as in chat completions.
     top_k: int | None = None
@@ -52,26 +58,29 @@ class ResponsesBody(RequestBody):
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Of no consequence here.
+    # Fields without effect here.
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    include: Texts | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     truncation: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    max_tool_calls: int | None = None  # applies only to OpenAI's built-in tools, which do not exist here
 
-    # OpenAI's, not Octavo's.
+    # OpenAI's fields that Octavo does not support.
     background: Any = None
     conversation: Any = None
     prompt: Any = None
 
     names: ClassVar[tuple[str, ...]] = (
         *("model", "previous_response_id", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
-        "truncation",
+        *("truncation", "prompt_cache_retention"),
     )
     bulky: ClassVar[tuple[str, ...]] = (
-        *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include"),
+        *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include", "prompt_cache_options"),
     )
     unsupported: ClassVar[tuple[str, ...]] = ("background", "conversation", "prompt")
 
@@ -84,7 +93,7 @@ class ResponsesBody(RequestBody):
         return self.store is not False
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as items; raises `RequestError` for another form."""
+        """Return the input as a list of items; raise `RequestError` for an invalid form."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         if not isinstance(self.input, list) or not all(isinstance(item, dict) for item in self.input):
@@ -92,7 +101,7 @@ class ResponsesBody(RequestBody):
         return self.input
 
     def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of the chat body that asks the same of all items; raises `RequestError` naming the field."""
+        """Return the fields of the equivalent chat body for all items; raise `RequestError` naming the field."""
         self.refuse_unsupported()
         for name in REPEATED_OBJECTS:
             if (size := len(json_bytes(getattr(self, name)))) > MOST_REPEATED_BYTES:
@@ -108,9 +117,12 @@ class ResponsesBody(RequestBody):
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields["messages"] = instructions + _messages(items)
         fields["max_tokens"] = self.max_output_tokens
+        fields["logprobs"] = bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+        fields["top_logprobs"] = self.top_logprobs
         fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
         fields["tool_choice"] = self.tool_choice
         fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
+        fields["verbosity"] = (self.text or {}).get("verbosity")
         fields["response_format"] = _response_format((self.text or {}).get("format"))
         if self.truncation == "auto":
             fields["truncate_prompt_tokens"] = -1
@@ -118,7 +130,7 @@ class ResponsesBody(RequestBody):
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A flat tool in chat completions' form; what is no function is refused there."""
+    """Convert a flat tool to the form of chat completions, which refuse anything but functions."""
     if tool.get("type") != "function" or "function" in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
@@ -131,7 +143,7 @@ def _response_format(form: Any) -> Any:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items as messages: what one answer said, thought and called is one message of the assistant's."""
+    """Convert items to messages; text, reasoning and calls of one answer become one assistant message."""
     messages: list[dict[str, Any]] = []
     open_answer: dict[str, Any] | None = None
 
@@ -176,7 +188,8 @@ def _text(content: Any, where: str) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
             raise RequestError(f"{where} has a part of type {shown(kind)}, and only text is supported", param=where)
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)

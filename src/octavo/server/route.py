@@ -1,4 +1,4 @@
-"""An endpoint: a method, a path, and its handler."""
+"""Endpoints, and the routes made from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Endpoint(NamedTuple):
 
 
 def routes(endpoints: Iterable[Endpoint]) -> list[Route]:
-    """One route for each path, so that a method that it does not have is told all that it has."""
+    """Return one route per path, so that a 405 lists all methods of the path."""
     by_path: dict[str, dict[str, Handler]] = {}
     for method, path, handler in endpoints:
         by_path.setdefault(path, {})[method] = handler

@@ -9,7 +9,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -24,13 +24,15 @@ from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.listening import bound, listen, require_keys_beyond_loopback, shown_address
-from octavo.server.memory import settle_interpreter
-from octavo.server.transport import ConnectionCounters, guarded_protocol
+from octavo.server.memory import return_free_memory, settle_interpreter
+from octavo.server.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol
 
-# Connections that are accepted before other callbacks of the event loop have a turn, and that may wait for it.
+# Number of connections that are accepted before other callbacks of the event loop run, and that may wait for that.
 _ACCEPTED_AT_ONCE = 16
 _MOST_WAITING = 2048
-# How long after the last request was cancelled its client may take to read the error.
+# Ticks, of a tenth of a second each, between two returns of freed memory to the operating system.
+_RETURNED_EVERY = 300
+# Seconds that clients of cancelled requests have to read the error at shutdown.
 FAREWELL_SECONDS = 2.0
 
 
@@ -42,35 +44,49 @@ def serve(
 ) -> None:
     """Serve one engine until SIGINT or SIGTERM; returns when every request has finished or was cancelled.
 
-    The port is taken before `make_engine` loads a model, so that one in use fails at once. The first signal stops
-    accepting, and lets what runs finish within `config.shutdown_timeout`; the second ends the process on the spot,
-    with exit code 128 + the signal's number.
+    The port is bound before `make_engine` loads a model, so that a port in use fails at once. On the first signal the
+    server stops accepting connections and lets running requests finish within `config.shutdown_timeout`; a second
+    signal ends the process at once, with exit code 128 + the signal's number.
 
     Args:
-        check_interrupt: raises `KeyboardInterrupt` where Ctrl-C came, and was lost, before signals were handled here.
+        check_interrupt: raises `KeyboardInterrupt` if a Ctrl-C arrived, and was lost, before signals were handled here.
 
     Raises:
-        ConfigError: the address cannot be listened on.
-        EngineDeadError: the engine died while it served. Its clients have been told by then.
+        ConfigError: the server cannot listen on the address.
+        EngineDeadError: the engine died while it served; its clients have been answered.
         Exception: whatever `make_engine` raises.
     """
     access = Access(config)
     check_certificate(config)
-    with bound(config) as listener:
+    with bound(config) as listener, _hangups_noted(config) as hangups:
         require_keys_beyond_loopback(listener, config, access)
         engine = make_engine()
         settle_interpreter()
-        asyncio.run(serve_on(listener, engine, config, access, check_interrupt))
+        asyncio.run(serve_on(listener, engine, config, access, check_interrupt, hangups))
+
+
+@contextmanager
+def _hangups_noted(config: ServerConfig) -> Generator[list[int], None, None]:
+    """Record SIGHUPs that arrive before the server handles them, while the model is loaded, which may take minutes."""
+    noted: list[int] = []
+    if config.keys_file is None or threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGHUP, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Refuse a certificate or key that cannot be used, before a model is loaded; raises `ConfigError`."""
+    """Raise `ConfigError` for an unusable certificate or key; called before a model is loaded."""
     if config.ssl_certfile is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # SSLError is one
-        files = f"{config.ssl_certfile} with {config.ssl_keyfile}"
+    except OSError as error:  # includes SSLError
+        files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
         raise ConfigError(f"cannot serve HTTPS with {files}: {error.strerror or error}") from error
 
 
@@ -80,12 +96,16 @@ async def serve_on(
     config: ServerConfig,
     access: Access | None = None,
     check_interrupt: Callable[[], None] = _nothing,
+    hangups: Sequence[int] = (),
 ) -> None:
-    """`serve`, with a bound socket and an engine that is not yet started.
+    """Serve like `serve`, on a bound socket and with an engine that is not yet started.
+
+    Args:
+        hangups: SIGHUPs that arrived before the call; if there are any, the keys are reread once.
 
     Raises:
-        ConfigError: another process began to listen on the same port meanwhile, or the tenants' floors and caps do not
-            go into the cache.
+        ConfigError: another process has started to listen on the same port, or the tenants' floors and caps do not fit
+            into the cache.
         EngineDeadError: the engine died while it served.
     """
     in_flight = InFlight(config.request_timeout)
@@ -94,13 +114,16 @@ async def serve_on(
     server = Server(app, config, in_flight, engine.model_name)
     server.has_engine = lambda: engine.is_alive
     server.is_engine_planning = lambda: engine.is_planning
-    # Without a file to reread, a hangup ends the process, as ever.
+    server.is_engine_stepping = lambda: engine.is_stepping
+    # Without a file to reread, a SIGHUP ends the process, as by default.
     server.on_hangup = None if config.keys_file is None else partial(_reread, access, engine)
     await engine.set_kv_limits(engine.resolve_kv_limits(access.kv_amounts))
     with server.handled_signals():
         check_interrupt()
         await engine.start()
         try:
+            if hangups and server.on_hangup is not None:
+                server.on_hangup()
             listen(listener)
             app.state.warm_up()
             await server.serve(sockets=[listener])
@@ -111,26 +134,29 @@ async def serve_on(
 
 
 def _reread(access: Access, engine: EngineClient) -> None:
-    """Reread the keys, and tell the engine of the tenants' floors and caps."""
+    """Reread the keys, and pass the tenants' floors and caps to the engine."""
     if access.reread(engine.resolve_kv_limits):
         limits = engine.resolve_kv_limits(access.kv_amounts)
         _tellings.add(task := asyncio.ensure_future(engine.set_kv_limits(limits)))
         task.add_done_callback(_tellings.discard)
 
 
-# The event loop itself holds its tasks by weak references only.
+# Keeps references to tasks, because the event loop itself holds only weak ones.
 _tellings: set[asyncio.Future[None]] = set()
 
 
 class Server(uvicorn.Server):
-    """uvicorn with Octavo's shutdown: requests get a grace period, and a second signal ends it at once."""
+    """A uvicorn server with Octavo's shutdown: requests get a grace period, which a second signal cuts short."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, in_flight: InFlight, model_name: str) -> None:
         self.connections = ConnectionCounters()
         super().__init__(
             uvicorn.Config(
                 app,
-                http=guarded_protocol(config, self.connections, lambda: self.is_engine_planning()),
+                http=guarded_protocol(
+                    config, self.connections, lambda: self.is_engine_planning(), lambda: self.is_engine_stepping()
+                ),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 root_path=config.root_path,
                 ssl_certfile=config.ssl_certfile,
@@ -147,21 +173,24 @@ class Server(uvicorn.Server):
         self._model_name = model_name
         self.has_engine: Callable[[], bool] = lambda: True
         self.is_engine_planning: Callable[[], bool] = lambda: False
+        self.is_engine_stepping: Callable[[], bool] = lambda: False
         self._in_flight = in_flight
         self._shutdown_timeout = config.shutdown_timeout
         self.on_hangup: Callable[[], None] | None = None
 
     @contextmanager
     def handled_signals(self) -> Generator[None, None, None]:
-        """SIGINT and SIGTERM end this server meanwhile, SIGHUP calls `on_hangup`. Only the main thread may ask for
-        signals."""
+        """Handle signals within the context: SIGINT and SIGTERM end this server, and SIGHUP calls `on_hangup`.
+
+        Does nothing outside the main thread, which alone may install handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         if (on_hangup := self.on_hangup) is not None:
             loop = asyncio.get_running_loop()
-            # In the loop: what a signal interrupts may be writing to the log.
+            # Called from the loop, because the code that a signal interrupts may be writing to the log.
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(on_hangup))
         try:
             yield
@@ -170,24 +199,26 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
-        """Nothing: uvicorn would raise the signals again after a clean end, and `handled_signals` covers more."""
+        """Do nothing, because uvicorn would raise the signals again at the end; `handled_signals` replaces this."""
         return nullcontext()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            # Threads that compute, and clients that do not read, would hold up any orderly way out.
+            # Exit at once: computing threads and clients that do not read would delay an orderly shutdown.
             sys.stdout.flush()
             os._exit(128 + sig)
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second: whether to leave. Without its engine a server has nothing left to serve."""
+        """Return whether to stop, which is also the case if the engine has died; called ten times a second."""
+        if counter % _RETURNED_EVERY == _RETURNED_EVERY - 1:
+            await asyncio.to_thread(return_free_memory)
         return await super().on_tick(counter) or not self.has_engine()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # asyncio accepts as many connections in one go as may wait; more may wait than that.
+            # asyncio accepts up to `backlog` connections at a time; this lets more than that wait.
             listener.listen(_MOST_WAITING)
         if self.started and sockets:
             scheme = "http" if self.config.ssl is None else "https"
@@ -195,11 +226,11 @@ class Server(uvicorn.Server):
             print(f"Octavo serving {self._model_name} on {where}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Pages that watch would keep their connections open for good.
+        # Live pages would otherwise keep their connections open forever.
         self._in_flight.draining = True
         if self._in_flight:
             running = f"{len(self._in_flight)} running request{'s' if len(self._in_flight) > 1 else ''}"
-            wait = f"up to {self._shutdown_timeout:g} s for {running}; once more leaves at once"
+            wait = f"up to {self._shutdown_timeout:g} s for {running}; a second signal stops at once"
             print(f"Octavo stops: waiting {wait}", file=sys.stderr, flush=True)
         out_of_time = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._in_flight.cancel_all)
         try:

@@ -1,6 +1,6 @@
 """Responses in the OpenAPI description, and an example of each request body.
 
-Only what is always there is required: objects may hold more.
+Only members that are always present are required; objects may have more.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Response": _object(
         id=_TEXT, object=_const("response"), status=_TEXT, model=_TEXT, output=_list(_object(type=_TEXT))
+    ),
+    "ItemList": _object(
+        object=_const("list"),
+        data=_list(_object(id=_TEXT, type=_TEXT, status=_TEXT)),
+        first_id=_or_null(_TEXT),
+        last_id=_or_null(_TEXT),
+        has_more=_FLAG,
     ),
     "DeletedResponse": _object(id=_TEXT, object=_const("response"), deleted=_FLAG),
     "Message": _object(

@@ -1,7 +1,7 @@
-"""Ranges of request fields for the OpenAPI description: this server's limits, and what is never valid.
+"""Ranges of request fields for the OpenAPI description, from this server's limits and general validity.
 
-pydantic says the types; values are checked where they are declared once (`SamplingParams`, `RequestLimits`), after
-parsing. Here is what that comes to, field by field.
+pydantic knows only the types; values are checked after parsing, where they are declared once (`SamplingParams`,
+`RequestLimits`). This module restates those checks field by field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the description of one server depends on."""
+    """The properties of a server that its description depends on."""
 
     limits: RequestLimits
     max_model_len: int
@@ -28,12 +28,12 @@ class Described:
 
 
 def unsupported() -> Schema:
-    """A field that must not ask for anything."""
+    """Return the schema of a field that is known but not supported, so that it must be empty."""
     return {"enum": [None, False, "", [], {}], "description": "known, and not supported"}
 
 
 def field_ranges(server: Described) -> Mapping[str, Schema]:
-    """By field, whatever body it is in: what is added to those alternatives of its schema that have the type."""
+    """Return ranges by field name, in any body: what to add to the alternatives of its schema that have a type."""
     limits = server.limits
     token_id = {"type": "integer", "minimum": 0, "maximum": server.vocab_size - 1}
     length = {"type": "integer", "minimum": 1, "maximum": server.max_model_len}
@@ -108,7 +108,7 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
 
 
 def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
-    """By body, what its fields have other than fields of the same name elsewhere."""
+    """Return ranges by body, for fields that differ from those of the same name in other bodies."""
     item = {"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": list(ROLES)}}}
     choice = {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}}
     anthropic = {"tool_choice": {"object": choice}}
@@ -124,7 +124,7 @@ def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
     }
 
 
-# What is true of several fields of a body together.
+# Constraints on several fields of a body together.
 TOGETHER: Mapping[str, Schema] = {
     "ResponsesBody": {"required": ["input"]},
     "TokenizeBody": {
@@ -137,7 +137,7 @@ TOGETHER: Mapping[str, Schema] = {
 
 
 def message(limits: RequestLimits) -> Schema:
-    """One message of a chat, OpenAI's or Anthropic's."""
+    """Return the schema of a chat's message, OpenAI's or Anthropic's."""
     part = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
     return {
         "type": "object",
@@ -151,7 +151,7 @@ def message(limits: RequestLimits) -> Schema:
 
 
 def response_format() -> Schema:
-    """OpenAI's `response_format`."""
+    """Return the schema of OpenAI's `response_format`."""
     described = {
         "type": "object",
         "required": ["schema"],
@@ -167,10 +167,10 @@ def response_format() -> Schema:
 
 
 def narrow(field: Schema, ranges: Schema) -> Schema:
-    """A field's schema with ranges.
+    """Return a field's schema with ranges.
 
-    Those under a type's name go to the alternative of that type; "any" replaces all alternatives, and "or" is one more
-    where the field may be left out.
+    Ranges under a type's name go to the alternative of that type; "any" replaces all alternatives, and "or" adds an
+    alternative if there are several.
     """
     if (whole := ranges.get("any")) is not None:
         kept = {name: value for name, value in field.items() if name not in ("anyOf", "type")}

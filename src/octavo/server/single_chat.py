@@ -1,4 +1,4 @@
-"""One chat with one answer, of which other APIs than chat completions make theirs."""
+"""One chat with one answer, which APIs other than chat completions convert into their own form."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from octavo.server.blocks import Blocks, Change
 from octavo.server.choices import CallIds, ChoiceReader
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import Job, Usage, new_id, weight_of
+from octavo.server.generation import Job, Usage, weight_of
 from octavo.server.keys import Client
 from octavo.server.reading import ChatRequest
 
 
 class SingleChat:
-    """Runs a chat that was read.
+    """Runs one chat request.
 
     Attributes:
-        blocks: the answer, as far as it has come.
-        usage: its tokens.
-        completion: its latest part.
+        blocks: the answer so far.
+        usage: the token usage so far.
+        completion: the latest part of the answer.
     """
 
     def __init__(
-        self, engine: EngineClient, read: ChatRequest, client: Client, prefix: str, traceparent: str | None
+        self, engine: EngineClient, read: ChatRequest, client: Client, request_id: str, traceparent: str | None
     ) -> None:
-        context = client.context(new_id(prefix), read.body.priority, read.cache_salt, read.prompt.pins)
+        context = client.context(request_id, read.body.priority, read.cache_salt, read.prompt.pins)
         self._engine = engine
         self.job = Job(read.model, [read.prompt], read.params, replace(context, traceparent=traceparent))
         self._choice = ChoiceReader(read.speech)
@@ -36,17 +36,17 @@ class SingleChat:
         self.completion = CompletionOutput(0)
 
     async def whole(self) -> RequestOutput:
-        """Run it to its end; `read` makes blocks of it."""
+        """Run the chat to its end and return the output; `read` turns it into blocks."""
         (output,) = await self.job.results(self._engine)
         return output
 
     @staticmethod
     def weight(output: RequestOutput) -> int:
-        """About how many small objects reading an output makes."""
+        """Estimate how many small objects are made when an output is read."""
         return weight_of(output) + sum(len(completion.text) for completion in output.outputs) // 2
 
     def read(self, output: RequestOutput) -> list[Change]:
-        """Take in an output: what it changes of the blocks."""
+        """Add an output to the blocks, and return the changes."""
         self.usage.add(0, output)
         changes: list[Change] = []
         for completion in output.outputs:
@@ -57,12 +57,12 @@ class SingleChat:
         return changes
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs as they come; `read` makes blocks of them."""
+        """Yield the outputs as they arrive; `read` turns them into blocks."""
         async with aclosing(self.job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for _, output in outputs:
                 yield output
 
     @property
     def calls(self) -> bool:
-        """Whether it ended by calling tools."""
+        """Whether the answer ended by calling tools."""
         return self._choice.finish_reason(self.completion) == "tool_calls"

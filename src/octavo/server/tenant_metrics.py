@@ -1,7 +1,7 @@
-"""What each tenant uses, in Prometheus' format, for whoever holds an admin key.
+"""Prometheus metrics of each tenant's use, for holders of an admin key.
 
-Labels are tenants' names (of the keys file, or made from a hash of the key), at most `quota.MAX_SHOWN_TENANTS`; all
-others are added up as "other". No series has a key, a request's id or a word of a prompt.
+Labels are tenants' names (from the keys file, or derived from a hash of the key), at most `quota.MAX_SHOWN_TENANTS`;
+all others are summed as "other". No series contains a key, a request id or text of a prompt.
 """
 
 from __future__ import annotations

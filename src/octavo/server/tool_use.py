@@ -1,4 +1,4 @@
-"""The tools of a chat's body: checked, and what the model may or must do with them."""
+"""The tools of a chat's body, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a chat may call.
+    """The tools that a chat may call.
 
     Attributes:
-        tools: as chat templates expect them, OpenAI's objects.
-        required: the answer must call one.
-        named: the only one that it may, and must, call.
+        tools: OpenAI's tool objects, as chat templates expect them.
+        required: whether the answer must call a tool.
+        named: name of the only tool that the answer may, and must, call; None if there is no such restriction.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class ToolUse:
 
     @property
     def parameter_types(self) -> dict[str, dict[str, str]]:
-        """For each tool, the types of its parameters, where its schema names one."""
+        """The types of each tool's parameters, for parameters whose schema names one type."""
         return {tool["function"]["name"]: _types(tool["function"].get("parameters")) for tool in self.tools}
 
     @property
@@ -44,7 +44,8 @@ class ToolUse:
 
 
 def checked_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: RequestLimits) -> ToolUse:
-    """The tools that a body offers; raises `RequestError` naming the one that cannot be used."""
+    """Return the tools that a body offers; raise `RequestError` naming a tool that cannot be used."""
+    choice, allowed = _allowed_tools(choice)
     named, required = _choice(choice)
     if not tools:
         if required or named is not None:
@@ -56,12 +57,35 @@ def checked_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Reque
         if name in names[:i]:
             raise RequestError(f"two tools are called {shown(name)}", param=f"tools[{i}].function.name")
     if named is not None and named not in names:
-        raise RequestError(f"tool_choice names {shown(named)}, which is no tool of this request", param="tool_choice")
-    return ToolUse() if choice == "none" else ToolUse(list(tools), required or named is not None, named)
+        raise RequestError(f"tool_choice names {shown(named)}, which is not one of the tools", param="tool_choice")
+    if unknown := [name for name in allowed or () if name not in names]:
+        raise RequestError(
+            f"tool_choice allows {shown(unknown[0])}, which is not one of the tools", param="tool_choice"
+        )
+    if choice == "none":
+        return ToolUse()
+    offered = [tool for tool, name in zip(tools, names, strict=True) if allowed is None or name in allowed]
+    return ToolUse(offered, required or named is not None, named)
+
+
+def _allowed_tools(choice: Any) -> tuple[Any, list[str] | None]:
+    """Resolve OpenAI's `allowed_tools`: return the mode as the choice, and the names of the allowed tools."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, None
+    # Nested in chat completions, flat in responses.
+    allowed = choice.get("allowed_tools", choice)
+    mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    named = [_choice(tool)[0] for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not named:
+        raise RequestError(
+            'tool_choice of type "allowed_tools" needs a mode, "auto" or "required", and a list of tools',
+            param="tool_choice",
+        )
+    return mode, [name for name in named if name is not None]
 
 
 def _choice(choice: Any) -> tuple[str | None, bool]:
-    """The name that must be called, and whether any must be."""
+    """Return the name of the tool that must be called, if given, and whether any tool must be called."""
     if choice is None or choice in ("none", "auto"):
         return None, False
     if choice == "required":
@@ -112,7 +136,7 @@ def _types(schema: Any) -> dict[str, str]:
 
 
 def checked_calls(calls: Any, where: str, limits: RequestLimits) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, their arguments as objects, which is how templates expect them."""
+    """Return the calls of an assistant's message with their arguments as objects, as templates expect."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list of tool calls", param=where)
     limits.check_messages(len(calls), "tool calls in one message")
@@ -132,7 +156,7 @@ def _checked_call(call: Any, where: str, limits: RequestLimits) -> dict[str, Any
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            # What a model wrote that was cut off, or is no JSON: its template gets it as it is.
+            # The model's output was cut off or is not JSON: pass it to the template as it is.
             arguments = {"arguments": arguments}
     if arguments is None:
         arguments = {}

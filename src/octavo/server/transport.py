@@ -3,9 +3,9 @@
     connected ── header ──> body ── answer ──> kept alive ── header ──> …
                header_timeout  body_timeout   write_timeout  keep_alive_timeout
 
-The time of a phase is not prolonged by sending a byte now and then (slowloris), but a large body has the time that it
-takes at `MIN_BODY_RATE`. An answer that nobody reads is held back at the socket's buffers, and its connection is cut
-once nothing could be written for `write_timeout`.
+Sending a byte now and then (slowloris) does not extend the time of a phase, but a large body gets the time that it
+takes at `MIN_BODY_RATE`. An answer that the client does not read waits behind the socket's buffers, and the connection
+is cut when nothing could be written for `write_timeout`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from octavo.server.config import ServerConfig
 from octavo.server.turnstile import Turnstile
 
-# Bytes a second that a body must come at, once its first `body_timeout` is over.
+# Minimum rate of a body in bytes per second, after its first `body_timeout`.
 MIN_BODY_RATE = 64 * 1024
-# Requests that begin in one round of the event loop: a millisecond or two of it each, over the next few rounds.
+# Number of requests that begin in one round of the event loop; each takes 1-2 ms of the loop over the next few rounds.
 _BEGUN_AT_ONCE = 4
+# Number of bytes of a connection that are parsed in one round of the event loop.
+_PARSED_AT_ONCE = 8 * 1024
+# Number of lines that are parsed in one round, over all connections with more than that to parse. h11 takes 4 µs for
+# each line of a header, and for each of the two around a chunk of a body.
+_LINES_AT_ONCE = 256
+# Received bytes beyond which a connection that waits for its turn is not read. Below that it is, so that a client that
+# leaves is noticed.
+_HELD_AT_MOST = 64 * 1024
+# Size limit of a request's header, whose lines h11 parses all at once.
+MAX_HEADER_BYTES = 16 * 1024
 
 
 @dataclass(slots=True)
 class ConnectionCounters:
-    """Numbers of connections ended since the start, by reason."""
+    """Numbers of connections ended since the server's start, by reason."""
 
     refused: int = 0
     slow_header: int = 0
@@ -40,14 +50,23 @@ class ConnectionCounters:
 
 
 def guarded_protocol(
-    limits: ServerConfig, counters: ConnectionCounters, gives_way: Callable[[], bool] = lambda: False
+    limits: ServerConfig,
+    counters: ConnectionCounters,
+    gives_way: Callable[[], bool] = lambda: False,
+    shares: Callable[[], bool] = lambda: False,
 ) -> type[GuardedConnection]:
-    """The connection class for uvicorn, bound to these limits.
+    """Return the connection class for uvicorn, bound to these limits.
 
     Args:
-        gives_way: whether requests that begin or are left should wait, where there are many (`Turnstile`).
+        gives_way: returns whether queued requests that begin, or lost their client, should wait; see `Turnstile`.
+        shares: returns whether what takes long to parse should rest after each part; see `Turnstile`.
     """
-    fields = {"limits": limits, "counters": counters, "turnstile": Turnstile(_BEGUN_AT_ONCE, gives_way)}
+    fields = {
+        "limits": limits,
+        "counters": counters,
+        "turnstile": Turnstile(_BEGUN_AT_ONCE, gives_way),
+        "parsing": Turnstile(1, gives_way, shares),
+    }
     return type("LimitedConnection", (GuardedConnection,), fields)
 
 
@@ -56,17 +75,20 @@ class GuardedConnection(H11Protocol):
 
     Attributes:
         limits: `max_connections` and the timeouts of the phases.
-        turnstile: of all connections, for those on which a request begins, or whose client leaves before its end.
+        turnstile: shared by all connections; limits how many requests begin, or lose their client, at a time.
+        parsing: shared by all connections; lets one at a time go on with what takes long to parse.
     """
 
     limits: ClassVar[ServerConfig]
     counters: ClassVar[ConnectionCounters]
     turnstile: ClassVar[Turnstile]
+    parsing: ClassVar[Turnstile]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused = False
-        self._held = b""  # what has come and must wait for its turn
+        self._held = b""  # received data that must wait for its turn
+        self._is_queued = False  # whether `_go_on` will be called
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -94,12 +116,12 @@ class GuardedConnection(H11Protocol):
         if not is_answering or self.turnstile.passes():
             self._lose(exc)
         else:
-            # Giving up what was under way takes the event loop half a millisecond, and clients may leave in a crowd.
+            # Aborting a request takes the event loop half a millisecond, and many clients may disconnect at once.
             self.turnstile.queue(lambda: self._lose(exc))
 
     def _lose(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # asyncio's transport refers to itself by this method: only a collection of all garbage would find it.
+        # asyncio's transport refers to itself by this method; only a full garbage collection would free the cycle.
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
 
@@ -107,36 +129,80 @@ class GuardedConnection(H11Protocol):
         if self._refused:
             return
         if self._held:
-            self._held += data
+            self._hold(self._held + data)
             return
-        if self.conn.their_state is h11.IDLE and not self.turnstile.passes():
-            self._held = data
-            # At most what the socket hands over in one go is held.
+        turnstile = self._turnstile_for(data)
+        if turnstile is None or turnstile.passes():
+            self._take_in(data)
+        else:
+            self._hold(data)
+            self._queue(turnstile)
+
+    def _hold(self, data: bytes) -> None:
+        """Keep data until it is its turn."""
+        self._held = data
+        if len(data) >= _HELD_AT_MOST:
             self.transport.pause_reading()
-            self.turnstile.queue(self._go_on)
+
+    def _turnstile_for(self, data: bytes) -> Turnstile | None:
+        """Return where received data has to wait for its turn."""
+        if _end_of_lines(data, self._is_parsed_by_lines) < len(data):
+            return self.parsing
+        return self.turnstile if self.conn.their_state is h11.IDLE else None
+
+    @property
+    def _is_parsed_by_lines(self) -> bool:
+        """Whether what comes next is a header, or a body in chunks."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            return True
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    def _queue(self, turnstile: Turnstile | None) -> None:
+        """Let `_go_on` be called once it is this connection's turn."""
+        if self._is_queued:
             return
-        self._take_in(data)
+        self._is_queued = True
+        if turnstile is None:
+            self.loop.call_soon(self._go_on)
+        else:
+            turnstile.queue(self._go_on)
 
     def _go_on(self) -> None:
-        """It is its turn."""
+        """Continue a connection whose turn it is."""
+        self._is_queued = False
+        if self.conn.their_state is h11.DONE and not self.transport.is_closing():
+            return  # a pipelined request waits until the previous one is answered
         data, self._held = self._held, b""
-        if self.transport.is_closing():
+        if not data or self.transport.is_closing():
             return
-        self.transport.resume_reading()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
         self._take_in(data)
 
     def _take_in(self, data: bytes) -> None:
+        end = _end_of_lines(data[:_PARSED_AT_ONCE], self._is_parsed_by_lines)
+        if end < len(data):
+            self._hold(data[end:])
+            data = data[:end]
         if self._body_timer is not None:
             self._body_bytes += len(data)
         elif self.conn.their_state is h11.IDLE and self._header_timer is None:
             self._await_header()
         super().data_received(data)
         self._note_phase()
+        if self._held:
+            self._queue(self._turnstile_for(self._held))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # A request that was sent ahead may have begun.
+        # A pipelined request may have begun.
         self._note_phase()
+        if self._held:
+            self._queue(self._turnstile_for(self._held))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer invalid HTTP with an error object too."""
+        self._end(HTTPStatus.BAD_REQUEST, msg, "invalid_http")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -167,13 +233,13 @@ class GuardedConnection(H11Protocol):
 
     def _check_body(self) -> None:
         deadline = self._body_began + self.limits.body_timeout + self._body_bytes / MIN_BODY_RATE
-        # Never within a millisecond: a loop's clock is coarse, and a late byte costs nobody anything.
+        # Do not wait for less than a millisecond: the loop's clock is coarse, and the precision does not matter.
         if (left := deadline - self.loop.time()) > 0.001:
             self._body_timer = self.loop.call_later(left, self._check_body)
             return
         self._body_timer = None
         self.counters.slow_body += 1
-        self._end_slow("The request's body did not come in time.", "body_timeout")
+        self._end(HTTPStatus.REQUEST_TIMEOUT, "The request's body did not come in time.", "body_timeout")
 
     def _end_slow_header(self) -> None:
         self._header_timer = None
@@ -181,18 +247,18 @@ class GuardedConnection(H11Protocol):
             return
         self.counters.slow_header += 1
         if self.conn.trailing_data[0]:
-            self._end_slow("The request's header did not come in time.", "header_timeout")
+            self._end(HTTPStatus.REQUEST_TIMEOUT, "The request's header did not come in time.", "header_timeout")
         else:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no part of a request was received
 
-    def _end_slow(self, message: str, code: str) -> None:
-        """Send an error in place of the application, tell it that the client disconnected, and close."""
+    def _end(self, status: HTTPStatus, message: str, code: str) -> None:
+        """Send an error in place of the application's answer, report a disconnect to the application, and close."""
         if self.transport.is_closing():
             return
-        answered = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if not answered:
-            self.transport.write(_plain_answer(HTTPStatus.REQUEST_TIMEOUT, message, code))
-        # Not a polite wait for the client to finish: it has had its time. `close` still flushes what is written.
+        # Only if no part of an answer to the same request has been sent.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_plain_answer(status, message, code))
+        # Do not wait for the client to finish, because its time is over. `close` still flushes what was written.
         self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
@@ -204,8 +270,18 @@ class GuardedConnection(H11Protocol):
         self.transport.abort()
 
 
+def _end_of_lines(data: bytes, counts: bool) -> int:
+    """Return where the first `_LINES_AT_ONCE` lines of data end, or its size if it has no more or they do not count."""
+    end = 0
+    for _ in range(_LINES_AT_ONCE if counts else 0):
+        end = data.find(b"\n", end) + 1
+        if not end:
+            break
+    return end or len(data)
+
+
 def _plain_answer(status: HTTPStatus, message: str, code: str, *, retry: bool = False) -> bytes:
-    """A complete response that closes its connection."""
+    """Return a complete response that closes its connection."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     head = [

@@ -1,10 +1,10 @@
-"""Places that tenants take in turn, so that the work of one does not hold up another's.
+"""A semaphore that is fair to tenants, so that the work of one does not hold up another's.
 
     waiting   ada: ■ ■ ■ ■ ■     places   [ada] [ada]     and one more, for a tenant that has none: [ben]
               ben: ■
 
-A place that becomes free goes to the tenant that has the fewest; equals take turns. Within a tenant the first to ask is
-the first to be served.
+A place that becomes free goes to the waiting tenant that holds the fewest; tenants with equally many take turns. Each
+tenant's requests are served in order of arrival.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class Turns:
     """A semaphore that is fair to tenants. Used only from the event loop.
 
     Args:
-        places: taken by whoever comes; one more is kept for tenants that hold none.
+        places: number of places for any tenant; one more is reserved for tenants that hold none.
     """
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._held: Counter[str] = Counter()
-        # In the order of their last turns.
+        # Tenants in the order of their last turns.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def take(self, tenant: str) -> None:
-        """Wait for a place, which `give_back` frees."""
+        """Wait for a place and take it; `give_back` frees it."""
         if self._has_place(tenant):
             self._held[tenant] += 1
             return
@@ -39,11 +39,11 @@ class Turns:
             if turn.cancelled():
                 self._forget(tenant, turn)
             else:
-                self.give_back(tenant)  # it came just now
+                self.give_back(tenant)  # the place was given just before the cancellation
             raise
 
     def give_back(self, tenant: str) -> None:
-        """Free a place that `take` gave."""
+        """Free a place that was taken with `take`."""
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
@@ -52,7 +52,7 @@ class Turns:
             turn = line.popleft()
             if line:
                 self._waiting[following] = line
-            if not turn.done():  # who waited may have been cancelled just now
+            if not turn.done():  # the waiting task may have been cancelled just now
                 self._held[following] += 1
                 turn.set_result(None)
 
@@ -60,7 +60,7 @@ class Turns:
         return self._held.total() < self._places + (tenant not in self._held)
 
     def _next(self) -> str | None:
-        """The tenant whose turn it is, if there is a place for it."""
+        """Return the tenant whose turn it is, or None if nobody waits or there is no place for it."""
         following = min(self._waiting, key=self._held.__getitem__, default=None)
         return following if following is not None and self._has_place(following) else None
 

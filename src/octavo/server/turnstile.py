@@ -1,15 +1,15 @@
-"""Spreads a crowd over several rounds of the event loop, so that others have their turns in between.
+"""Spreads a burst of work over several rounds of the event loop, so that other tasks run in between.
 
-A round runs every callback that is ready. A thousand that become ready at once, because a thousand requests came or
-were given up, would all run before the next token of anybody's stream is sent, and then all take their next step:
+A round runs every callback that is ready. A thousand callbacks that become ready at once, because a thousand requests
+arrived or were aborted, would all run before the next token of any stream is sent, and then all take their next step:
 
     round       | 1 2 3 … 1000 | stream | 1 2 3 … 1000 | stream |
     turnstile   | 1 2 3 4 | stream | 5 6 7 8 | stream | 9 …
 
-Who stands in line also waits for a moment in which nothing urgent needs the interpreter: a step of the engine that gets
-it only now and then, between the callbacks of a crowd, takes ten times as long as alone. And while a step is computed,
-a crowd leaves the processor to it for twice as long as it has just used it: each of the step's threads has its part of
-every matrix, so that one which loses half of its core makes the step take twice as long.
+Queued callbacks also wait until nothing urgent needs the interpreter: a step of the engine that gets it only now and
+then, between many callbacks, takes ten times as long as alone. And while a step is computed, the queue rests for twice
+as long as its last round used the processor: each of the step's threads computes a part of every matrix, so that one
+thread that loses half of its core makes the step take twice as long.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# How long a round is put off at a time, and how often: at most some forty milliseconds, as long as a step of many
-# sequences may need the interpreter beside a crowd.
+# How long a round is delayed at a time, and how often at most: some 40 ms in all, because epoll rounds every delay up
+# to a millisecond. A step of many sequences may need the interpreter for that long if many callbacks run beside it.
 _WAIT_SECONDS = 0.0005
 _MOST_WAITS = 40
-# How long a crowd rests while a step is computed, in times of the round before; and at most.
+# How long the queue rests while a step is computed, as a multiple of the last round's time; and the maximum in seconds.
 _REST = 2.0
 _MOST_REST_SECONDS = 0.01
 
 
 class Turnstile:
-    """Lets so many pass in each round of the event loop; the others wait in line. Used only from the event loop.
+    """Lets a limited number pass in each round of the event loop; the others wait. Used only from the event loop.
 
     Args:
-        at_once: how many pass in a round; one of size 3 counts as 3, and the last to pass may go beyond.
+        at_once: total size that may pass in a round; the last to pass may exceed it.
 
     Attributes:
-        gives_way: whether who stands in line should wait now; asked a few times, and then no more.
-        shares: whether a step needs the processor, so that a crowd should not have all of it.
+        gives_way: returns whether the queue should wait now; after `_MOST_WAITS` waits a round runs anyway.
+        shares: returns whether a step needs the processor, so that the queue should rest after a round.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Turnstile:
         self._counting = False
 
     def passes(self, size: int = 1) -> bool:
-        """Whether one more may pass in this round, with nobody before it in line; if so, it has."""
+        """Try to pass in this round; return False if the round is full or others wait."""
         if self._left <= 0 or self._line:
             return False
         self._left -= size

@@ -1,1 +1,1 @@
-"""The scheduler and the cache that serve, on a virtual clock: what a service will do before there is one."""
+"""Simulate a service before it exists: the real scheduler and cache, on a virtual clock."""

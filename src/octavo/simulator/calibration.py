@@ -1,13 +1,13 @@
-"""Measure how long the steps of a real server take: rounds of requests that fill every corner of the model's terms.
+"""Measure the step times of a real server with rounds of requests that exercise every term of the step-time model.
 
-    streams    1, 2, 4, … requests of short prompts at once: steps of so many rows
-    prompts    one alone, 8 to as long as a step may be: chunks, and what a request costs beside its steps
-    contexts   a few streams of long prompts: keys and values to read
-    mixed      arrivals at random: chunks beside streams
+    streams    1, 2, 4, … requests with short prompts at once: decode steps with that many rows
+    prompt     one request alone, from 8 tokens to the longest step: chunks, and a request's cost outside its steps
+    contexts   a few streams with long prompts: reading keys and values
+    mixed      random arrivals: chunks beside streams
 
-The server records its plans meanwhile, on the clock that the client here has too: so it shows how long a lone request
-takes before its step begins, and its first token after that. Rounds are repeated, with other lengths, until the time is
-up.
+Meanwhile the server records its plans. Server and client share a clock, so the recording also shows how long a request
+that is alone waits before its first step, and how long its first token takes to arrive afterwards. Rounds repeat, with
+different lengths, until the time is up.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep, read_facts, read_plans
 from octavo.simulator.speed import Speed, speed_of_plans
 
-# Steps between the first and the last of a round's streams are what is wanted of it.
+# Long enough that a round has steps in which all of its streams run.
 _STREAMED = 24
 
 WARM_UP_S = 4.0
-"""A server that has just started also starts the process that reads chats, and its first steps of each size touch new
-memory: for a second and a half, steps took up to five times as long as later."""
+"""For the first 1.5 seconds, steps took up to five times as long as later: a new server also starts the process that
+reads chats, and its first steps of each size touch new memory."""
 
-_WARM_UP = ((600,), (100, 50, 20), (12,))  # prompts that come together
+_WARM_UP = ((600,), (100, 50, 20), (12,))  # lengths of prompts sent together
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Requests that are sent together, or at `rate` a second."""
+    """Requests that are sent together, or at `rate` per second."""
 
     kind: str
     prompt_lens: tuple[int, ...]
@@ -57,7 +57,7 @@ class Round:
 
 
 def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) -> Iterator[Round]:
-    """Without end: one sweep over all kinds after the other, each with other lengths."""
+    """Yield rounds endlessly: sweep after sweep over all kinds, each with different lengths."""
     rng = random.Random(seed)
     longest = max(1, min(max_step, max_model_len - 2))
 
@@ -69,7 +69,7 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
         for exponent in range(20):
             if (streams := 1 << exponent) > max_num_seqs:
                 break
-            # Between the powers of two in later sweeps.
+            # Later sweeps also measure between the powers of two.
             count = min(max_num_seqs, max(1, round(streams * (1 if sweep == 0 else rng.uniform(0.75, 1.4)))))
             found.append(Round("streams", tuple(jittered(24) for _ in range(count)), _STREAMED))
         length = 8
@@ -87,10 +87,10 @@ def rounds(max_num_seqs: int, max_model_len: int, max_step: int, seed: int = 0) 
 
 
 def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str | None = None) -> Speed:
-    """Start `octavo serve ARGV`, send it rounds for so many seconds, and fit to what it recorded.
+    """Start `octavo serve ARGV`, send it rounds of requests for `seconds`, and fit step times to the recorded plans.
 
     Args:
-        plans: keep the recording there.
+        plans: file that keeps the recording; by default it is deleted.
 
     Raises:
         ConfigError: a request failed, or the time was too short for a fit.
@@ -117,7 +117,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
 
 
 def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float = WARM_UP_S) -> None:
-    """Keep a server that has just started busy until it computes as it will from then on."""
+    """Send requests to a server that has just started until its step times have settled."""
     rng, ends_at = random.Random(5), time.perf_counter() + seconds
     for prompt_lens in itertools.cycle(_WARM_UP):
         if time.perf_counter() >= ends_at:
@@ -129,7 +129,7 @@ def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float =
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What the client of a request saw that had the server to itself, by `time.perf_counter`."""
+    """When a request that had the server to itself was sent and answered, by `time.perf_counter`."""
 
     sent: float
     first_token: float
@@ -137,12 +137,14 @@ class Alone:
 
 
 def overheads(steps: Sequence[RecordedStep], requests: Sequence[Alone]) -> tuple[float, float]:
-    """Medians of what lone requests waited before their first step began, and for their first token after its step.
+    """Return two medians over `requests`, in seconds: from sending to the first step, and from the step that drew the
+    first token to its arrival.
 
-    A step lasts until the next one begins, as everywhere in the model: each request must have had two.
+    A step ends when the next one begins, as in the whole model, so a request counts only if it had a step after the
+    one that drew its first token.
 
     Raises:
-        ConfigError: no request of which that is known.
+        ConfigError: no request had such a step.
     """
     intakes, replies = [], []
     for request in requests:
@@ -157,10 +159,10 @@ def overheads(steps: Sequence[RecordedStep], requests: Sequence[Alone]) -> tuple
 
 
 def _send_rounds(target: Target, options: Mapping[str, Any], seconds: float, token_end: int) -> list[Alone]:
-    """Send rounds until the time is up; what came of the lone prompts comes back."""
+    """Send rounds until the time is up, and return the requests that had the server to themselves."""
     rng, alone = random.Random(1), []
     ends_at = time.monotonic() + seconds
-    slowest = 0.0  # seconds a token
+    slowest = 0.0  # seconds per token
     passed_over = 0
     endless = rounds(options["max_num_seqs"], options["max_model_len"], options["max_num_batched_tokens"])
     for number, each in enumerate(endless):
@@ -194,7 +196,7 @@ def run_load(
     arrivals: Sequence[float],
     max_concurrency: int | None = None,
 ) -> tuple[float, list[RequestRecord]]:
-    """`bench.serving.run_load`: the records, and the `time.perf_counter` that their times count from."""
+    """Run `bench.serving.run_load`; returns the `time.perf_counter` that its times count from, and its records."""
 
     async def run() -> tuple[float, list[RequestRecord]]:
         return time.perf_counter(), await serving.run_load(target, requests, arrivals, max_concurrency)

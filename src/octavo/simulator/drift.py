@@ -1,12 +1,12 @@
-"""What no law of steps can predict: a machine whose speed changes, and steps that differ from time to time.
+"""Separate the error of a step-time model from changes in the machine's speed.
 
-A virtual machine's neighbours take memory bandwidth, clock rate and the other half of its cores. On one that was
-otherwise idle the same step took 7 ms, and ten seconds later 4 ms; a prompt's chunk 144 and 70. A law that was fitted
-before knows nothing of that, however good it is. So beside the error of a law stand
+Neighbours on a host take memory bandwidth, clock rate and hyperthreads from a virtual machine. On one that was
+otherwise idle, the same step took 7 ms, and 4 ms ten seconds later; the same chunk of a prompt 144 and 70 ms. No model
+fitted beforehand can predict that. So three figures are reported beside the model's error:
 
-    floor      |median of equal steps / the step - 1|: what is left to a law that knows every step's median
-    drift      measured over predicted time, a running median: the machine's speed of the moment
-    residual   the law's error where that is taken out, each step's own time left out of the median
+    floor      mean |median of equal steps / step - 1|: the error of a model that knew the median of every kind of step
+    drift      running median of measured / predicted time: the machine's current speed
+    residual   the model's error after correcting for drift, which is estimated without the step in question
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.fitting import MeasuredStep
 
 _SPAN_S = 1.5
-_NEAREST = {False: 12, True: 3}  # on either side; steps with chunks of prompts are rarer
-_LEAST = 3  # steps that have a median
-_EQUAL = 0.1  # loads whose context and chunk work differ by less are the same
+_NEAREST = {False: 12, True: 3}  # steps on either side of a step; steps with chunks are rarer
+_LEAST = 3  # steps needed for a median
+_EQUAL = 0.1  # relative difference in context, chunk work and coldness below which loads count as equal
 
 
 class Drift:
-    """The law of a machine's steps, and how much longer they took than it says, as time passed.
+    """A step-time model, corrected by how far measured steps deviated from it over time.
 
-    Steps with chunks of prompts are apart from others: arithmetic and memory slow down at different times.
+    Steps with and without chunks of prompts are tracked separately: arithmetic and memory slow down at different times.
 
     Args:
-        steps: in their order.
+        times: the model.
+        steps: measured steps, by start time.
     """
 
     def __init__(self, times: StepTimes, steps: Sequence[MeasuredStep]) -> None:
@@ -47,12 +48,12 @@ class Drift:
         self._overall = {kind: statistics.median(ratios or [1.0]) for kind, ratios in self._ratios.items()}
 
     def predict(self, load: StepLoad, at: float) -> float:
-        """Seconds of a step that begins then, at the machine's speed of that moment."""
+        """Predict the seconds of a step that begins at time `at`, at the machine's speed around then."""
         kind = load.chunk_work > 0
         return self.times.predict(load) * self._ratio(kind, at, bisect_left(self._at[kind], at), 0)
 
     def residual(self) -> float:
-        """The mean of |predicted / measured - 1|, at the speed of the moment as other steps show it."""
+        """Return the mean |predicted / measured - 1| after correcting each step by the steps around it."""
         places, errors = {False: 0, True: 0}, []
         for step in self._steps:
             kind = step.load.chunk_work > 0
@@ -62,7 +63,7 @@ class Drift:
         return statistics.fmean(errors)
 
     def _ratio(self, kind: bool, at: float, place: int, left_out: int) -> float:
-        """The median around a place, `left_out` steps from there on apart."""
+        """Return the median ratio around index `place`, leaving out `left_out` steps from `place` on."""
         times, ratios, nearest = self._at[kind], self._ratios[kind], _NEAREST[kind]
         around = (*range(max(0, place - nearest), place), *range(place + left_out, min(len(times), place + nearest)))
         near = [ratios[i] for i in around if abs(times[i] - at) <= _SPAN_S]
@@ -70,11 +71,11 @@ class Drift:
 
 
 def floor(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """The mean of |median of equal steps / a step - 1|, and the share of steps that have three equal ones or more."""
+    """Return the mean |median of equal steps / step - 1|, and the share of steps with at least three equal ones."""
     groups: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for step in steps:
         load = step.load
-        sizes = (round(math.log1p(value) / _EQUAL) for value in (load.context, load.chunk_work))
+        sizes = (round(math.log1p(value) / _EQUAL) for value in (load.context, load.chunk_work, load.cold))
         groups[load.rows, load.num_seqs, *sizes].append(step.seconds)
     errors = [
         abs(statistics.median(group[:i] + group[i + 1 :]) / seconds - 1)

@@ -1,15 +1,16 @@
-"""Fit the coefficients of a step to recorded plans: non-negative least squares on relative errors.
+"""Fit the coefficients of `StepTimes` to recorded plans by non-negative least squares on relative errors.
 
-Each step is a row of the terms that `StepTimes` adds up, divided by the seconds it took, so that the residual is the
-relative error. The products' curve is a sum of ramps between the measured numbers of rows, so that with coefficients of
-at least 0 it rises, and needs no other shape. Steps that another process disturbed weigh less (Huber's weights).
+Each step contributes one row: the terms that `StepTimes` sums, divided by the measured seconds, so that the residual is
+the relative error. Matrix products are a sum of ramps between knots in the number of rows; with non-negative
+coefficients their time can only rise with the rows. Huber weights reduce the influence of steps that another process
+disturbed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,17 @@ import numpy.typing as npt
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
 from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.simulator.coldness import Coldness
 
 Array = npt.NDArray[np.float64]
 
-NAMES = ("base", "per_context_token", "per_chunk_work", "per_seq", "per_moved_block")
+NAMES = ("base", "per_context_token", "per_chunk_work", "per_seq", "per_moved_block", "per_cold")
 LEAST_STEPS = 50
 
 _REWEIGHTINGS = 10
 _LEAST_IN_RAMP = 8
 _BOOTSTRAPS = 200
+_IMPROVEMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The coefficients and how well they hold.
+    """Fitted coefficients, with their uncertainty.
 
     Attributes:
-        intervals: of each coefficient, the products' points as "products(ROWS)": 5th and 95th percentile over
-            bootstrap samples of the steps.
-        mean_abs_error: relative, over all the steps that were fitted to.
+        intervals: 5th and 95th percentile of each coefficient over bootstrap samples of the steps; a point of the
+            matrix products is named "products(ROWS)".
+        num_steps: steps in the fit.
+        mean_abs_error: mean |predicted / measured - 1| over these steps.
     """
 
     times: StepTimes
@@ -54,15 +58,15 @@ class Fit:
 
 
 def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Each step with the seconds that the device took for it."""
+    """Return the steps with the seconds that the device computed."""
     return [MeasuredStep(load_of(step), step.seconds, step.at) for step in steps if step.seconds > 0]
 
 
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Each step with the seconds until the next began, where the engine went straight on to it.
+    """Return the steps with the seconds until the next step began, where the engine went straight on to it.
 
-    That is what streams wait from token to token: planning, updating and reporting included. Whether it went straight
-    on shows by a sequence that is in both.
+    This is the inter-token latency that streams see: it includes planning, updating and output processing. The engine
+    went straight on if both steps have a sequence in common.
     """
     found, before = [], None
     for step in steps:
@@ -78,26 +82,25 @@ def load_of(step: RecordedStep) -> StepLoad:
 
 
 def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
-    """The coefficients of the steps' law.
+    """Fit the coefficients of `StepTimes`.
+
+    Args:
+        seed: of the bootstrap samples.
 
     Raises:
-        ConfigError: too few steps.
+        ConfigError: there are fewer than `LEAST_STEPS` steps.
     """
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"{len(steps)} recorded steps are too few to fit a step's time to: at least {LEAST_STEPS}")
+        raise ConfigError(f"cannot fit step times to {len(steps)} recorded steps: at least {LEAST_STEPS} are needed")
     knots = _knots([step.load.rows for step in steps])
-    terms = _terms([step.load for step in steps], knots)
-    seconds = np.array([step.seconds for step in steps])
-    relative = terms / seconds[:, None]
-    weights = _huber_weights(relative)
-    solution = _solve(relative, weights)
+    relative, weights, solution, fastest = _solved_with_coldness(steps, knots)
     error = float(np.mean(np.abs(relative @ solution - 1)))
-    times = _as_times(solution, knots)
+    times = _as_times(solution, knots, fastest)
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(_BOOTSTRAPS):
         drawn = rng.multinomial(len(steps), np.full(len(steps), 1 / len(steps)))
-        samples.append(_named(_as_times(_solve(relative, weights * drawn), knots)))
+        samples.append(_named(_as_times(_solve(relative, weights * drawn), knots, fastest)))
     intervals = {}
     for name in samples[0]:
         low, high = np.percentile([sample[name] for sample in samples], [5, 95])
@@ -105,8 +108,45 @@ def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:
     return Fit(times, intervals, len(steps), error)
 
 
+def _solved_with_coldness(steps: Sequence[MeasuredStep], knots: Sequence[int]) -> tuple[Array, Array, Array, float]:
+    """Return the terms divided by the seconds, the weights, the coefficients and the seconds of the fastest step.
+
+    How cold a step began depends on how long the model says that the steps before took, so both are improved in turn.
+    """
+    seconds = np.array([step.seconds for step in steps])
+    terms = _terms([step.load for step in steps], knots)
+    relative = terms / seconds[:, None]
+    weights = _huber_weights(relative)
+    solution = _solve(relative, weights)
+    predicted = terms @ solution
+    for _ in range(_IMPROVEMENTS):
+        fastest = float(predicted.min())
+        coldness = Coldness(fastest)
+        for i, step in enumerate(steps):
+            terms[i, -1] = coldness.before(step.at)
+            coldness.after(step.at + step.seconds, float(predicted[i]))
+        relative = terms / seconds[:, None]
+        weights = _huber_weights(relative)
+        solution = _solve(relative, weights)
+        predicted = (predicted + terms @ solution) / 2
+    return relative, weights, solution, fastest
+
+
+def with_coldness(times: StepTimes, steps: Iterable[MeasuredStep]) -> list[MeasuredStep]:
+    """Return steps, given by start time, with how cold each began.
+
+    How long a step took is taken from the model, as in a simulation; the pauses between steps are the measured ones.
+    """
+    coldness, found = Coldness(times.fastest), []
+    for step in steps:
+        load = step.load._replace(cold=coldness.before(step.at))
+        coldness.after(step.at + step.seconds, times.predict(load))
+        found.append(replace(step, load=load))
+    return found
+
+
 def mean_abs_error(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
-    """The mean of |predicted / measured - 1|."""
+    """Return the mean |predicted / measured - 1|."""
     return float(np.mean([abs(times.predict(step.load) / step.seconds - 1) for step in steps]))
 
 
@@ -116,7 +156,7 @@ def _named(times: StepTimes) -> dict[str, float]:
 
 
 def _knots(rows: Sequence[int]) -> list[int]:
-    """1, 2, 4, 8, … as far as there are steps between each and the next."""
+    """Return 1, 2, 4, 8, …, leaving out knots with too few steps between them."""
     most, counts = max(rows), np.array(rows)
     knots, knot = [1], 2
     while knot < most:
@@ -130,7 +170,8 @@ def _knots(rows: Sequence[int]) -> list[int]:
 
 
 def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
-    """[steps, terms]: base, a ramp between each two knots (the last goes on), context, chunk work, sequences, moves."""
+    """Return the terms, [steps, terms]: base, a ramp from each knot to the next (the last is unbounded), context, chunk
+    work, sequences, moved blocks, coldness."""
     table = np.array(loads, dtype=np.float64)
     rows, others = table[:, 0], table[:, 1:]
     columns = [np.ones(len(rows))]
@@ -140,18 +181,18 @@ def _terms(loads: Sequence[StepLoad], knots: Sequence[int]) -> Array:
     return np.column_stack([*columns, others])
 
 
-def _as_times(solution: Array, knots: Sequence[int]) -> StepTimes:
+def _as_times(solution: Array, knots: Sequence[int], fastest: float) -> StepTimes:
     base, *rest = solution.tolist()
-    slopes, (context, chunk, seq, moved) = rest[: len(knots) - 1], rest[len(knots) - 1 :]
+    slopes, (context, chunk, seq, moved, cold) = rest[: len(knots) - 1], rest[len(knots) - 1 :]
     points, total = [(float(knots[0]), 0.0)], 0.0
     for slope, low, high in zip(slopes, knots, knots[1:], strict=False):
         total += slope * (high - low)
         points.append((float(high), total))
-    return StepTimes(base, tuple(points), context, chunk, seq, moved)
+    return StepTimes(base, tuple(points), context, chunk, seq, moved, cold, fastest if cold else 0.0)
 
 
 def _huber_weights(relative: Array) -> Array:
-    """A weight for each step: 1, and less for one whose error is over three times the usual."""
+    """Return a weight for each step: 1, or less if its error is over three times the usual one."""
     weights = np.ones(len(relative))
     for _ in range(_REWEIGHTINGS):
         errors = np.abs(relative @ _solve(relative, weights) - 1)
@@ -161,7 +202,7 @@ def _huber_weights(relative: Array) -> Array:
 
 
 def _solve(relative: Array, weights: Array) -> Array:
-    """The coefficients of at least 0 that minimise the weighted squares of `relative @ x - 1`."""
+    """Return the x >= 0 that minimises the weighted sum of squares of `relative @ x - 1`."""
     scale = np.sqrt(np.einsum("ij,ij->j", relative, relative)) + 1e-300
     scaled = relative / scale
     weighted = scaled * weights[:, None]
@@ -170,7 +211,7 @@ def _solve(relative: Array, weights: Array) -> Array:
 
 
 def nonnegative_least_squares(gram: Array, target: Array) -> Array:
-    """The x of at least 0 that minimises x·G·x - 2 t·x (Lawson and Hanson 1974, chapter 23, on normal equations)."""
+    """Return the x >= 0 that minimises x·G·x - 2 t·x (Lawson and Hanson 1974, chapter 23, on the normal equations)."""
     count = len(target)
     gram = gram + np.eye(count) * 1e-10 * np.trace(gram) / count
     x, free = np.zeros(count), np.zeros(count, dtype=bool)
@@ -186,7 +227,7 @@ def nonnegative_least_squares(gram: Array, target: Array) -> Array:
             if trial[free].min() > 0:
                 x = trial
                 break
-            # As far towards it as all stay at 0 or above; whoever arrives there is bound again.
+            # Move towards the trial until the first coefficient reaches 0, and fix that one there again.
             falling = free & (trial <= 0)
             step = float(np.min(x[falling] / np.maximum(x[falling] - trial[falling], 1e-300)))
             x = x + step * (trial - x)

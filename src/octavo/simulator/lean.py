@@ -1,6 +1,7 @@
-"""Plans that nobody carries out: what a step computes, without token ids and block tables.
+"""Plans for the simulator, without the token ids and block tables that only a runner needs.
 
-What is decided is decided by the very code that serves; telling a runner of it is most of a decode step's work.
+Scheduling decisions come from the same code as when serving; describing them to a runner is most of the work of
+planning a decode step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from octavo.scheduler.plan_builder import PlanBuilder
 
 
 class LoadBuilder(PlanBuilder):
-    """Plans that say how much each sequence computes, and nothing of what."""
+    """Builds plans that hold how many tokens each sequence computes, but not which."""
 
     def add(self, seq: Sequence, num_new: int, draws: tuple[Sequence, ...], *, copied: bool = False) -> None:
         """See `PlanBuilder.add`."""

@@ -1,4 +1,4 @@
-"""Draw latency over throughput: a line for each variant, a point for each rate, and the best of all."""
+"""Plot latency over throughput: a line for each variant, a point for each rate, and the Pareto front of all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-# Okabe and Ito's colours, told apart by the colour-blind too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _LATENCIES = (("ttft_ms", "time to first token, p99, ms"), ("itl_ms", "inter-token latency, p99, ms"))
 
 
 def require_matplotlib() -> None:
-    """Raises `ConfigError` where there is no matplotlib, before anything is computed."""
+    """Raise `ConfigError` if matplotlib is not installed; called before anything is computed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
 
 
 def best(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The (throughput, latency) that no other point beats in both, by rising throughput."""
+    """Return the (throughput, latency) points that no other point beats in both, by rising throughput."""
     front: list[tuple[float, float]] = []
     for throughput, latency in sorted(points, key=lambda point: (-point[0], point[1])):
         if not front or latency < front[-1][1]:
@@ -34,7 +34,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
     """Write the plot of a result of `octavo simulate`.
 
     Raises:
-        ConfigError: nothing to draw, or the file cannot be written.
+        ConfigError: no run completed a request, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
             name = ", ".join(f"{key} {value}" for key, value in point["variant"].items()) or result["simulate"]
             lines.setdefault(name, []).append(point)
     if not lines:
-        raise ConfigError("nothing to draw: no run served a request")
+        raise ConfigError("nothing to plot: no run completed a request")
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (latency, title) in zip(figure.subplots(1, 2), _LATENCIES, strict=True):
@@ -56,7 +56,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
             axes.plot(*zip(*pairs, strict=True), "o-", color=_COLOURS[number % len(_COLOURS)], label=name, ms=4)
         axes.step(*zip(*best(every), strict=True), color="grey", lw=6, alpha=0.25, where="post", label="best")
         axes.set_yscale("log")
-        axes.set_xlabel("output tokens a second")
+        axes.set_xlabel("output tokens per second")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)

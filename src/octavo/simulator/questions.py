@@ -1,4 +1,4 @@
-"""Questions to a simulation: the largest rate within targets, how many replicas, what other options would change."""
+"""Use simulations to find the largest rate within latency targets, the number of replicas, the effect of options."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _ANYBODY = Tenants()
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The traffic to simulate; makes the same one anew each time.
+    """A description of the traffic to simulate; `traffic()` generates the same requests every time.
 
     Attributes:
-        count: requests; None: a trace's own number, else 1,000.
-        rate: requests a second; None: a trace's own times, else all at once.
-        rate_scale: factor on a trace's rate.
-        users: closed loop: so many, who think for `think_s` seconds on average.
-        replica, replicas: only each `replicas`-th request, from number `replica` on, as one of several servers gets it.
+        count: number of requests; by default the length of the trace, or 1,000.
+        rate: requests per second; by default the arrival times of the trace, or all requests at once.
+        rate_scale: factor on the rate of the trace.
+        users: number of users of a closed loop, who think for `think_s` seconds on average.
+        replica, replicas: keep every `replicas`-th request, starting with number `replica`: the traffic of one of
+            several servers that take turns.
     """
 
     trace: tuple[TraceRequest, ...] = ()
@@ -78,20 +79,20 @@ class Demand:
 
     @property
     def follows_trace(self) -> bool:
-        """Whether requests come at a trace's own times."""
+        """Whether requests arrive at the times of the trace."""
         timed = bool(self.trace) and all(request.arrival_s is not None for request in self.trace)
         return timed and self.rate is None and self.users is None
 
     @property
     def mean_rate(self) -> float:
-        """Requests a second; infinity where all are there at once."""
+        """Requests per second; infinite if all arrive at once."""
         if not self.follows_trace:
             return math.inf if self.rate is None else self.rate
         last = max(request.arrival_s or 0.0 for request in self.trace)
         return self.rate_scale * (len(self.trace) - 1) / last if last else math.inf
 
     def shapes(self) -> Iterator[Shape]:
-        """Without end."""
+        """Return an endless stream of requests, without arrival times."""
         if self.trace:
             return trace_shapes(self.trace, self.tenants, scale_lengths=self.scale_lengths, seed=self.seed)
         return drawn_shapes(
@@ -104,7 +105,7 @@ class Demand:
         )
 
     def traffic(self) -> Traffic:
-        """See `Traffic`."""
+        """Return the requests with their arrival times."""
         count, shapes = self.num_requests, self.shapes()
         if self.users is not None:
             return ClosedTraffic(shapes, self.users, count, self.think_s, self.seed)
@@ -119,10 +120,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a service promises: at `percentile`, no more than so many milliseconds.
+    """Latency targets in milliseconds, which must hold at `percentile`.
 
     Attributes:
-        ttft_ms: None: ten seconds, so that a queue which only grows is no service.
+        ttft_ms: if None, ten seconds, so that an ever-growing queue does not meet the targets.
     """
 
     ttft_ms: float | None = None
@@ -145,7 +146,7 @@ class Targets:
         return _PATIENCE_MS if self.ttft_ms is None else self.ttft_ms
 
     def met(self, results: Results) -> bool:
-        """Whether a run kept to them, and served all that it could be sent."""
+        """Whether a run met the targets and served every request that it could."""
         if results.unstable or not results.completed:
             return False
         pairs = ((self.most_ttft_ms, results.ttft), (self.itl_ms, results.itl))
@@ -155,7 +156,10 @@ class Targets:
         )
 
     def gives_up(self, num_requests: int) -> Callable[[Results], bool]:
-        """Whether a run of so many requests can no longer meet them; looked at every thousandth step."""
+        """Return a function that says whether a run of `num_requests` can no longer meet the targets.
+
+        It checks every thousandth step.
+        """
         allowed = (1 - self.percentile / 100) * num_requests
 
         def too_late(results: Results) -> bool:
@@ -167,14 +171,17 @@ class Targets:
 
 
 def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Results:
-    """One run; with targets, ended once it can no longer meet them."""
+    """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
     give_up = None if targets is None else targets.gives_up(demand.num_requests // demand.replicas)
     return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
 
 
 @dataclass(frozen=True, slots=True)
 class LargestValue:
-    """The answer of a search: the last value that met the targets, its run, and the first that did not."""
+    """The result of a search: the largest value that met the targets, its results, and the smallest that missed.
+
+    The value is infinite if all requests at once meet the targets: there are too few to find it.
+    """
 
     value: float
     results: Results
@@ -182,7 +189,11 @@ class LargestValue:
 
 
 def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> LargestValue | None:
-    """The largest value, within 3 %, up to which the targets are met; None where none down to `first` / 2^40 does."""
+    """Search for the largest value that meets the targets, to within 3 %.
+
+    Returns:
+        None if no value down to `first` / 2^40 meets them.
+    """
     met: tuple[float, Results] | None = None
     missed: float | None = None
     value = first
@@ -204,27 +215,33 @@ def find_largest(simulate_at: Simulate, targets: Targets, first: float) -> Large
 
 
 def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | None:
-    """The largest rate (requests a second) that one replica serves within the targets.
+    """Find the largest rate (requests per second) that one replica serves within the targets.
 
     Raises:
-        ConfigError: no target, or a closed loop.
+        ConfigError: there is no target, or the traffic is a closed loop.
     """
     _check_search(demand, targets)
 
     def simulate_at(rate: float) -> Results:
         return simulate(plan, _at_rate(demand, rate), targets)
 
+    at_once = simulate(plan, _with(demand, rate=math.inf), targets)
+    if targets.met(at_once):
+        return LargestValue(math.inf, at_once, None)
     start = demand.mean_rate
     return find_largest(simulate_at, targets, start if math.isfinite(start) else 1.0)
 
 
 def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 << 20) -> tuple[int, Results] | None:
-    """The fewest replicas, requests dealt out in turn, of which the first meets the targets; None: not `most` either.
+    """Find the smallest number of replicas that meets the targets, with requests dealt out in turn.
 
-    All replicas see traffic of the same kind, so one of them is simulated.
+    All replicas see traffic of the same kind, so only the first is simulated.
+
+    Returns:
+        None if `most` replicas do not suffice.
 
     Raises:
-        ConfigError: no target, or no rate.
+        ConfigError: there is no target or no rate.
     """
     _check_search(demand, targets)
     if not math.isfinite(demand.mean_rate):
@@ -251,7 +268,7 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
 
 def _check_search(demand: Demand, targets: Targets) -> None:
     if not targets.given:
-        raise ConfigError("say what is to be kept: --ttft-slo-ms, --itl-slo-ms or both")
+        raise ConfigError("give a latency target: --ttft-slo-ms, --itl-slo-ms or both")
     if demand.users is not None:
         raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
 
@@ -267,7 +284,7 @@ def _with(demand: Demand, **changes: Any) -> Demand:
 
 
 def variants(plan: Plan, sweeps: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Every combination of the swept options' values, and the plan with them."""
+    """Yield every combination of the swept options' values, and the plan with these values."""
     names = [name for name, _ in sweeps]
     for values in itertools.product(*(values for _, values in sweeps)):
         changes = dict(zip(names, values, strict=True))

@@ -1,4 +1,4 @@
-"""From options to a simulated server: the same cache and scheduler that `octavo serve` would build of them."""
+"""Build a simulated server, with the cache and scheduler that `octavo serve` would build from the same options."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, roofline
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
 from octavo.scheduler.preemption import RestoreSpeed
+from octavo.simulator.coldness import Coldness
 from octavo.simulator.lean import LoadBuilder
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 
-# Rows that the time of computing a token again is taken from, as the engine measures it.
+# Rows of the step from which the cost of recomputing a token is taken, as in the engine.
 _RESTORED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is simulated: a model under options on a machine, measured or estimated.
+    """What to simulate: a model, engine options, and a machine whose speed is measured or estimated.
 
     Attributes:
-        speed: as measured; None: estimated of `machine`.
-        kv_bits: bits of a key's or value's element in the cache, scales included; None: as kv_cache_dtype has it.
-        num_devices: of `machine`, that share the model.
+        speed: the measured speed; None to estimate it from `machine`.
+        kv_bits: bits per element of keys and values, scales included; None for those of `kv_cache_dtype`.
+        num_devices: number of `machine`s that share the model by tensor parallelism.
     """
 
     shape: ModelShape
@@ -56,21 +57,21 @@ class Plan:
         if (self.speed is None) == (self.machine is None):
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
         if self.config.has_stores:
-            raise ConfigError("stores on disk and elsewhere are not simulated yet: leave out --kv-disk and --kv-remote")
+            raise ConfigError("disk and remote stores are not simulated yet: leave out --kv-disk and --kv-remote")
         if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
             raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
         if self.max_model_len > (limit := self.shape.max_position_embeddings):
             raise ConfigError(f"max_model_len is {self.max_model_len}, but {self.shape.name} supports at most {limit}")
 
     def replace(self, **changes: Any) -> Plan:
-        """Another value for fields of this, or options of the engine."""
+        """Return a copy with other values for fields of this class or of the engine's configuration."""
         own = {name: value for name, value in changes.items() if name in _OWN}
         config = self.config.replace(**{name: value for name, value in changes.items() if name not in _OWN})
         return dataclasses.replace(self, config=config, **own)
 
     @property
     def part(self) -> ModelShape:
-        """The part of the model on one device."""
+        """The part of the model that one device holds."""
         return divide(self.shape, self.num_devices)
 
     @property
@@ -92,24 +93,24 @@ class Plan:
 
     @property
     def spec(self) -> KVCacheSpec:
-        """Of one device; with `kv_bits`, blocks of so many bytes."""
+        """The KV cache of one device, with blocks sized by `kv_bits` if given."""
         size = block_tokens(self.config.block_size, self.max_model_len)
         spec = KVCacheSpec.build(self.part.kv_layers, size, self.kv_dtype)
         return dataclasses.replace(spec, block_bytes=max(1, round(spec.block_bytes * self._bits_ratio)))
 
     @property
     def _bits_ratio(self) -> float:
-        """Bytes of keys and values over those of `kv_dtype`."""
+        """Ratio of the bytes of keys and values to those in `kv_dtype`."""
         formats = layer_formats(self.kv_dtype, len(self.shape.kv_layers))
         bits = sum(format.keys.bits + format.values.bits for format in formats) / (2 * len(formats))
         return 1.0 if self.kv_bits is None else self.kv_bits / bits
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool, the null block included: as given, or as the memory that is given or the machine's holds.
+        """Blocks in the pool, including the null block: as given, or as many as fit the given or the machine's memory.
 
         Raises:
-            ConfigError: nobody says how large the cache is, or it holds nothing.
+            ConfigError: the size of the cache is not known, or no block fits.
         """
         config, spec = self.config, self.spec
         if config.num_blocks is not None:
@@ -119,7 +120,7 @@ class Plan:
         if self.machine is not None:
             return self._pool(self._machine_memory(self.machine))
         if "num_blocks" not in self._facts or "block_bytes" not in self._facts:
-            raise ConfigError("say how large the KV cache is: --kv-cache-memory 2GiB or --num-blocks N")
+            raise ConfigError("give the size of the KV cache: --kv-cache-memory 2GiB or --num-blocks N")
         return max(2, int(self._facts["num_blocks"]) * int(self._facts["block_bytes"]) // spec.block_bytes)
 
     def _pool(self, num_bytes: int) -> int:
@@ -138,7 +139,11 @@ class Plan:
             available=int(machine.memory * config.gpu_memory_utilization),
             weights=weight_bytes(part, self.dtype, tied_head_copied=False),
             activations=activation_bytes(
-                part, self.dtype, max_step=config.max_num_batched_tokens, max_rows=config.max_num_seqs
+                part,
+                self.dtype,
+                max_step=config.max_num_batched_tokens,
+                max_rows=config.max_num_seqs,
+                gpu_context=None if machine.on_cpu else self.max_model_len,
             ),
             cache_share=CPU_MEMORY_SHARE if machine.on_cpu else 1.0,
         )
@@ -155,7 +160,7 @@ class Plan:
 
     @property
     def num_prefix_blocks(self) -> int:
-        """Blocks of host memory for prefixes, as --kv-host-memory says."""
+        """Blocks that fit the host memory given by --kv-host-memory."""
         assert isinstance(self.config.kv_host_memory, int), "the configuration has parsed it"
         spec, policy = self.spec, self.config.eviction_policy
         each = spec.block_bytes + HostMemory.bookkeeping_bytes(spec.block_size) + eviction_bytes(policy)
@@ -163,7 +168,7 @@ class Plan:
 
     @property
     def effective_speed(self) -> Speed:
-        """The speed with the keys and values of this plan."""
+        """The speed, adjusted to the size of this plan's keys and values."""
         if self.speed is None:
             assert self.machine is not None
             devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
@@ -183,7 +188,7 @@ class Plan:
         return dataclasses.replace(self, kv_bits=None).spec
 
     def server(self) -> SimulatedServer:
-        """A new server, with nothing in its cache."""
+        """Build a server with an empty cache."""
         config, spec, speed, clock = self.config, self.spec, self.effective_speed, VirtualClock()
         kv = assemble_cache(
             config,
@@ -206,7 +211,7 @@ class Plan:
             builder=LoadBuilder(kv),
             tells_all=False,
         )
-        return SimulatedServer(scheduler, times, clock, speed.intake_s, speed.reply_s)
+        return SimulatedServer(scheduler, times, clock, speed.intake_s, speed.reply_s, Coldness(times.fastest))
 
 
 _OWN = {entry.name for entry in dataclasses.fields(Plan)}

@@ -1,11 +1,11 @@
-"""The scheduler and the cache that serve, run on a virtual clock over a device that only takes time.
+"""Run the real scheduler and cache on a virtual clock, with a step-time model in place of a device.
 
     traffic ──arrival──> scheduler.schedule() ──plan──> step times ──seconds──> clock
                               ^                                                   │
                               └───────────────── scheduler.update() <─────────────┘
 
-Nothing else differs from serving: queues, admission, preemption, eviction and prefix hits are those of the engine, and
-equal arrivals between equal steps give equal decisions.
+Nothing else differs from serving: queueing, admission, preemption, eviction and prefix matching are the engine's own
+code, so requests that arrive between the same steps lead to the same decisions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad, StepTimes
+from octavo.simulator.coldness import Coldness
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
 
-# What every draw gives: outputs say nothing, as prompts do.
+# The token id of every simulated output token.
 _TOKEN = 1
 
 
 class VirtualClock:
-    """Seconds since the simulation began."""
+    """A clock that counts seconds since the simulation began."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,11 +45,12 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class SimulatedServer:
-    """The parts of one replica.
+    """The parts of one simulated replica.
 
     Attributes:
-        intake_s: from a request's arrival until the engine knows of it.
-        reply_s: from the end of a step until clients have its tokens.
+        intake_s: seconds from a request's arrival until it reaches the engine.
+        reply_s: seconds from the end of a step until clients receive its tokens.
+        coldness: the state of caches and memory.
     """
 
     scheduler: Scheduler
@@ -56,6 +58,7 @@ class SimulatedServer:
     clock: VirtualClock
     intake_s: float = 0.0
     reply_s: float = 0.0
+    coldness: Coldness = field(default_factory=lambda: Coldness(0.0))
 
     @property
     def kv(self) -> KVCacheManager:
@@ -64,7 +67,7 @@ class SimulatedServer:
 
 @dataclass(slots=True)
 class TenantResults:
-    """The service that one tenant had."""
+    """What one tenant received."""
 
     requests: int = 0
     output_tokens: int = 0
@@ -73,15 +76,17 @@ class TenantResults:
 
 @dataclass(slots=True)
 class Results:
-    """What came of a simulation; latencies in seconds of the virtual clock.
+    """Results of a simulation; latencies are in seconds of the virtual clock.
 
     Attributes:
         refused: requests that this server can never serve.
-        clipped: requests that were cut to max_model_len.
-        unstable: it was ended early, because the limit it was held to could no longer be kept.
-        busy_s: of the clock's time, that spent in steps.
-        mean_running: requests that ran, on average over `busy_s`; mean_usage: the share of blocks in use.
-        wall_s: that the simulation itself took.
+        clipped: requests cut to max_model_len.
+        unstable: the run was stopped early because it could no longer meet its targets.
+        duration_s: time from the start to the end of the last request.
+        busy_s: time spent in steps.
+        mean_running: running requests, averaged over `busy_s`.
+        mean_usage: share of blocks in use, averaged over `busy_s`.
+        wall_s: real time that the simulation took.
     """
 
     requests: int = 0
@@ -111,14 +116,14 @@ class Results:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the admitted prompts' tokens that came from the prefix cache."""
+        """Share of the admitted prompts' tokens that were found in the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def per_second(self, count: float) -> float:
         return count / self.duration_s if self.duration_s else 0.0
 
     def report(self) -> dict[str, Any]:
-        """The figures under the names of `octavo bench serve`, ready for JSON."""
+        """Return the figures as JSON-ready values, with the names that `octavo bench serve` uses."""
         figures: dict[str, Any] = {
             "requests": self.requests,
             "completed": self.completed,
@@ -163,7 +168,7 @@ class Results:
 
 @dataclass(slots=True)
 class _Live:
-    """A request on its way."""
+    """A request that the simulated server is working on."""
 
     sent: SimulatedRequest
     request: Request
@@ -171,7 +176,7 @@ class _Live:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """With cyclic garbage collected rarely: what ends leaves none, and looking took a quarter of the time."""
+    """Make cyclic garbage collection rare: there are no cycles, and looking for them took a quarter of the time."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 10, 100)
     try:
@@ -181,10 +186,11 @@ def _rare_collections() -> Iterator[None]:
 
 
 class Simulation:
-    """One run of a server under a traffic.
+    """One run of a server with given traffic.
 
     Args:
-        give_up: asked after every step; True ends the simulation.
+        tenants: weights of the tenants.
+        give_up: called after every step; the simulation stops when it returns True.
     """
 
     def __init__(
@@ -201,19 +207,19 @@ class Simulation:
         self._give_up = give_up
         self._numbers = itertools.count()
         self._live: dict[SequenceId, _Live] = {}
-        self._drew: set[SequenceId] = set()  # in the last step, which ended at
+        self._drew: set[SequenceId] = set()  # sequences that drew a token in the last step, which ended at
         self._drew_at = 0.0
-        self._last_token: dict[SequenceId, float] = {}  # of those that run on, but drew none in the last step
+        self._last_token: dict[SequenceId, float] = {}  # of unfinished sequences that drew no token in the last step
         self._running_s = self._usage_s = 0.0
-        # One object for each length: most requests share few of them, and none changes it.
+        # One object per output length: many requests share a length, and nothing modifies the object.
         self._params: dict[int, SamplingParams] = {}
         server.scheduler.on_admitted = self._on_admitted
 
     def run(self) -> Results:
-        """Until all requests have ended.
+        """Run until all requests have ended.
 
         Raises:
-            OctavoError: requests wait, none runs, and nothing more will come: the scheduler is at fault.
+            OctavoError: requests wait, nothing runs and nothing more arrives: a fault of the scheduler.
         """
         with _rare_collections():
             return self._run()
@@ -231,10 +237,12 @@ class Simulation:
                 if self._give_up is not None and self._give_up(results):
                     results.unstable = True
                     break
+            elif scheduler.is_looking_up:
+                continue
             elif due is not None:
                 clock.now = due + intake
             elif scheduler.has_work:
-                raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, and nothing runs")
+                raise OctavoError(f"{scheduler.num_waiting} simulated requests wait, but nothing runs")
             else:
                 break
         counters = scheduler.counters
@@ -283,8 +291,9 @@ class Simulation:
         scheduler, clock = server.scheduler, server.clock
         moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
         load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
-        seconds = server.times.predict(load)
+        seconds = server.times.predict(load._replace(cold=server.coldness.before(clock.now)))
         clock.now += seconds
+        server.coldness.after(clock.now, seconds)
         running, used = scheduler.num_running, server.kv.usage
         updates = scheduler.update(plan, StepResult((_TOKEN,) * plan.num_draws))
         scheduler.observe(plan, seconds)
@@ -301,13 +310,13 @@ class Simulation:
                 self._finish(update.seq.seq_id)
 
     def _note_tokens(self, plan: StepPlan) -> None:
-        """Each drawn token's time since the one before it, or since its request arrived."""
+        """Record the time to first token and the inter-token latencies of a step."""
         now, before = self._server.clock.now, self._drew
         drew = set(plan.seq_ids[: plan.num_streams])
         if plan.num_streams < plan.num_rows:
             later = zip(plan.seq_ids[plan.num_streams :], plan.draws[plan.num_streams :], strict=True)
             drew.update(seq_id for seq_id, draws in later if draws)
-        # Nearly all had theirs in the step before.
+        # Nearly all of them also drew a token in the step before.
         if again := len(drew & before):
             self.results.itl.add(now - self._drew_at, again)
         for seq_id in before - drew:
@@ -331,7 +340,7 @@ class Simulation:
         received = self._server.clock.now + self._server.reply_s
         live = self._live.pop(seq_id)
         self._drew.discard(seq_id)
-        # No cycle is left for the garbage collector.
+        # Breaks the reference cycle, so that no garbage collection is needed.
         live.request.sequences.clear()
         self.results.completed += 1
         self.results.e2e.add(received - live.sent.arrival_s)

@@ -1,4 +1,4 @@
-"""Percentiles of any number of values in a few kilobytes: a histogram whose buckets grow by one per cent."""
+"""Percentiles of any number of values in a few kilobytes, from a histogram whose buckets grow by one per cent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _SMALLEST = 1e-9
 
 
 class Sketch:
-    """Values above 0, counted in buckets: a percentile is within 0.5 % of a value of that rank.
+    """A histogram of positive values; its percentiles are within 0.5 % of the exact ones.
 
-    Count, mean and extremes are exact. From 1e-9 to 1e9 there are at most 4,200 buckets (DDSketch, Masson et al. 2019).
+    Count, mean, minimum and maximum are exact. From 1e-9 to 1e9 there are at most 4,200 buckets (DDSketch, Masson et
+    al. 2019).
     """
 
     __slots__ = ("_buckets", "_greatest", "_total", "count")
@@ -23,7 +24,7 @@ class Sketch:
         self._buckets: dict[int, int] = {}
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` over."""
+        """Count a value `times` times."""
         self.count += times
         self._total += value * times
         self._greatest = max(self._greatest, value)
@@ -39,7 +40,7 @@ class Sketch:
         return self._greatest if self.count else math.nan
 
     def percentile(self, q: float) -> float:
-        """The q-th percentile, 0 to 100; NaN of nothing."""
+        """Return the q-th percentile, q from 0 to 100; NaN if there are no values."""
         if not self.count:
             return math.nan
         rank, seen = q / 100 * (self.count - 1), 0
@@ -50,14 +51,14 @@ class Sketch:
         return self._greatest
 
     def share_above(self, limit: float) -> float:
-        """The share of values above a limit, as far as the buckets tell; 0 of nothing."""
+        """Return the share of values above a limit, to the precision of a bucket; 0 if there are no values."""
         if not self.count or limit >= self._greatest:
             return 0.0
         first = math.floor(math.log(max(limit, _SMALLEST)) / _GROWTH)
         return sum(times for bucket, times in self._buckets.items() if bucket > first) / self.count
 
     def summary(self, scale: float = 1.0) -> dict[str, float | None]:
-        """{"mean", "p50", "p90", "p95", "p99", "max"} times `scale`, rounded; None where there is no value."""
+        """Return mean, p50, p90, p95, p99 and max, times `scale` and rounded; None for each if there are no values."""
         names = ("p50", "p90", "p95", "p99")
         if not self.count:
             return dict.fromkeys(("mean", *names, "max"))

@@ -1,6 +1,6 @@
-"""How fast a server is: measured by `octavo calibrate-speed`, fitted to recorded plans, or estimated of a machine.
+"""The speed of a server: measured by `octavo calibrate-speed`, fitted to recorded plans, or estimated for a machine.
 
-The file is one JSON object: `times` as `StepTimes` has them, where they are from, and what the engine was.
+A speed file is one JSON object: the fields of `StepTimes`, where they come from, and the options of the engine.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ESTIMATED = "estimated"
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The step times of one server, and what a report must say of them.
+    """The step times of one server, and where they come from.
 
     Attributes:
-        origin: one line: what was measured where, or which data sheet.
+        origin: one line for reports: what was measured on which machine, or the data sheet.
         kind: "measured" or "estimated".
-        times: from one step's beginning to the next one's, with all that the host does in between.
-        intake_s: of a request, from its client's sending until a step that could compute it begins.
-        reply_s: from the end of the step that drew a request's first token until its client has it.
-        facts: of the engine, as `--record-plans` writes them down.
-        fit: how well the coefficients hold: steps, errors, intervals.
+        times: from the beginning of a step to the beginning of the next, host work included.
+        intake_s: seconds from a client sending a request until the first step that could compute it begins.
+        reply_s: seconds from the end of the step that drew a first token until the client receives it.
+        facts: the engine's options, as `--record-plans` records them.
+        fit: number of steps, error and intervals of the fit.
     """
 
     origin: str
@@ -44,10 +44,10 @@ class Speed:
     fit: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: str | Path) -> None:
-        """Write the file.
+        """Write a speed file.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         fields = {**asdict(self), "times": asdict(self.times)}
         try:
@@ -57,10 +57,10 @@ class Speed:
 
     @classmethod
     def read(cls, path: str | Path) -> Speed:
-        """Read what `write` wrote.
+        """Read a speed file.
 
         Raises:
-            ConfigError: it cannot be read, or is something else.
+            ConfigError: the file cannot be read, or is not a speed file of this version.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -70,7 +70,7 @@ class Speed:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         version = content.pop("octavo_speed", None) if isinstance(content, dict) else None
         if version != VERSION:
-            raise ConfigError(f"{path} is no speed of version {VERSION}: `octavo calibrate-speed` writes one")
+            raise ConfigError(f"{path} is not a speed file of version {VERSION}: `octavo calibrate-speed` writes one")
         try:
             times = content.pop("times")
             times["products"] = tuple((float(rows), float(seconds)) for rows, seconds in times["products"])
@@ -80,20 +80,20 @@ class Speed:
 
 
 def speed_of_plans(paths: list[str], *, origin: str | None = None, since: float = 0.0) -> Speed:
-    """Fitted to recordings of one engine.
+    """Fit a speed to recorded plans of one engine.
 
     Args:
-        since: leave out steps that began before, by `RecordedStep.at`.
+        since: leave out steps that began earlier, by `RecordedStep.at`.
 
     Raises:
-        ConfigError: no recording, of different engines, or too few steps.
+        ConfigError: a file is not a recording, the recordings are of different engines, or they have too few steps.
     """
     facts = read_facts(paths[0])
     measured, executed = [], []
     for path in paths:
         if read_facts(path) != facts:
             raise ConfigError(
-                f"{path} is a recording of another engine than {paths[0]}: {read_facts(path)} and {facts}"
+                f"{path} and {paths[0]} are recordings of different engines: {read_facts(path)} and {facts}"
             )
         steps = [step for step in read_plans(path) if step.at >= since]
         measured += periods(steps)

@@ -1,13 +1,13 @@
-"""Requests and when they come: from traces or distributions, one at a time, so that a million take no memory.
+"""Generate requests from traces or distributions, one at a time, so that a million of them need no memory.
 
-    shapes (what is asked for)      trace of any known format, repeated | lengths by distribution, shared prefixes
+    shapes: what is requested       a trace, repeated | lengths from distributions, shared prefixes
       │
-    traffic (when)                  OpenTraffic: at given times, whatever is done | ClosedTraffic: users who wait
+    traffic: when                   OpenTraffic: at given times | ClosedTraffic: users who wait for their answers
       │
-    SimulatedRequest                arrival, tenant, output tokens, prompt as runs of equal tokens
+    SimulatedRequest                arrival time, tenant, output tokens, prompt as runs of equal tokens
 
-What a prompt says does not matter, only what it shares: each prefix that is shared has a token id of its own, and so
-has what is a request's own. No vocabulary bounds them.
+The content of a prompt does not matter, only which parts it shares. So each shared prefix is a run of one token id, and
+the rest of each prompt a run of an id of its own; the ids are not bounded by a vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from octavo.bench.traces import TOKENS_PER_HASH, TraceRequest
 from octavo.bench.workload import Lengths
 from octavo.errors import ConfigError
 
-# Token ids: of shared prefixes below, of each request's own tokens above. Repetitions of a trace are this far apart.
+# Token ids below are shared prefixes, ids above are unshared parts of prompts. Each repetition of a trace shifts its
+# prefixes' ids by _REPEAT.
 _OWN = 1 << 30
 _REPEAT = 1 << 24
 
@@ -34,8 +35,8 @@ class Shape(NamedTuple):
     """What one request asks for.
 
     Attributes:
-        runs: (token id, how many): the prompt.
-        arrival_s: as a trace has it, repetitions behind each other; None where it has none.
+        runs: the prompt as pairs of a token id and a count.
+        arrival_s: arrival time in the trace, later for each repetition; None if the trace has no times.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -47,14 +48,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A shape at its time."""
+    """A request with its arrival time."""
 
     arrival_s: float
     shape: Shape
     user: int = 0
 
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's tokens, made anew."""
+        """Return the tokens of the prompt, in a new list."""
         runs = self.shape.runs
         if len(runs) == 1:
             return [runs[0][0]] * runs[0][1]
@@ -63,7 +64,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """Who the requests are from where a trace does not say: by name, weight and share of the requests."""
+    """Names, weights and shares of the requests of the tenants, used if a trace does not name them."""
 
     names: tuple[str, ...] = ("",)
     weights: tuple[float, ...] = (1.0,)
@@ -71,10 +72,10 @@ class Tenants:
 
     @classmethod
     def parse(cls, text: str) -> Tenants:
-        """'alice:2,bob:1:9': names, weights, and how many requests each sends relative to the others (1).
+        """Parse 'alice:2,bob:1:9': names, weights (default 1), and relative numbers of requests (default 1).
 
         Raises:
-            ConfigError: it reads otherwise.
+            ConfigError: the text has another format.
         """
         names, weights, shares = [], [], []
         for part in text.split(","):
@@ -93,7 +94,7 @@ class Tenants:
         return cls(tuple(names), tuple(weights), tuple(shares))
 
     def weight_of(self, name: str) -> float:
-        """1 for whoever is not named."""
+        """Return the weight of a tenant; 1 if it is not listed."""
         return self.weights[self.names.index(name)] if name in self.names else 1.0
 
     def draw(self, rng: random.Random) -> str:
@@ -103,13 +104,16 @@ class Tenants:
 def trace_shapes(
     trace: Sequence[TraceRequest], tenants: Tenants, *, scale_lengths: float = 1.0, seed: int = 0
 ) -> Iterator[Shape]:
-    """The trace's requests, again and again: a repetition follows the one before, and shares no prefix with it.
+    """Yield the requests of a trace endlessly; its repetitions follow one another in time and share no prefixes.
+
+    Args:
+        scale_lengths: factor on the lengths of prompts and outputs.
 
     Raises:
-        ConfigError: a scale that is not positive.
+        ConfigError: `scale_lengths` is not positive.
     """
     if not 0 < scale_lengths < math.inf:
-        raise ConfigError(f"lengths are to be scaled by {scale_lengths:g}: it must be above 0")
+        raise ConfigError(f"scale_lengths must be above 0, got {scale_lengths:g}")
     rng, size = random.Random(seed), max(1, round(TOKENS_PER_HASH * scale_lengths))
     times = [request.arrival_s for request in trace]
     timed = None not in times
@@ -118,7 +122,7 @@ def trace_shapes(
     numbers = itertools.count(_OWN)
     for repetition in itertools.count():
         for request in trace:
-            # The last piece may be shorter: it is scaled by itself, so that those before stay aligned.
+            # The last hash may stand for fewer tokens: it is scaled separately, so that the ones before stay aligned.
             whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
             if request.hash_ids is None:
                 length = max(1, round(request.prompt_tokens * scale_lengths))
@@ -134,7 +138,7 @@ def trace_shapes(
 
 
 def _cut(runs: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """The first `length` tokens of `runs`."""
+    """Return the first `length` tokens of `runs`."""
     cut, left = [], length
     for token, count in runs:
         if left <= 0:
@@ -154,10 +158,10 @@ def drawn_shapes(
     zipf: float = 1.0,
     seed: int = 0,
 ) -> Iterator[Shape]:
-    """Requests of random lengths; with `prefix_lens`, each begins with one of `num_prefixes` shared prefixes.
+    """Yield requests of random lengths; with `prefix_lens`, each begins with one of `num_prefixes` shared prefixes.
 
     Args:
-        zipf: the i-th prefix is asked for in proportion to i ** -zipf.
+        zipf: the i-th prefix is chosen with probability proportional to i ** -zipf.
     """
     rng, prefix_rng = random.Random(seed), random.Random(f"{seed}/prefixes")
     prefixes = [] if prefix_lens is None else [prefix_lens.draw(prefix_rng) for _ in range(num_prefixes)]
@@ -173,7 +177,7 @@ def drawn_shapes(
 
 
 def clip(shape: Shape, max_model_len: int) -> Shape:
-    """The shape cut to what a model takes: the prompt loses its tail to the output, but keeps a token."""
+    """Cut a request to `max_model_len`: the prompt is shortened first, to no less than one token."""
     if shape.prompt_tokens + shape.output_tokens <= max_model_len:
         return shape
     output = min(shape.output_tokens, max_model_len - 1)
@@ -182,23 +186,23 @@ def clip(shape: Shape, max_model_len: int) -> Shape:
 
 
 class Traffic(Protocol):
-    """Who sends what when."""
+    """A source of requests in the order of their arrival."""
 
     def due(self) -> float | None:
-        """When the next request comes, as far as is known by now; None: no more come before one has ended."""
+        """Return when the next request arrives; None if no more arrive unless one ends."""
 
     def take(self) -> SimulatedRequest:
-        """That request."""
+        """Remove and return the next request."""
 
     def ended(self, request: SimulatedRequest, at: float) -> None:
-        """A request has its last token."""
+        """Tell the source that a request ended at time `at`."""
 
 
 class OpenTraffic:
-    """Requests at their times, whether or not earlier ones have ended.
+    """Requests that arrive at given times, whether or not earlier ones have ended.
 
     Args:
-        timed: seconds, rising, and what is asked for then.
+        timed: pairs of the arrival time in seconds, in ascending order, and the request.
     """
 
     def __init__(self, timed: Iterator[tuple[float, Shape]]) -> None:
@@ -221,11 +225,11 @@ class OpenTraffic:
 
 
 class ClosedTraffic:
-    """Users who each send a request, wait for its end, think, and send the next.
+    """Users who each send a request, wait until it ends, think, and send the next.
 
     Args:
-        count: requests in all.
-        think_s: mean of the exponentially distributed time between an answer and the next request.
+        count: number of requests in total.
+        think_s: mean of the exponentially distributed think time, in seconds.
     """
 
     def __init__(self, shapes: Iterator[Shape], users: int, count: int, think_s: float = 0.0, seed: int = 0) -> None:
@@ -255,10 +259,10 @@ class ClosedTraffic:
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
-    """The times of `bench.workload.arrival_times`, one by one.
+    """Yield the arrival times of `bench.workload.arrival_times` one by one.
 
     Raises:
-        ConfigError: a rate or burstiness that is not positive.
+        ConfigError: `rate` or `burstiness` is not positive.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigError(f"request rate and burstiness must be above 0, got {rate:g} and {burstiness:g}")

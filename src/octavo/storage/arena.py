@@ -3,17 +3,17 @@
     arena   [num_blocks][block_bytes]
     block   | layer a: K | layer a: V | layer b: K | layer b: V | … | padding |
 
-With `pair` elements side by side (2 for 16-bit types, which is what `vdpbf16ps`, AMX and Arm `bfdot` eat; else 1):
+`pair` elements are stored side by side (2 for 16-bit types, as `vdpbf16ps`, AMX and Arm `bfdot` expect; else 1):
 
     K   [kv_heads][key_dim / pair][block_size][pair]        tokens adjacent: no horizontal sums in Q·K
     V   [kv_heads][block_size / pair][value_dim][pair]      dimensions adjacent: none in P·V
 
-That is what the CPU's kernels read. A GPU's read whole heads of one token after the other (`BlockLayout.TOKENS`):
+This is the layout for the CPU's kernels. Those of a GPU read whole heads, token by token (`BlockLayout.TOKENS`):
 
     K   [kv_heads][block_size][key_dim]
     V   [kv_heads][block_size][value_dim]
 
-That is how floats lie; `storage/codec/base.py` draws coded layers.
+These layouts are for floats; `storage/codec/base.py` shows those of coded layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.storage.pages import zero_pages
 
 
 class BlockLayout(Enum):
-    """How keys and values lie inside a block; see the drawings above."""
+    """The layout of keys and values inside a block; see the module docstring."""
 
     PAIRS = "pairs"
     TOKENS = "tokens"
@@ -42,7 +42,7 @@ class BlockLayout(Enum):
 
 @dataclass(frozen=True)
 class FloatKV(LayerKV):
-    """One layer's part of every block in floats, as strided views into the arena.
+    """One layer's part of every block, in floats, as strided views into the arena.
 
     Attributes:
         key: [num_blocks, kv_heads, key_dim // pair, block_size, pair]
@@ -76,7 +76,7 @@ class FloatKV(LayerKV):
         self.value[blocks, :, offsets // pair, :, offsets % pair] = value.to(self.value.dtype)
 
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LayerKV.gather_heads`. This is as the blocks lie, so that one strided copy does it."""
+        """See `LayerKV.gather_heads`. Blocks have the same order of dimensions, so one strided copy is enough."""
         # [kv_heads, key_dim / pair, pair, blocks, size] and [kv_heads, blocks, size / pair, pair, value_dim]
         key = self.key.index_select(0, block_table).permute(1, 2, 4, 0, 3)
         value = self.value.index_select(0, block_table).permute(1, 0, 2, 4, 3)
@@ -86,16 +86,16 @@ class FloatKV(LayerKV):
 
 
 class KVArena:
-    """All blocks of one engine on one device. Allocates; never decides who holds what.
+    """The memory of all blocks of one engine on one device; which sequence holds which block is decided elsewhere.
 
     Args:
-        layout: what the attention that reads it expects.
+        layout: the layout that the attention backend expects.
 
     Attributes:
-        layers: one view for each of `spec.layers`, in their order.
+        layers: one view for each of `spec.layers`, in the same order.
 
     Raises:
-        ConfigError: fewer than 2 blocks; block 0 is the null block, which no sequence owns.
+        ConfigError: there are fewer than 2 blocks; block 0 is the null block, which no sequence owns.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class KVArena:
         self.spec = spec
         self.num_blocks = num_blocks
         self.layout = layout
-        # Zeroed, because the unwritten rest of a block is multiplied by zero weights and must not be NaN.
+        # Zeroed, because the unwritten rest of a block is multiplied by weights of zero and must not be NaN.
         if torch.device(device).type == "cpu":
             self._bytes = torch.frombuffer(zero_pages(self.nbytes), dtype=torch.uint8).view(num_blocks, -1)
         else:
@@ -128,41 +128,47 @@ class KVArena:
         if not independent(copies):
             sources, destinations = zip(*copies, strict=True)
             self.write_blocks(destinations, self.read_blocks(sources))
-        elif self._bytes.is_cuda and importlib.util.find_spec("triton") is not None:
-            from octavo.storage.block_copy import copy_blocks
-
-            copy_blocks(self._bytes, copies)
         else:
-            # Row by row: many by their numbers, as `rows[ids] = …`, are copied byte by byte, 16 times as slowly.
-            for source, destination in copies:
-                self._bytes[destination] = self._bytes[source]
+            self._copy(self._bytes, self._bytes, copies)
 
     def read_blocks(self, ids: Sequence[int]) -> torch.Tensor:
-        """Whole blocks as rows uint8 [n, block_bytes], on the arena's device; a copy."""
-        return self._bytes.index_select(0, torch.tensor(ids, dtype=torch.int64, device=self._bytes.device))
+        """Return a copy of whole blocks, as rows uint8 [n, block_bytes] on the arena's device."""
+        if not self._bytes.is_cuda:
+            return self._bytes.index_select(0, torch.tensor(ids, dtype=torch.int64))
+        rows = self._bytes.new_empty(len(ids), self.spec.block_bytes)
+        self._copy(self._bytes, rows, [(block_id, row) for row, block_id in enumerate(ids)])
+        return rows
 
     def write_blocks(self, ids: Sequence[int], rows: torch.Tensor) -> None:
-        """Overwrite the blocks `ids`, all different, with rows uint8 [n, block_bytes] from any device."""
-        rows = rows.to(self._bytes.device)
-        if self._bytes.is_cuda:
-            self._bytes[list(ids)] = rows
+        """Overwrite the blocks `ids`, which must be distinct, with rows uint8 [n, block_bytes] from any device."""
+        if len(ids) != len(rows):
+            raise ValueError(f"{len(rows)} rows for {len(ids)} blocks")
+        self._copy(rows.to(self._bytes.device), self._bytes, list(enumerate(ids)))
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy rows of `source` to rows of `target`; in the same tensor, no row may be both read and written."""
+        if source.is_cuda and importlib.util.find_spec("triton") is not None:
+            from octavo.storage.block_copy import copy_blocks
+
+            copy_blocks(source, target, copies)
             return
-        for block_id, row in zip(ids, rows, strict=True):
-            self._bytes[block_id] = row
+        # Row by row, because `rows[ids] = …` copies byte by byte, which is 16 times as slow.
+        for place, destination in copies:
+            target[destination] = source[place]
 
     @property
     def float_layers(self) -> list[FloatKV]:
-        """Those of `layers` that hold floats."""
+        """The layers that hold floats."""
         return [layer for layer in self.layers if isinstance(layer, FloatKV)]
 
     @property
     def coded_layers(self) -> list[CodedKV]:
-        """Those of `layers` that hold codes."""
+        """The layers that hold codes."""
         return [layer for layer in self.layers if isinstance(layer, CodedKV)]
 
     @property
     def calibrated_layers(self) -> dict[int, CodedKV]:
-        """Those of `layers` with scales that are chosen before anything is stored, by their index."""
+        """The layers whose scales are chosen before anything is stored, by index."""
         return {
             index: layer
             for index, layer in enumerate(self.layers)
@@ -212,10 +218,10 @@ class KVArena:
 
 
 def pair_width(block_size: int, key_dim: int, element_bytes: int) -> int:
-    """Elements stored side by side: 2 for 16-bit types where tokens and dimensions pair up, else 1."""
+    """Return the number of elements stored side by side: 2 for 16-bit types with even sizes, else 1."""
     return 2 if element_bytes == 2 and block_size % 2 == 0 and key_dim % 2 == 0 else 1
 
 
 def independent(copies: Sequence[tuple[int, int]]) -> bool:
-    """Whether no block is written that another copy reads, so that their order does not matter."""
+    """Whether no copy writes a block that another reads, so that their order does not matter."""
     return {source for source, _ in copies}.isdisjoint(destination for _, destination in copies)

@@ -1,6 +1,6 @@
-"""A layer whose keys and values are kept in a codec: views of its bytes, written and read in plain torch.
+"""A layer whose keys and values are encoded by a codec: views of its bytes, written and read in plain torch.
 
-`storage/codec/base.py` draws where the bytes lie.
+See `storage/codec/base.py` for the layout of the bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class CodedSide:
     """The keys or the values of one layer.
 
     Attributes:
-        codes: uint8; of keys [num_blocks, kv_heads, groups, units, lanes, unit], of values [num_blocks, kv_heads,
+        codes: uint8; for keys [num_blocks, kv_heads, groups, units, lanes, unit], for values [num_blocks, kv_heads,
             block_size / together, code_bytes, together].
         fields: uint8 [num_blocks, kv_heads, block_size, bytes] each.
-        scale: float32 [kv_heads], of a calibrated codec; others leave it at 1.
+        scale: float32 [kv_heads] for a calibrated codec; 1 for others.
     """
 
     codec: VectorCodec
@@ -36,7 +36,7 @@ class CodedSide:
 
     @property
     def for_kernels(self) -> CodedArguments:
-        """What the C++ library takes: codec, codes, scales of vectors, zero points, scales of heads."""
+        """The arguments of the C++ library: codec, codes, scales of vectors, zero points, scales of heads."""
         scale, zero = (*self.fields, None, None)[:2]
         heads = self.scale if self.codec.format.calibrated else None
         return self.codec.format.name, self.codes, scale, zero, heads
@@ -46,17 +46,17 @@ class CodedSide:
         return self.codec.encode(x.float(), self.scale)
 
     def decode(self, codes: torch.Tensor, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """float32 [num_tokens, kv_heads, dim] of codes [kv_heads, blocks * block_size, code_bytes]."""
+        """Decode codes [kv_heads, blocks * block_size, code_bytes] to float32 [num_tokens, kv_heads, dim]."""
         fields = (field.index_select(0, block_table).transpose(0, 1).flatten(1, 2) for field in self.fields)
         coded = Coded(codes[:, :num_tokens].transpose(0, 1), tuple(f[:, :num_tokens].transpose(0, 1) for f in fields))
         return self.codec.decode(coded, self.dim, self.scale)
 
 
 class CodedKV(LayerKV):
-    """One layer's part of every block, in a codec.
+    """One layer's part of every block, encoded by a codec.
 
     Attributes:
-        finds_scales: the next tokens that are written choose the scales, which hold from then on.
+        finds_scales: whether the next tokens written determine the scales, which are fixed from then on.
     """
 
     def __init__(self, keys: CodedSide, values: CodedSide, group: int, sliding_window: int | None) -> None:
@@ -78,10 +78,11 @@ class CodedKV(LayerKV):
         *,
         by_tokens: bool = False,
     ) -> CodedKV:
-        """The layer whose part of each block of `arena` uint8 [num_blocks, block_bytes] begins at byte `offset`.
+        """Return the layer whose part of each block of `arena`, uint8 [num_blocks, block_bytes], starts at byte
+        `offset`.
 
         Args:
-            by_tokens: codes lie one token after the other, as a GPU reads them.
+            by_tokens: whether codes are stored token by token, as for a GPU.
         """
         (keys, values), heads, num_blocks = codecs, layer.num_kv_heads, arena.shape[0]
         lanes = 1 if by_tokens else lanes_of(block_size)
@@ -119,7 +120,7 @@ class CodedKV(LayerKV):
 
     @property
     def by_tokens(self) -> bool:
-        """Keys lie one token after the other."""
+        """Whether keys are stored token by token."""
         return self.keys.codes.shape[4] == 1
 
     @property
@@ -151,12 +152,12 @@ class CodedKV(LayerKV):
         return key.permute(1, 2, 0), value.transpose(0, 1)
 
     def set_scales(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take over scales, one number or float [kv_heads] each, in place: the kernels hold the tensors."""
+        """Set the scales, one number or float [kv_heads] each, in place, because the kernels hold the tensors."""
         self.keys.scale.copy_(keys)
         self.values.scale.copy_(values)
 
     def _find_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Scales that cut off nothing of these tokens, nor of others twice as large: floats lose nothing by room."""
+        """Choose scales that clip neither these tokens nor others twice as large; floats lose nothing by headroom."""
         for side, x in ((self.keys, key), (self.values, value)):
             if not side.codec.format.calibrated:
                 continue
@@ -173,5 +174,5 @@ def _put(
 
 
 def lanes_of(block_size: int) -> int:
-    """Tokens whose keys lie side by side."""
+    """Return the number of tokens whose keys are stored side by side."""
     return LANES if block_size % LANES == 0 else block_size

@@ -1,4 +1,4 @@
-"""Numbers brought to the device, and back, without waiting for what it is computing."""
+"""Copies data to the device and back without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array on the device; on a CPU the very memory.
+    """Return a host array as a tensor on the device, sharing its memory on a CPU.
 
-    A GPU copies it when it has done all that was launched before, out of pinned memory, which is not given to others
-    until then: the array may be written again at once.
+    For a GPU, the array is first copied to pinned memory, which is not reused before the transfer has happened, so the
+    array may be overwritten at once.
     """
     return _staged(array, device).to(device, non_blocking=True)
 
 
 def write_to_device(array: npt.NDArray[Any], out: torch.Tensor) -> None:
-    """The same into a tensor of the device."""
+    """Write a host array into a tensor on the device."""
     out.copy_(_staged(array, out.device), non_blocking=True)
 
 
@@ -30,7 +30,7 @@ def _staged(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def begin_copy_to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to bring to the host what the device computes; the function that is returned waits until it is there."""
+    """Start copying a tensor to the host; the returned function waits for the copy and returns it."""
     if not tensor.is_cuda:
         return lambda: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

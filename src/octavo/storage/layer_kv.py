@@ -1,4 +1,4 @@
-"""One layer's part of every block: the contract between models, attention and the arena's memory."""
+"""One layer's part of every block: the interface between models, attention and the arena's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class LayerKV(ABC):
     """One layer's part of every block.
 
     Attributes:
-        group: index of the layer's group, hence of its block tables.
+        group: index of the layer's group, which determines its block tables.
     """
 
     group: int
@@ -20,12 +20,12 @@ class LayerKV(ABC):
     @property
     @abstractmethod
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """The number of tokens in a block."""
 
     @property
     @abstractmethod
     def value_dim(self) -> int:
-        """Dimensions of a value head."""
+        """The number of dimensions of a value head."""
 
     @abstractmethod
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -33,12 +33,12 @@ class LayerKV(ABC):
 
     @abstractmethod
     def gather_heads(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [kv_heads, key_dim, num_tokens] and values [kv_heads, num_tokens, value_dim] of one block table.
+        """Return keys [kv_heads, key_dim, num_tokens] and values [kv_heads, num_tokens, value_dim] of one block table.
 
-        This is as matrix products need them.
+        Matrix products need this order of dimensions.
         """
 
     def gather(self, block_table: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of one block table."""
+        """Return keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim] of a block table."""
         key, value = self.gather_heads(block_table, num_tokens)
         return key.permute(2, 0, 1), value.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The token sequences that a bad word is spelled with, as vLLM finds them."""
+"""The token sequences that spell a bad word, found as in vLLM."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer needed here."""
+    """The part of a tokenizer that is needed here."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def bad_word_token_ids(tokenizer: TextEncoder, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens where it begins a text, and where a space precedes it, if that begins with another token."""
+    """Return each word's tokens at the beginning of a text and, if they begin with another token, after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         if bare:
             found[tuple(bare)] = None
-        # A space that is a token of its own would forbid nothing new.
+        # If the space is a token of its own, the second sequence would forbid nothing new.
         if spaced and spaced[:1] != bare[:1] and len(spaced) == len(bare):
             found[tuple(spaced)] = None
     return tuple(found)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-# No beginning of a UTF-8 character is longer.
+# Maximum length in bytes of an incomplete UTF-8 character.
 _MAX_UNFINISHED = 3
-# Tokens at the end of a prompt among which its last bytes are looked for: a prompt may end in any number of special
-# tokens, which have none.
+# Maximum number of tokens at the end of a prompt that are searched for its last bytes; a prompt may end in any number
+# of special tokens, which have no bytes.
 MAX_LOOK_BACK = 1024
 
 
 class BytePieces(dict[int, str | bytes]):
-    """What each token adds to a text: a string where its bytes are whole characters, else the bytes themselves.
+    """What each token adds to a text: a string if its bytes are whole characters, otherwise the bytes themselves.
 
-    Filled as tokens are met, so that a vocabulary costs nothing at start-up. Unknown ids add nothing.
+    Filled on demand, so that a vocabulary costs nothing at start-up. Unknown ids add nothing.
 
     Args:
-        bytes_of: the bytes of a token; b"" for one that is left out of the text.
+        bytes_of: returns the bytes of a token, or b"" for a token that is left out of the text.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
@@ -36,7 +36,7 @@ class BytePieces(dict[int, str | bytes]):
         return piece
 
     def join(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes of several tokens."""
+        """Return the concatenated bytes of several tokens."""
         pieces = [self[token_id] for token_id in token_ids]
         return b"".join([piece.encode() if isinstance(piece, str) else piece for piece in pieces])
 
@@ -44,8 +44,8 @@ class BytePieces(dict[int, str | bytes]):
 class ByteTokenDecoder:
     """Decodes tokens that continue a prompt; never returns half a character.
 
-    Bytes that can still become a character wait for their sequel. Those that cannot come out as U+FFFD at once. The
-    deltas add up to what the output adds to the decoded prompt; a character that the prompt only began counts as added.
+    Bytes that may still become a character are held back; invalid bytes become U+FFFD at once. The deltas add up to
+    what the output adds to the decoded prompt; a character that was only begun in the prompt counts as added.
     """
 
     __slots__ = ("_begun_in_prompt", "_pieces", "_unfinished")
@@ -57,22 +57,22 @@ class ByteTokenDecoder:
         for piece in map(pieces.__getitem__, reversed(prompt_token_ids[-MAX_LOOK_BACK:])):
             if piece:
                 tail = (piece.encode() if isinstance(piece, str) else piece) + tail
-                # A character's first byte never continues another one: what precedes these changes nothing.
+                # Whatever precedes these bytes cannot change how they decode: a first byte never continues a character.
                 if len(tail) >= _MAX_UNFINISHED:
                     break
         self._take_in(tail)
-        # The prompt's own text ends in a U+FFFD for it.
+        # If so, the prompt's own text ends in a U+FFFD.
         self._begun_in_prompt = bool(self._unfinished)
 
     def copy(self) -> ByteTokenDecoder:
-        """Another one, for another output that goes on from here."""
-        # Not `copy.copy`, which takes five times as long: a request may have 64 outputs.
+        """Return a copy, for another output that continues from here."""
+        # Not `copy.copy`, which takes five times as long, and a request may have 64 outputs.
         other = ByteTokenDecoder.__new__(ByteTokenDecoder)
         other._pieces, other._unfinished, other._begun_in_prompt = self._pieces, self._unfinished, self._begun_in_prompt
         return other
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The new text that no further token can change."""
+        """Add tokens, and return the new text that no further token can change."""
         pieces = self._pieces
         if not self._unfinished:
             if len(token_ids) == 1:
@@ -83,7 +83,7 @@ class ByteTokenDecoder:
         return self._finish(self._take_in(pieces.join(token_ids)))
 
     def flush(self) -> str:
-        """The remaining text, once no token follows."""
+        """Return the remaining text when no token follows."""
         text = self._unfinished.decode(errors="replace")
         self._unfinished = b""
         return self._finish(text)
@@ -95,7 +95,7 @@ class ByteTokenDecoder:
         return text
 
     def _finish(self, text: str) -> str:
-        """Leave out the U+FFFD with which the prompt's text ended, where the output made nothing else of it."""
+        """Leave out the first U+FFFD if it was already the end of the prompt's text."""
         if text and self._begun_in_prompt:
             self._begun_in_prompt = False
             return text.removeprefix("\ufffd")

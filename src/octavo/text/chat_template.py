@@ -1,8 +1,8 @@
 """Render chat templates as transformers does: messages in, one prompt string out.
 
-Templates come with models, so they run in jinja2's sandbox. What a template may use beyond jinja itself is what
-transformers offers (utils/chat_template_utils.py): `raise_exception`, `strftime_now`, a `tojson` that escapes
-nothing, `break` and `continue`, and `{% generation %}` blocks, which mark what a model said when it is trained.
+Templates come with models, so they run in jinja2's sandbox. Beyond jinja itself they may use what transformers offers
+(utils/chat_template_utils.py): `raise_exception`, `strftime_now`, a `tojson` that escapes nothing, `break` and
+`continue`, and `{% generation %}` blocks, which mark the assistant's output for training.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from octavo.errors import ConfigError, RequestError
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# What a template may raise on messages it did not foresee, besides its own errors. RuntimeError: it recurses too deep.
+# What a template may raise on unexpected messages, besides its own errors. RuntimeError: it recurses too deeply.
 _RENDERING_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
 )
-# Characters that a template may make of a chat: the most that a body can hold, several times over.
+# Maximum number of characters of a rendered chat: several times the largest body.
 MAX_RENDERED = 64 * 1024 * 1024
 
 
@@ -38,15 +38,16 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The prompt for `messages`. It carries its own special tokens: encode it with add_special_tokens=False.
+    """Render the prompt for `messages`. It has its own special tokens: encode it with add_special_tokens=False.
 
-    Content given as parts, `[{"type": "text", "text": …}, …]`, becomes one string, its parts on lines of their own.
+    Content given as parts, `[{"type": "text", "text": …}, …]`, becomes one string with a line break between parts.
 
     Args:
-        variables: further names the template may use, such as `bos_token` or `enable_thinking`.
+        variables: further variables of the template, such as `bos_token` or `enable_thinking`.
 
     Raises:
-        RequestError: no template, no message, a content that is not text, or the template refused; with its words.
+        RequestError: there is no template or no message, a content is not text, or the template refused the messages,
+            in which case the error has its message.
     """
     if template is None:
         raise RequestError(
@@ -69,7 +70,7 @@ def render_chat(
 
 
 def check_template(template: str, name: str) -> None:
-    """Raises `ConfigError` for a template that is none."""
+    """Raise `ConfigError` if a template has a syntax error."""
     try:
         _compile(template)
     except jinja2.TemplateSyntaxError as error:
@@ -77,7 +78,7 @@ def check_template(template: str, name: str) -> None:
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """The pieces of a rendered template; raises ValueError once they are too long, however many may follow."""
+    """Join the pieces of a rendered template; raise ValueError as soon as they are too long."""
     taken: list[str] = []
     length = 0
     for piece in pieces:
@@ -89,8 +90,8 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One message as templates expect it: keys without a value left out, text parts joined, reasoning under the
-    names templates read it by."""
+    """Return a message as templates expect it: keys without value removed, text parts joined, and reasoning under all
+    names that templates use for it."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] must be an object, got {type(message).__name__}", param="messages")
     present = {key: value for key, value in message.items() if value is not None}

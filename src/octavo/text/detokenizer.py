@@ -1,4 +1,4 @@
-"""Incremental detokenization: the text of a growing sequence without decoding it again for each token."""
+"""Incremental detokenization: decode a growing sequence without decoding all of it again for each token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from octavo.text.byte_pieces import MAX_LOOK_BACK, ByteTokenDecoder
 from octavo.text.stop_strings import StopStringMatcher
 from octavo.text.tokenizer import Tokenizer
 
-# What tokenizers decode bytes to that are not (yet) UTF-8.
+# The character to which tokenizers decode bytes that are not (yet) valid UTF-8.
 REPLACEMENT = "\ufffd"
 
-# Tokens before the window whose text tells how it goes on: whether a leading space is the text's or the tokenizer's.
+# Number of earlier tokens that are decoded with new ones; they determine whether a leading space is part of the text.
 _CONTEXT = 6
 _MAX_CONTEXT = 24
-# A UTF-8 character has at most 4 bytes, so at most 3 tokens at the end can be a beginning of one.
+# A UTF-8 character has at most 4 bytes, so an incomplete one takes at most 3 tokens at the end.
 _MAX_PARTIAL = 3
-# Undecodable tokens kept in wait for their sequel before those that can have none are given out.
+# Number of undecodable tokens that are held back before those that cannot become a character are emitted.
 _MAX_PENDING = 8
 
 
 class TokenizerDecoder(Protocol):
-    """The part of a tokenizer needed here."""
+    """The part of a tokenizer that is needed here."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -32,18 +32,18 @@ class TokenizerDecoder(Protocol):
 class TokenDecoder:
     """Decodes tokens that continue a prompt, with any tokenizer; never returns half a character.
 
-        context (its text was given out)      pending (some of it may have been)
+        context (its text was emitted)        pending (some of it may have been)
         ┌────────────────────────────────┐┌──────────────────┐
           … ▁it  ▁is  ▁done  .             ▁  <0xF0> <0x9F>        decode(context + pending) = "…it is done. �"
                                                                                                └─ given ──┘└─ waits
 
     Each `append` decodes context and pending once. When the decoded text ends in a whole character, pending joins the
-    context, and the context is cut back once it is long: O(1) a token. Undecodable bytes come out as U+FFFD when
-    something follows that shows they are no beginning of a character, or at `flush`.
+    context, and the context is cut back once it is long: O(1) per token. Undecodable bytes are emitted as U+FFFD when
+    a following token shows that they do not begin a character, or at `flush`.
 
-    The deltas add up to the decoded whole, with one exception: where tokens stand for single bytes outside UTF-8
-    (SentencePiece's byte fallback), decoders turn a whole run of them into U+FFFD when any byte of it is wrong. What
-    was given out of such a run stays as it was.
+    The deltas add up to the decoded whole, with one exception: if tokens stand for single bytes (SentencePiece's byte
+    fallback), decoders turn a whole run of them into U+FFFD when any byte of it is invalid. What was already emitted of
+    such a run does not change.
     """
 
     def __init__(
@@ -54,24 +54,24 @@ class TokenDecoder:
         self._pending: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
-        # Characters of the window's text that were given out.
+        # Number of characters of the window's text that were emitted.
         self._given = 0
         self._max_pending = _MAX_PENDING
         length = _CONTEXT
         self._set_context(list(prompt_token_ids[-length:]))
-        # Special tokens leave no text: go back to some that do, or the first word would lose its space.
+        # Special tokens have no text: go back to tokens that do, or the first word would lose its space.
         while not self._context_text and length < min(len(prompt_token_ids), MAX_LOOK_BACK):
             length *= 4
             self._set_context(list(prompt_token_ids[-length:]))
 
     def copy(self) -> TokenDecoder:
-        """Another one, for another output that goes on from here."""
+        """Return a copy, for another output that continues from here."""
         other = copy(self)
         other._pending, other._context = self._pending.copy(), self._context.copy()
         return other
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The new text that no further token can change."""
+        """Add tokens, and return the new text that no further token can change."""
         self._pending += token_ids
         window = self._decode(self._context + self._pending)
         if window.endswith(REPLACEMENT):
@@ -79,13 +79,13 @@ class TokenDecoder:
         return self._commit(window)
 
     def flush(self) -> str:
-        """The remaining text, once no token follows."""
+        """Return the remaining text when no token follows."""
         if not self._pending:
             return ""
         return self._commit(self._decode(self._context + self._pending))
 
     def _partial(self, window: str) -> str:
-        """Give out what precedes the undecodable end, and that end too as far as it can no longer become anything."""
+        """Emit what precedes the undecodable end, and as much of that end as can no longer become a character."""
         if len(self._pending) > self._max_pending:
             if (cut := self._cut(window)) is not None:
                 place, text = cut
@@ -94,7 +94,7 @@ class TokenDecoder:
                 delta = self._commit(text)
                 self._pending = rest
                 return delta
-            # No token begins with a character. Try again when there are twice as many, to stay O(1) a token.
+            # No token begins with a character. Try again when there are twice as many, to stay O(1) per token.
             self._max_pending = 2 * len(self._pending)
         stable = window.rstrip(REPLACEMENT)
         if not stable.startswith(self._context_text) or len(stable) <= self._given:
@@ -104,37 +104,37 @@ class TokenDecoder:
         return delta
 
     def _cut(self, window: str) -> tuple[int, str] | None:
-        """Where pending can be cut between two characters, few tokens before its end, and the window's text up to it.
+        """Find where pending can be cut between two characters near its end; return the place and the text up to it.
 
-        Best where a whole character ends: under byte fallback a last half character hides the whole ones before it.
-        Else among bytes that are none: cut within a character, the halves would decode to other text than the whole.
+        The best cut is after a whole character, because with byte fallback an incomplete character at the end hides
+        whole ones before it. Otherwise cut between invalid bytes, if both parts decode to the same text as the whole.
         """
         places = range(len(self._pending) - 1, len(self._pending) - 1 - _MAX_PARTIAL, -1)
         texts = [(place, self._decode(self._context + self._pending[:place])) for place in places]
-        # A token may be text with half a character after it, and its text be out already: no cut before that one.
+        # A token may be text followed by half a character, with its text already emitted: do not cut before it.
         texts = [(place, text) for place, text in texts if len(text) >= self._given]
         for place, text in texts:
             if not text.endswith(REPLACEMENT):
                 return place, text
         for place, text in texts:
             rest = self._decode(self._pending[place:])
-            # Without text of its own, the rest says nothing about where a character ends.
+            # A rest without text does not show where a character ends.
             if rest and text + rest == window:
                 return place, text
         return None
 
     def _commit(self, window: str) -> str:
-        """Give out the whole window, and make pending tokens context."""
+        """Emit the whole window, and move the pending tokens to the context."""
         if window.startswith(self._context_text):
             delta = window[self._given :]
         elif self._context_text.endswith(REPLACEMENT):
             # The prompt ended within a character that is now complete.
             delta = window[_common_length(window, self._context_text) :]
         else:
-            # Byte fallback: bytes that are no character made U+FFFD of the ones before them, which are out already.
+            # Byte fallback: invalid bytes turned the ones before them, which were already emitted, into U+FFFD.
             delta = self._decode(self._pending)
-        # Tokens without text (special ones) are dropped: a context of them alone would be none. But at the very
-        # beginning a lone "▁" has no text either, and yet the next one is then a space.
+        # Tokens without text (special ones) are dropped, because they would be useless as context. But at the very
+        # beginning a lone "▁" has no text either, and must be kept, because it makes the next "▁" a space.
         if not delta and not self._context_text:
             self._context += [t for t in self._pending if not self._decoder.decode([t], skip_special_tokens=False)]
         elif delta or self._given > len(self._context_text):
@@ -163,7 +163,7 @@ def _common_length(first: str, second: str) -> int:
 def make_token_decoder(
     tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> TokenDecoder | ByteTokenDecoder:
-    """The cheapest exact decoder: one that looks bytes up where each token has its own, else one that decodes anew."""
+    """Return the fastest exact decoder: a lookup of bytes if every token has its own, otherwise a `TokenDecoder`."""
     if isinstance(tokenizer, Tokenizer) and (pieces := tokenizer.byte_pieces(skip_special_tokens)) is not None:
         return ByteTokenDecoder(pieces, prompt_token_ids)
     return TokenDecoder(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -173,7 +173,7 @@ class IncrementalDetokenizer:
     """The text of a sequence that a client may see: whole characters, and no part of a stop string that ends it.
 
     Attributes:
-        num_tokens: output tokens taken in; after a match, up to and with the one that completed it.
+        num_tokens: number of output tokens added; after a match, up to and including the one that completed it.
     """
 
     def __init__(self, tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -190,8 +190,8 @@ class IncrementalDetokenizer:
         )
 
     def copy(self) -> IncrementalDetokenizer:
-        """Another one, for another output of the same prompt. No token may have been appended."""
-        # Not `copy.copy`, which takes five times as long: a request may have 64 outputs.
+        """Return a copy, for another output of the same prompt. No token may have been appended."""
+        # Not `copy.copy`, which takes five times as long, and a request may have 64 outputs.
         other = IncrementalDetokenizer.__new__(IncrementalDetokenizer)
         other.num_tokens, other._min_tokens, other._text = self.num_tokens, self._min_tokens, []
         other._tokens = self._tokens.copy() if self._tokens is not None else None
@@ -205,13 +205,13 @@ class IncrementalDetokenizer:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was found; what is appended after it is ignored."""
+        """The stop string that was found, or None; tokens appended after it are ignored."""
         return self._matcher.matched if self._matcher else None
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the new text that is safe to send.
+        """Add tokens, and return the new text that is safe to send.
 
-        Stop strings count only where they end after `min_tokens` tokens, as in vLLM.
+        Stop strings only count if they end after `min_tokens` tokens, as in vLLM.
         """
         if self._tokens is None:
             self.num_tokens += len(token_ids)
@@ -231,7 +231,7 @@ class IncrementalDetokenizer:
         return self._give("".join(pieces))
 
     def flush(self) -> str:
-        """The rest of the text, once no token follows: undecodable bytes, and beginnings of stop strings."""
+        """Return the rest of the text when no token follows: undecodable bytes, and beginnings of stop strings."""
         if self._tokens is None or self.stop_string is not None:
             return ""
         rest = self._tokens.flush()

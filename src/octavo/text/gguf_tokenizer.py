@@ -1,8 +1,8 @@
 """A GGUF file's vocabulary as a `tokenizers.Tokenizer`.
 
-GGUF names a vocabulary's pre-tokenizer instead of describing it; what each name means is defined by llama.cpp
-(src/llama-vocab.cpp), which is followed here. transformers reads some names otherwise: it takes "smollm" for plain
-GPT-2, though SmolLM was trained with every digit split off first, so that "a  1" becomes other tokens there.
+GGUF names a vocabulary's pre-tokenizer instead of describing it. The meanings of the names are those of llama.cpp
+(src/llama-vocab.cpp). transformers interprets some names differently: it takes "smollm" for plain GPT-2, although
+SmolLM was trained with every digit split off first, so that "a  1" becomes different tokens there.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _PreTokenizer:
     """How text is split before merging.
 
     Attributes:
-        pattern: what one piece is; None: GPT-2's pattern, which `tokenizers` has built in.
-        single_digits: every digit is split off before anything else.
-        ignore_merges: a piece that is a token as a whole is taken as that, whatever its merges say.
-        add_bos: what a file that does not say means.
+        pattern: regular expression of a piece; None for GPT-2's pattern, which is built into `tokenizers`.
+        single_digits: whether every digit is split off before anything else.
+        ignore_merges: whether a piece that is a token as a whole becomes that token regardless of merges.
+        add_bos: whether a BOS token is added if the file does not say so.
     """
 
     pattern: str | None = None
@@ -87,7 +87,7 @@ _SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unk
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters byte-level vocabularies are written in, and the byte each stands for
+    """Return the 256 printable characters that byte-level vocabularies are written in, with the byte of each
     (GPT-2, encoder.py: `bytes_to_unicode`)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -96,7 +96,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def special_tokens(file: GGUFFile) -> dict[str, str]:
-    """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
+    """Return bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
     tokens: list[str] = _array(file, "tokens", str)
     named = {name: file.get(f"tokenizer.ggml.{key}_token_id", None) for name, key in _SPECIAL_TOKEN_KEYS.items()}
     for name, token_id in named.items():
@@ -106,17 +106,17 @@ def special_tokens(file: GGUFFile) -> dict[str, str]:
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The tokenizer a GGUF file describes.
+    """Build the tokenizer that a GGUF file describes.
 
     Raises:
-        UnsupportedModelError: a kind of vocabulary or a pre-tokenizer Octavo does not know, named.
+        UnsupportedModelError: the kind of vocabulary or the pre-tokenizer is not supported; the message names it.
         CorruptModelError: the file holds no vocabulary, or its parts do not match.
     """
     try:
         return _build(file)
     except OctavoError:
         raise
-    except Exception as error:  # what `tokenizers` raises of parts that do not match is nothing narrower
+    except Exception as error:  # `tokenizers` raises nothing narrower if the parts do not match
         raise CorruptModelError(f"{file.path}: its vocabulary cannot be used: {error}") from error
 
 
@@ -149,7 +149,7 @@ def _build(file: GGUFFile) -> Tokenizer:
 
 
 def _array(file: GGUFFile, name: str, kind: type[Any]) -> list[Any]:
-    """The array `tokenizer.ggml.<name>`, whose every element is a `kind`; raises `CorruptModelError`."""
+    """Return the array `tokenizer.ggml.<name>`; raise `CorruptModelError` unless every element is a `kind`."""
     values = file.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         raise CorruptModelError(f"{file.path}: tokenizer.ggml.{name} is no array of {_KINDS[kind]}")
@@ -160,7 +160,7 @@ _KINDS = {str: "strings", int: "integers", float: "floating-point numbers"}
 
 
 def _bos_eos_template(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> processors.PostProcessor:
-    """Puts `bos` before and `eos` after a text, where they are not None."""
+    """Return a post-processor that adds `bos` before and `eos` after a text, if they are not None."""
     parts = [f"{bos}:0"] if bos is not None else []
     parts.append("$A:0")
     parts += [f"{eos}:0"] if eos is not None else []
@@ -179,7 +179,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> tuple[To
     spelling = {byte: character for character, byte in alphabet.items()}
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     for index, token in enumerate(tokens):
-        # Tokens that were added to a vocabulary are stored as plain text; merging only ever produces spelled bytes.
+        # Tokens that were added to a vocabulary are stored as plain text, but merging only ever produces spelled bytes.
         if types[index] == TokenType.NORMAL and not token.isascii() and not alphabet.keys() >= set(token):
             del vocab[token]
             vocab["".join(spelling[byte] for byte in token.encode())] = index
@@ -191,7 +191,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], types: list[int]) -> tuple[To
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], named: dict[str, str]) -> Tokenizer:
-    """SentencePiece BPE: spaces written ▁, unknown characters as bytes <0x00> … <0xFF>."""
+    """Build a SentencePiece BPE tokenizer: spaces are written as ▁, unknown characters as bytes <0x00> … <0xFF>."""
     merges = _merges(file) if "tokenizer.ggml.merges" in file else _merges_by_score(file, tokens)
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     tokenizer = Tokenizer(
@@ -203,8 +203,12 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], named: dict[str, str]) -> 
 
 
 def write_spaces_as_sentencepiece(tokenizer: Tokenizer, prepend: Literal["first", "always", "never"]) -> None:
-    """Spaces become ▁, and one is put before the text ("first"), before every piece between special tokens too
-    ("always"), or nowhere; decoding takes the first one away again."""
+    """Make a tokenizer write spaces as ▁ and remove the first one when decoding.
+
+    Args:
+        prepend: where to add a space: before the text ("first"), also before every piece between special tokens
+            ("always"), or nowhere ("never").
+    """
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend, split=False)
     steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prepend != "never":
@@ -219,7 +223,7 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """SentencePiece has no list of merges: any two pieces that form a piece merge, the best-scored result first."""
+    """Return the merges of a SentencePiece vocabulary: all pairs of pieces that form a piece, the best score first."""
     scores: list[float] = _array(file, "scores", float)
     if len(scores) != len(tokens):
         raise CorruptModelError(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens")

@@ -1,4 +1,4 @@
-"""What a prompt must hold before it is computed: ids of the vocabulary, and no more text than the model can read."""
+"""Checks of prompts: token ids must be in the vocabulary, and a text must not exceed the model's context."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from octavo.errors import ContextLengthError, RequestError, shown
 
-# Ids converted at a time: a fraction of a millisecond, after which other threads may run.
+# Number of ids converted at a time, which takes a fraction of a millisecond; other threads may run in between.
 SLICE_TOKENS = 8192
 
 
 def packed_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> array[int]:
-    """A prompt's ids side by side in an `array("i")`; raises as `check_token_ids` does.
+    """Return a prompt's ids as an `array("i")`; raises as `check_token_ids` does.
 
-    An array that is given is checked and kept, not copied: it must not change from then on. Thread-safe; for a long
+    A given array is checked and returned, not copied, so it must not change afterwards. Thread-safe; for a long
     prompt, other threads may run between slices.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
@@ -34,7 +34,7 @@ def packed_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> a
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Raises `RequestError` naming the first entry that is no id of the vocabulary."""
+    """Raise `RequestError` naming the first entry that is not an id of the vocabulary."""
     ids = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
     for start in range(0, len(ids), SLICE_TOKENS):
         part = ids[start : start + SLICE_TOKENS]
@@ -42,21 +42,21 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
             _refuse_first_unknown(part, vocab_size, param)
 
 
-# How much longer a text that is cut down in tokens may be than one that is not.
+# How much longer a text may be if the prompt is truncated after tokenising.
 CUT_TEXT_FACTOR = 4
 
 
 def check_text_length(
     text: str, max_model_len: int, max_token_bytes: int | None, dropped: bytes = b"", *, is_cut: bool = False
 ) -> None:
-    """Raises `ContextLengthError` for a text that is too long however well it is tokenised, without tokenising it.
+    """Raise `ContextLengthError` for a text that is certainly too long, without tokenising it.
 
     Args:
-        max_token_bytes: bytes of text that one token stands for at most; None where that is not certain.
-        dropped: bytes that leave no trace in the tokens, and are not counted.
-        is_cut: only its last tokens are kept, so that it may be `CUT_TEXT_FACTOR` times as long.
+        max_token_bytes: maximum number of bytes of text that one token stands for; None if unknown.
+        dropped: byte values that leave no trace in the tokens, and are not counted.
+        is_cut: whether only the last tokens are kept, so that the text may be `CUT_TEXT_FACTOR` times as long.
     """
-    # A character has at most 4 bytes; most texts are nowhere near.
+    # Most texts pass the cheap check below: a character has at most 4 bytes.
     if max_token_bytes is None:
         return
     most = max_model_len * max_token_bytes * (CUT_TEXT_FACTOR if is_cut else 1)
@@ -81,7 +81,7 @@ def check_text_length(
 def _are_all_known(ids: Sequence[int], vocab_size: int) -> bool:
     if isinstance(ids, array):
         packed = np.array(ids)
-    # Not isinstance: True is an int, and no token id.
+    # Not isinstance: True is an int, but not a token id.
     elif set(map(type, ids)) != {int}:
         return False
     else:

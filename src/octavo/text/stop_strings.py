@@ -1,4 +1,4 @@
-"""Finds stop strings in streamed text, and holds back what may still become one."""
+"""Finds stop strings in streamed text, and holds back text that may still become one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import lru_cache
 
 
 class StopAutomaton:
-    """All stop strings of a request in one automaton (Aho and Corasick 1975): O(1) a character, however many there are.
+    """All stop strings of a request in one automaton (Aho and Corasick 1975), in O(1) per character.
 
-    A state is the longest beginning of any stop string that the text ends in; state 0 is the empty one.
+    A state is the longest prefix of any stop string that the text ends with; state 0 is the empty prefix.
 
-        stops "ab", "abc", "bd"      0 ─a─> 1 ─b─> 2 ("ab") ─c─> 3 ("abc")       on a character that leads nowhere:
+        stops "ab", "abc", "bd"      0 ─a─> 1 ─b─> 2 ("ab") ─c─> 3 ("abc")       on a character without transition:
                                      0 ─b─> 4 ─d─> 5 ("bd")                      2 falls back to 4, all others to 0
 
-    Built once, and shared by all sequences with these stop strings: it never changes.
+    Immutable, so that all sequences with the same stop strings share one.
     """
 
     __slots__ = ("_completes", "_depth", "_fallback", "_next")
@@ -30,20 +30,20 @@ class StopAutomaton:
         self._link()
 
     def advance(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         following = self._next
         while state and character not in following[state]:
             state = self._fallback[state]
         return following[state].get(character, 0)
 
     def completed(self, state: int) -> str:
-        """The longest stop string that the text ends in, or ""."""
+        """Return the longest stop string that the text ends with, or ""."""
         return self._completes[state]
 
     def num_held(self, state: int) -> int:
-        """How many characters at the end of the text may yet become a stop string."""
+        """Return how many characters at the end of the text may still become a stop string."""
         while state and not self._next[state]:
-            state = self._fallback[state]  # nothing goes on from a complete stop string that begins no other
+            state = self._fallback[state]  # a complete stop string that is not a prefix of another one
         return self._depth[state]
 
     def _insert(self, text: str) -> None:
@@ -59,7 +59,7 @@ class StopAutomaton:
         self._completes[state] = text
 
     def _link(self) -> None:
-        """Fallbacks by rising depth: each is found from that of the state before it."""
+        """Compute the fallbacks by ascending depth, each from the fallback of its parent state."""
         pending = deque(self._next[0].values())
         while pending:
             state = pending.popleft()
@@ -71,21 +71,21 @@ class StopAutomaton:
                 pending.append(child)
 
 
-# A request's sequences ask for the same one, one after the other.
+# Cached, because all sequences of a request ask for the same automaton.
 automaton_of = lru_cache(maxsize=64)(StopAutomaton)
 
 
 class StopStringMatcher:
     """Passes text through, but holds back an end that may be the beginning of a stop string.
 
-    Characters are looked at one by one, so neither where tokens begin and end nor how they are grouped changes which
-    stop string is found: the one that is complete first, and of several complete at once the longest.
+    Characters are processed one by one, so neither token boundaries nor the grouping of tokens change which stop string
+    is found: the one that is complete first, and of several complete at once the longest.
 
         stop "</s>"      in: "ab<"   "/x"     "c</"   "s>d"
-                        out: "ab"    "</x"    "c"     ""       matched "</s>"; "d" was never looked at
+                        out: "ab"    "</x"    "c"     ""       matched "</s>"; "d" was not processed
 
     Args:
-        keep: give out the stop string too.
+        keep: whether to include the stop string in the text.
     """
 
     def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
@@ -96,9 +96,9 @@ class StopStringMatcher:
         self._held = ""
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
-        """Take in more text; return what can be given out now. After a match: what came before it, and it if kept.
+        """Add text, and return the text that is safe to emit; with a match, the text up to it, and it if it is kept.
 
-        Without `may_match`, stop strings that end in this text are passed over and given out.
+        Without `may_match`, stop strings that end within this text are ignored and treated as text.
         """
         if self.matched is not None:
             return ""
@@ -116,6 +116,6 @@ class StopStringMatcher:
         return pending[:safe]
 
     def flush(self) -> str:
-        """The text held back, once nothing follows that could complete a stop string."""
+        """Return the text held back, when nothing follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held

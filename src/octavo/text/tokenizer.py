@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face folder or a GGUF file, without importing transformers."""
+"""The tokenizer of a Hugging Face folder or a GGUF file, usually without importing transformers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from octavo.text.gguf_tokenizer import build_tokenizer, byte_alphabet, special_t
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_OF = byte_alphabet()
-# Tokens by which a byte-level decoder is checked, and as many of those that were added.
+# Number of tokens, and of added tokens, with which a byte-level decoder is checked.
 _NUM_CHECKED = 256
-# Characters from which on encoding lets other threads run.
+# Texts of at least this many characters are encoded without the interpreter's lock.
 _LONG_TEXT = 1024
 
 
@@ -32,11 +32,11 @@ class Tokenizer:
     """One model's tokenizer. Encoding and decoding take no lock and may run in several threads.
 
     Attributes:
-        vocab_size: ids in all, added tokens included; a model may have more rows than that.
-        bos_token_id: what begins a text, if anything does.
-        eos_token_ids: every id that ends a generation.
+        vocab_size: number of ids, including added tokens; a model may have more rows of logits.
+        bos_token_id: id of the token that begins a text, or None.
+        eos_token_ids: all ids that end a generation.
         special_ids: ids that `decode` leaves out by default.
-        chat_template: the template in use without tools, or None.
+        chat_template: the template used without tools, or None.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Tokenizer:
     ) -> None:
         """
         Args:
-            named_tokens: bos_token, eos_token and their like, which chat templates may use by these names.
-            chat_templates: "default", and "tool_use" where a model has one of its own for tools.
+            named_tokens: bos_token, eos_token and the like, which chat templates may use by these names.
+            chat_templates: templates by name: "default", and "tool_use" if the model has a separate one for tools.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -73,16 +73,16 @@ class Tokenizer:
         Raises:
             ModelNotFoundError: the folder holds no tokenizer.
             CorruptModelError: a tokenizer file is damaged.
-            UnsupportedModelError: a kind of vocabulary that neither Octavo nor transformers can read here.
+            UnsupportedModelError: neither Octavo nor the installed transformers can read the vocabulary.
         """
         is_gguf = source.format is ModelFormat.GGUF
         tokenizer = cls._from_gguf(source.path) if is_gguf else cls._from_folder(source.path)
-        # Checked here rather than while the first request waits.
+        # Check the byte pieces now rather than while the first request waits.
         tokenizer.byte_pieces(skip_special_tokens=True)
         return tokenizer
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """The same with another chat template instead of all its own."""
+        """Return a copy that uses only the given chat template."""
         other = copy(self)
         other._chat_templates = {"default": template}
         return other
@@ -130,15 +130,17 @@ class Tokenizer:
 
     @property
     def chat_template_text(self) -> str:
-        """All chat templates that there are, one after the other."""
+        """All chat templates, concatenated."""
         return "\n".join(self._chat_templates.values())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written out in it become those tokens either way;
-        `add_special_tokens` adds what the model puts around a text, such as a leading BOS.
+        """Return the token ids of `text`. Special tokens that are written out in it become those tokens.
+
+        Args:
+            add_special_tokens: add the tokens that the model expects around a text, such as a leading BOS.
 
         Raises:
-            RequestError: the text holds half of a surrogate pair, which no UTF-8 text can.
+            RequestError: the text holds half of a surrogate pair, which is not valid Unicode.
         """
         try:
             text.encode()
@@ -151,19 +153,19 @@ class Tokenizer:
         if len(text) < _LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:
-            # Only a batch is encoded without the interpreter's lock, which a megabyte would hold for seconds.
+            # `encode_batch` releases the interpreter's lock, which encoding a megabyte would hold for seconds.
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of a text that one token can stand for; None where tokens may swallow any amount of text."""
+        """Maximum number of bytes of a text that one token can stand for; None if there is no limit."""
         return None if self.dropped_bytes else self.max_kept_token_bytes
 
     @cached_property
     def dropped_bytes(self) -> bytes:
-        """Bytes that leave no trace in the tokens: the vocabulary, made from text without them, lacks them."""
+        """Byte values that leave no trace in the tokens, because a byte-level vocabulary lacks them."""
         if "ByteLevel" not in self._decoder_kinds:
             return b""
         vocab = self._backend.get_vocab(with_added_tokens=False)
@@ -171,33 +173,33 @@ class Tokenizer:
 
     @cached_property
     def max_kept_token_bytes(self) -> int | None:
-        """`max_token_bytes` of a text without its `dropped_bytes`."""
+        """`max_token_bytes` for texts without any of the `dropped_bytes`; None if there is no limit."""
         if not _keeps_every_byte(self._backend, self._decoder_kinds):
             return None
-        # Byte-level vocabularies spell each byte as one character; elsewhere characters are themselves.
+        # Byte-level vocabularies spell each byte as one character; others consist of plain text.
         spelled = len if "ByteLevel" in self._decoder_kinds else _encoded_length
         added = (len(token.content.encode()) for token in self._backend.get_added_tokens_decoder().values())
         return max(1, *map(spelled, self._backend.get_vocab(with_added_tokens=False)), *added)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no whole character become U+FFFD, unknown ids nothing."""
+        """Return the text of `ids`; incomplete characters become U+FFFD, and unknown ids are ignored."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
-        """All of it as tokenizer.json has it, for libraries that read that."""
+        """Return the tokenizer in the format of tokenizer.json, for libraries that read it."""
         return str(self._backend.to_str())
 
     def __getstate__(self) -> dict[str, Any]:
-        # The pieces are made of functions; whoever gets a copy makes its own on first use.
+        # The pieces hold functions, which cannot be pickled; a copy makes its own on first use.
         return {name: value for name, value in self.__dict__.items() if name != "_spelled_out"}
 
     def byte_pieces(self, skip_special_tokens: bool) -> BytePieces | None:
-        """What each token adds to any text; None where that depends on the tokens around it."""
+        """Return what each token adds to any text; None if that depends on the surrounding tokens."""
         return self._spelled_out[skip_special_tokens] if self._spelled_out is not None else None
 
     @cached_property
     def _spelled_out(self) -> tuple[BytePieces, BytePieces] | None:
-        """The pieces with special tokens and without."""
+        """The pieces with and without special tokens, or None."""
         if not _is_byte_level(self._backend):
             return None
         special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
@@ -209,7 +211,7 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id) or ""
             return b"" if token in special else _unspelled(token)
 
-        # The decoder itself has the last word: a tokenizer that does anything else besides is left to it.
+        # Compare with the decoder itself, and leave a tokenizer that does anything else to it.
         ids = [*range(0, self.vocab_size, self.vocab_size // _NUM_CHECKED + 1), *sorted(self._added)[:_NUM_CHECKED]]
         pieces = BytePieces(plain), BytePieces(skipping)
         for skip, some in enumerate(pieces):
@@ -218,12 +220,12 @@ class Tokenizer:
         return pieces
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary entry of a token ("Ġthe", "▁the"), or None if there is no such id."""
+        """Return the vocabulary entry of a token ("Ġthe", "▁the"), or None if there is no such id."""
         token: str | None = self._backend.id_to_token(token_id) if token_id >= 0 else None
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of one token, possibly part of a character; b"" if there is no such id."""
+        """Return the UTF-8 bytes of one token, possibly part of a character; b"" if there is no such id."""
         token = self.id_to_token(token_id)
         if token is None:
             return b""
@@ -242,7 +244,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation; encode it with add_special_tokens=False, for it brings its own.
+        """Render the prompt for a conversation; encode it with add_special_tokens=False, because it has its own.
 
         Raises:
             RequestError: see `render_chat`.
@@ -263,7 +265,7 @@ class Tokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """A token as configurations write it: a string, or an object with its text under "content"."""
+    """Return the text of a token in a configuration: a string, or an object with the text under "content"."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
@@ -271,8 +273,8 @@ def _content(token: Any) -> str | None:
 def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Add the tokens that tokenizer_config.json names and tokenizer.json does not, as transformers does.
 
-    Its flags add_bos_token and add_eos_token are ignored there and here: tokenizer.json itself says what is put around
-    a text.
+    The flags add_bos_token and add_eos_token are ignored, as in transformers: tokenizer.json itself defines which
+    tokens are added around a text.
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
@@ -293,8 +295,10 @@ def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
 
 
 def _write_spaces_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """transformers 5 rebuilds what a Llama 2 folder says about spaces from the name of the tokenizer's class: older
-    files put a ▁ after every special token, which Llama's own SentencePiece does not. Mistral's files it takes as is.
+    """Handle spaces in Llama 2 folders as transformers 5 does.
+
+    It rebuilds the handling from the name of the tokenizer's class, because older files put a ▁ after every special
+    token, which Llama's own SentencePiece does not. It uses Mistral's files as they are.
     """
     if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
@@ -309,7 +313,7 @@ def _write_spaces_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, A
 
 
 def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """For vocabularies in older files (tokenizer.model, vocab.json with merges.txt), which transformers converts."""
+    """Let transformers convert a vocabulary in older files (tokenizer.model, vocab.json with merges.txt)."""
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
         raise ModelNotFoundError(f"{folder} holds no tokenizer.json and no other vocabulary")
     from transformers import AutoTokenizer
@@ -317,7 +321,7 @@ def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenize
     try:
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
-    except Exception as error:  # whatever a conversion raises, an ImportError of sentencepiece among it
+    except Exception as error:  # a conversion may raise anything, such as an ImportError of sentencepiece
         raise UnsupportedModelError(
             f"{folder} has no tokenizer.json, and transformers cannot convert its vocabulary ({error}); "
             "save it once with AutoTokenizer.from_pretrained(folder).save_pretrained(folder) where sentencepiece is"
@@ -326,7 +330,7 @@ def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenize
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template files go before the key in tokenizer_config.json, as in transformers."""
+    """Return the chat templates by name; files override the key in tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -346,20 +350,20 @@ def _encoded_length(token: str) -> int:
 
 
 def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[str]) -> bool:
-    """Whether each byte of any text ends up in some token, so that a text's length bounds its tokens from below.
+    """Return whether each byte of any text ends up in some token, so that a text's length bounds its number of tokens.
 
-    Bytes that a byte-level vocabulary lacks apart.
+    Bytes that a byte-level vocabulary lacks are not considered.
     """
     vocab = backend.get_vocab(with_added_tokens=False)
     if "ByteLevel" in decoder_kinds:
-        # An unknown token may stand for a run of them.
+        # An unknown token may stand for a run of missing bytes.
         if getattr(backend.model, "unk_token", None) is not None and any(symbol not in vocab for symbol in _BYTE_OF):
             return False
     elif "ByteFallback" not in decoder_kinds or any(f"<0x{byte:02X}>" not in vocab for byte in range(256)):
         return False
     if backend.normalizer is not None:
         return False
-    # Tokens that take the white space around them along may take megabytes of it.
+    # Tokens that include surrounding white space may take megabytes of it.
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return False
     if backend.pre_tokenizer is None:
@@ -374,7 +378,7 @@ def _keeps_every_byte(backend: tokenizers.Tokenizer, decoder_kinds: frozenset[st
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Whether decoding does nothing but replace each token by the bytes that it spells."""
+    """Return whether decoding only replaces each token by the bytes that it spells."""
     if backend.decoder is None:
         return False
     state = json.loads(backend.decoder.__getstate__())
@@ -383,7 +387,7 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _unspelled(token: str) -> bytes:
-    """The bytes that a byte-level token spells; a token with any other character in it is its own text."""
+    """Return the bytes that a byte-level token spells; a token with any other character is plain text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -391,7 +395,7 @@ def _unspelled(token: str) -> bytes:
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    """The decoding steps, by their names in tokenizer.json."""
+    """Return the types of the decoding steps, as named in tokenizer.json."""
     if backend.decoder is None:
         return frozenset()
     state = json.loads(backend.decoder.__getstate__())

@@ -1,13 +1,13 @@
-"""The contract of a medium, on which blocks lie below host memory: keys to bytes, proven on every load.
+"""The interface of a medium, which stores blocks below host memory: keys to bytes, verified on every load.
 
-A medium (files, slabs, Redis) moves the bytes of one block after another, and says why it could not. A `Store` makes it
-asynchronous:
+A medium (files, slabs, Redis) moves the bytes of one block after another, and reports why if it could not. A `Store`
+makes it asynchronous:
 
     engine's thread                              store's threads
       Store.lookup(key) ───> MISS | HIT | HIT_PENDING
-      Store.get(labels, buffers, seconds) ────>  medium.read, in pieces; each block's bytes are proven
+      Store.get(labels, buffers, seconds) ────>  medium.read, in pieces; each block's bytes are verified
       Store.put(label, buffer) ───────────────>  medium.write
-      Store.ask(labels, seconds) ─────────────>  medium.ask, where lookup cannot tell
+      Store.ask(labels, seconds) ─────────────>  medium.ask, if lookup cannot tell
       Transfer.done, .outcomes <───────────────  None, or the reason of a miss
 """
 
@@ -20,19 +20,19 @@ from typing import Protocol, runtime_checkable
 from octavo.kvcache.label import Label
 
 LAYOUT_VERSION = 2
-"""Of what a block's bytes mean and of how it is proven: part of every key and header."""
+"""Version of the layout of a block's bytes and of its verification; part of every key and header."""
 
 
 class LookupResult(Enum):
-    """What is known of a key without asking the medium."""
+    """What is known about a key without asking the medium."""
 
     MISS = "miss"
     HIT = "hit"
-    HIT_PENDING = "hit_pending"  # it is on its way there, or only the medium can tell
+    HIT_PENDING = "hit_pending"  # the block is being written, or only the medium can tell
 
 
 class Reason(StrEnum):
-    """Why a block was not loaded or not stored. All of them are misses; a key is counted under one."""
+    """Why a block was not loaded or not stored. All reasons are misses, and a block is counted under exactly one."""
 
     ABSENT = "absent"
     CHECKSUM = "checksum"  # bit flips, torn writes, swapped slots
@@ -42,38 +42,42 @@ class Reason(StrEnum):
     TRUNCATED = "truncated"
     FORGED = "forged"  # not signed with this server's secret
     NO_SPACE = "no_space"
+    READ_ONLY = "read_only"  # the file system was mounted so, or became so after an error
     IO_ERROR = "io_error"
     LATE = "late"
     CANCELLED = "cancelled"
     CLOSED = "closed"
-    BUSY = "busy"  # as much waits already as may: a write was dropped, a read refused
+    BUSY = "busy"  # the queue is full: a write was dropped, or a read refused
 
 
 class Medium(Protocol):
-    """What blocks lie on. Called from several threads; may raise anything.
+    """Stores blocks. Called from several threads; may raise any exception.
 
     Attributes:
-        name: of the tier.
+        name: name of the tier.
     """
 
     name: str
 
     def contains(self, key: bytes) -> bool | None:
-        """Whether it has a key, without waiting for anything; None where only asking would tell."""
+        """Return whether the medium has a key, without waiting for anything; None if it must be asked."""
 
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
-        """Fill the buffers, and prove each; None for one that is what its label says, to the last bit."""
+        """Fill the buffers and verify each; the outcome is None for a block that matches its label."""
 
     def write(self, label: Label, payload: memoryview) -> Reason | None:
-        """Keep a block; another may have to go for it."""
+        """Store a block; another may be evicted for it."""
 
     def close(self) -> None:
-        """Give up files and connections."""
+        """Close files and connections."""
 
 
 @runtime_checkable
 class DistantMedium(Protocol):
-    """What a medium has besides where only asking tells what is there."""
+    """The additional interface of a medium that must be asked which blocks it has."""
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
-        """Which blocks are there (None), and why others are not; where the first is not there, none is asked for."""
+        """Return None for each block that is there, and a reason for the others.
+
+        If the first block is missing, the others are reported missing without being looked up.
+        """

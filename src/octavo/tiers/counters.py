@@ -1,4 +1,4 @@
-"""What a store has done since its start."""
+"""Counters of a store's activity since its start."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from octavo.tiers.base import Reason
 from octavo.tiers.transfer import Transfer, Work
 
 LATENCY_BOUNDS = (0.0005, 0.001, 0.005, 0.02, 0.1, 0.5, 2.0)
-"""Upper bounds, in seconds, of the buckets in which transfers are counted by how long they took; the last has none."""
+"""Upper bounds, in seconds, of the latency buckets of transfers; a last bucket without bound follows."""
 
 
 class StoreCounters:
-    """Totals since the start: blocks, except where it says otherwise. Several threads count, anybody reads."""
+    """Totals since the start, in blocks unless noted. Several threads update them, and any thread may read."""
 
     def __init__(self) -> None:
         self.loaded = 0
         self.stored = 0
         self.read_bytes = 0
         self.written_bytes = 0
-        self.read_misses = Counter[Reason]()  # questions among them
+        self.read_misses = Counter[Reason]()  # including those of `ask`
         self.write_misses = Counter[Reason]()
         self.read_latency = [0] * (len(LATENCY_BOUNDS) + 1)  # transfers
         self.write_latency = [0] * (len(LATENCY_BOUNDS) + 1)
@@ -29,7 +29,7 @@ class StoreCounters:
         self._lock = threading.Lock()
 
     def count(self, transfer: Transfer) -> None:
-        """The outcomes of a transfer."""
+        """Count the outcomes of a transfer."""
         wrote = transfer.work is Work.WRITE
         with self._lock:
             for buffer, reason in zip(transfer.buffers, transfer.outcomes, strict=True):
@@ -43,7 +43,7 @@ class StoreCounters:
                     self.read_bytes += buffer.nbytes
 
     def time(self, work: Work, seconds: float) -> None:
-        """What the medium took for a read or a write."""
+        """Record how long the medium took for a read or a write."""
         place = sum(seconds > bound for bound in LATENCY_BOUNDS)
         with self._lock:
             if work is Work.WRITE:

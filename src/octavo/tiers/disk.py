@@ -1,26 +1,19 @@
-"""Blocks on disk: preallocated files of fixed slots, whose headers say what lies there.
+"""Blocks on disk: slots of preallocated files (`slabs.py`), whose headers describe their contents.
 
-    DIR/LOCK                          held by the one process that writes here
-    DIR/FINGERPRINT/model.json        which model these blocks are of, for people
-    DIR/FINGERPRINT/slab-00000.kv     | sizes, 4 KiB | headers, 112 B a slot | slot 0 | slot 1 | … |
-
-Slots begin at multiples of 4 KiB. A block is written before its header, and nothing is synced: whatever a crash leaves,
-the checksum over header and payload tells it from a block. A start reads the headers alone; a payload is proven each
-time it is loaded. A slot is given up for another block, never moved.
+A payload is written before its header, and nothing is synced: the checksum over both tells a valid block from whatever
+a crash leaves behind. Only the headers are read at start-up; a payload is verified each time it is loaded. A block is
+never moved; its slot is reused once it is evicted.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import re
 import shutil
-import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.errors import ConfigError
@@ -28,33 +21,39 @@ from octavo.kvcache.block import BlockId
 from octavo.kvcache.eviction import EvictionPolicy
 from octavo.kvcache.eviction.recency import LruEviction
 from octavo.kvcache.label import Label
-from octavo.tiers.base import LAYOUT_VERSION, Reason
+from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
+from octavo.tiers.slabs import (
+    PREAMBLE_BYTES,
+    SlabLayout,
+    lock_directory,
+    model_folders,
+    slab_bytes_in,
+    slab_path,
+    slab_paths,
+)
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096
 SLAB_BYTES = 256 << 20
 GROW_AGAIN_SECONDS = 30.0
-"""Where the file system has no room for a slab, another is tried after so long."""
-
-_SLAB_MAGIC = b"OCTAVOSL"
-_SIZES = struct.Struct("<8sIIQQ")  # magic, layout version, reserved, bytes of a block, slots
+"""Seconds until another slab is tried after the file system had no room for one."""
 
 
 class DiskMedium:
     """One model's slots under a directory.
 
     Args:
-        folder: DIR; made where it is not there.
-        size: bytes that all models' slabs in it may take.
-        fingerprint: 16 bytes: of the weights, dtype, codec and block size.
-        block_bytes: of a block.
-        describe: written beside the slabs, for `octavo cache info`.
-        eviction: order in which slots are given up; least recently used by default.
+        folder: the directory; created if it does not exist.
+        size: maximum number of bytes of all models' slabs in the directory.
+        fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
+        block_bytes: size of a block.
+        describe: description of the model, written beside the slabs for `octavo cache info`.
+        eviction: the eviction policy; LRU by default.
 
     Raises:
-        ConfigError: another process writes there, the folder cannot be made, or the size does not hold a block.
+        ConfigError: another process writes there, the directory cannot be created, or the size is too small for a
+            block.
     """
 
     name = "disk"
@@ -70,16 +69,13 @@ class DiskMedium:
         eviction: EvictionPolicy | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        self._slot_bytes = -(-block_bytes // ALIGNMENT) * ALIGNMENT
-        slots = slots_within(min(slab_bytes, size), self._slot_bytes)
-        if slots < 1:
+        self._layout = SlabLayout.within(min(slab_bytes, size), block_bytes)
+        if self._layout.num_slots < 1:
             raise ConfigError(
-                f"kv_disk_size is {size} bytes, but a block on disk takes {slab_layout(self._slot_bytes, 1)[1]}"
+                f"kv_disk_size is {size} bytes, but a block on disk takes {SlabLayout(block_bytes, 1).slab_bytes}"
             )
         self._root, self._size = folder, size
-        self._fingerprint, self._block_bytes = fingerprint, block_bytes
-        self._slots_per_slab = slots
-        self._payloads_at, self._slab_bytes = slab_layout(self._slot_bytes, slots)
+        self._fingerprint = fingerprint
         self._lock = threading.Lock()
         self._eviction = LruEviction() if eviction is None else eviction
         self._slots: dict[bytes, int] = {}
@@ -91,17 +87,24 @@ class DiskMedium:
         self._may_grow_at = 0.0
         self.num_evicted = 0
         try:
-            self._lock_file = _lock(folder)
+            self._lock_file: int | None = lock_directory(folder)
             self._folder = folder / fingerprint.hex()
             self._folder.mkdir(exist_ok=True)
             (self._folder / "model.json").write_text(json.dumps(describe or {}) + "\n")
             os.utime(self._folder)
+        except FileExistsError as error:
+            raise ConfigError(f"kv_disk: {folder} is a file; give a directory") from error
         except OSError as error:
-            raise ConfigError(f"kv_disk: cannot write to {folder}: {error}") from error
+            raise ConfigError(f"kv_disk: cannot write to {folder}: {error.strerror}") from error
         try:
             self._open_all()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"kv_disk: cannot use what lies in {self._folder}: {error}; give its files to the user that runs "
+                    "this server, or remove them with octavo cache purge"
+                ) from error
             raise
 
     @property
@@ -119,21 +122,23 @@ class DiskMedium:
         with self._lock:
             if label.key in self._slots:
                 return None
-            slot = self._take_slot()
-            if slot is None:
+            taken = self._take_slot()
+            if taken is None:
                 return Reason.NO_SPACE
+            slot, evicted = taken
             self._number += 1
             number = self._number
         header = make_header(self._fingerprint, label, payload, number)
         try:
-            # The payload first: until its header follows, the old one proves nothing of what lies here.
+            # The payload first: until its own header follows, the old one does not match it.
             _write_all(self._file(slot), payload, self._payload_at(slot))
             _write_all(self._file(slot), memoryview(header), self._header_at(slot))
         except BaseException:
             with self._lock:
-                self._free.append(slot)
+                self._put_back(slot, evicted)
             raise
         with self._lock:
+            self.num_evicted += evicted is not None
             if label.key in self._slots:
                 self._free.append(slot)
             else:
@@ -150,13 +155,13 @@ class DiskMedium:
             self._lock_file = None
 
     def _read_ahead(self, labels: Sequence[Label]) -> None:
-        """Have the system begin to read all of them: the disk is busy while one block is copied and proven."""
+        """Start reading all blocks, so that the disk is busy while one is copied and verified."""
         if len(labels) < 2 or not hasattr(os, "posix_fadvise"):
             return
         with self._lock:
             slots = [slot for label in labels if (slot := self._slots.get(label.key)) is not None]
         for slot in slots:
-            os.posix_fadvise(self._file(slot), self._payload_at(slot), self._block_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._file(slot), self._payload_at(slot), self._layout.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read(self, label: Label, buffer: memoryview) -> Reason | None:
         with self._lock:
@@ -197,18 +202,29 @@ class DiskMedium:
             done += count
         return None if header.proves(buffer) else Reason.CHECKSUM
 
-    def _take_slot(self) -> int | None:
-        """A slot that nobody reads, and of which nobody will find what lies in it."""
+    def _take_slot(self) -> tuple[int, bytes | None] | None:
+        """Take a free slot, or one whose block nobody reads; None if there is neither.
+
+        Returns:
+            The slot, and the header of the block that was evicted from it, if any.
+        """
         if not self._free and not self._grow():
             if not len(self._eviction):
                 return None
             slot = self._eviction.evict() - 1
-            header = read_header(self._headers.pop(slot))
-            assert isinstance(header, Header)
-            del self._slots[header.key]
-            self.num_evicted += 1
-            return slot
-        return self._free.pop()
+            raw = self._headers.pop(slot)
+            del self._slots[_key_in(raw)]
+            return slot, raw
+        return self._free.pop(), None
+
+    def _put_back(self, slot: int, evicted: bytes | None) -> None:
+        """Undo `_take_slot` after a failed write; if that has damaged the evicted block, its checksum will tell."""
+        if evicted is None or (key := _key_in(evicted)) in self._slots:
+            self._free.append(slot)
+            return
+        self._slots[key] = slot
+        self._headers[slot] = evicted
+        self._eviction.restore(BlockId(slot + 1))
 
     def _drop(self, key: bytes, slot: int) -> None:
         self._eviction.remove(BlockId(slot + 1))
@@ -222,56 +238,65 @@ class DiskMedium:
         self._eviction.add(BlockId(slot + 1))
 
     def _grow(self) -> bool:
-        """Another slab, within the size that all may take; other models' oldest go for it."""
+        """Add a slab if the total size allows it, after removing other models' slabs; return whether it was added."""
         if time.monotonic() < self._may_grow_at:
             return False
-        while _slab_bytes_in(self._root) + self._slab_bytes > self._size:
-            others = [folder for folder in model_folders(self._root) if folder != self._folder]
-            if not others:
-                return False
-            oldest = min(others, key=lambda f: f.stat().st_mtime)
-            logger.info("disk: the blocks of %s go for those of this model", oldest.name)
-            shutil.rmtree(oldest)
-        path = self._folder / f"slab-{len(self._files):05}.kv"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(file, 0, self._slab_bytes)
-            sizes = _SIZES.pack(_SLAB_MAGIC, LAYOUT_VERSION, 0, self._block_bytes, self._slots_per_slab)
-            _write_all(file, memoryview(sizes), 0)
+            file = self._new_slab()
         except OSError as error:
-            os.close(file)
-            path.unlink(missing_ok=True)
-            logger.warning("disk: no further %d bytes for slots: %s", self._slab_bytes, error)
+            logger.warning("disk: no further %d bytes for slots: %s", self._layout.slab_bytes, error)
             self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
+            return False
+        if file is None:
             return False
         self._add(file)
         return True
 
+    def _new_slab(self) -> int | None:
+        """Create the file of a slab; None if this model's own slabs leave no room within the total size."""
+        while slab_bytes_in(self._root) + self._layout.slab_bytes > self._size:
+            others = [folder for folder in model_folders(self._root) if folder != self._folder]
+            if not others:
+                return None
+            oldest = min(others, key=lambda f: f.stat().st_mtime)
+            logger.info("disk: the blocks of %s go for those of this model", oldest.name)
+            shutil.rmtree(oldest)
+        path = slab_path(self._folder, len(self._files))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, self._layout.slab_bytes)
+            _write_all(file, memoryview(self._layout.pack()), 0)
+        except OSError:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        return file
+
     def _add(self, file: int) -> None:
-        first = len(self._files) * self._slots_per_slab
+        first = len(self._files) * self._layout.num_slots
         self._files.append(file)
-        self._free.extend(range(first + self._slots_per_slab - 1, first - 1, -1))
+        self._free.extend(range(first + self._layout.num_slots - 1, first - 1, -1))
 
     def _open_all(self) -> None:
-        """Read the headers of what an earlier process left."""
+        """Open the slabs of an earlier process and read their headers."""
+        layout = self._layout
         found: list[tuple[int, int, Header, bytes]] = []
-        for path in sorted(self._folder.glob("slab-*.kv")):
-            expected = self._folder / f"slab-{len(self._files):05}.kv"
+        for path in slab_paths(self._folder):
+            expected = slab_path(self._folder, len(self._files))
             file = os.open(path, os.O_RDWR)
-            sizes = os.pread(file, _SIZES.size, 0)
-            wanted = _SIZES.pack(_SLAB_MAGIC, LAYOUT_VERSION, 0, self._block_bytes, self._slots_per_slab)
-            too_many = (len(self._files) + 1) * self._slab_bytes > self._size
-            if sizes != wanted or os.fstat(file).st_size != self._slab_bytes or too_many:
+            preamble = os.pread(file, PREAMBLE_BYTES, 0)
+            too_many = (len(self._files) + 1) * layout.slab_bytes > self._size
+            if preamble != layout.pack() or os.fstat(file).st_size != layout.slab_bytes or too_many:
                 logger.warning("disk: %s is of another layout or size, or cut short: it is removed", path)
                 os.close(file)
                 path.unlink()
                 continue
             if path != expected:
-                path.rename(expected)  # one before it was given up
-            first = len(self._files) * self._slots_per_slab
+                path.rename(expected)  # a slab before it was removed
+            first = len(self._files) * layout.num_slots
             self._add(file)
-            table = os.pread(file, self._slots_per_slab * HEADER_BYTES, ALIGNMENT)
-            for index in range(self._slots_per_slab):
+            table = os.pread(file, layout.table_bytes, layout.header_at(0))
+            for index in range(layout.num_slots):
                 raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
                 header = read_header(raw)
                 if isinstance(header, Header) and header.fingerprint == self._fingerprint:
@@ -280,7 +305,7 @@ class DiskMedium:
         taken: set[int] = set()
         for number, slot, header, raw in found:
             self._number = max(self._number, number)
-            if header.length != self._block_bytes:
+            if header.length != layout.block_bytes:
                 continue
             if (old := self._slots.get(header.key)) is not None:
                 self._drop(header.key, old)
@@ -291,105 +316,20 @@ class DiskMedium:
         self._free = [slot for slot in self._free if slot not in taken]
 
     def _file(self, slot: int) -> int:
-        return self._files[slot // self._slots_per_slab]
+        return self._files[slot // self._layout.num_slots]
 
     def _header_at(self, slot: int) -> int:
-        return ALIGNMENT + slot % self._slots_per_slab * HEADER_BYTES
+        return self._layout.header_at(slot % self._layout.num_slots)
 
     def _payload_at(self, slot: int) -> int:
-        return self._payloads_at + slot % self._slots_per_slab * self._slot_bytes
+        return self._layout.payload_at(slot % self._layout.num_slots)
 
 
-def slab_layout(slot_bytes: int, num_slots: int) -> tuple[int, int]:
-    """Where the slots begin in a slab, and its size."""
-    payloads_at = ALIGNMENT + -(-num_slots * HEADER_BYTES // ALIGNMENT) * ALIGNMENT
-    return payloads_at, payloads_at + num_slots * slot_bytes
-
-
-def slots_within(size: int, slot_bytes: int) -> int:
-    """The most slots of a slab of at most so many bytes."""
-    count = max(0, size - ALIGNMENT) // (slot_bytes + HEADER_BYTES)
-    while count and slab_layout(slot_bytes, count)[1] > size:
-        count -= 1
-    return count
-
-
-def model_folders(root: Path) -> list[Path]:
-    """The models' folders in a directory of slabs; whatever else lies there is none of ours."""
-    named = (path for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name))
-    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
-
-
-def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header | Reason, bool]]:
-    """Every header in one model's folder, and whether header and payload prove each other; for `octavo cache`.
-
-    Slots that were never written are skipped.
-
-    Args:
-        prove: read the payloads; else every one is taken to be whole.
-    """
-    for path in sorted(folder.glob("slab-*.kv")):
-        with path.open("rb") as file:
-            sizes = file.read(_SIZES.size)
-            if len(sizes) < _SIZES.size:
-                yield Reason.TRUNCATED, False
-                continue
-            magic, version, _, block_bytes, num_slots = _SIZES.unpack(sizes)
-            if magic != _SLAB_MAGIC or version != LAYOUT_VERSION:
-                yield Reason.LAYOUT, False
-                continue
-            slot_bytes = -(-block_bytes // ALIGNMENT) * ALIGNMENT
-            payloads_at, _ = slab_layout(slot_bytes, num_slots)
-            file.seek(ALIGNMENT)
-            table = file.read(num_slots * HEADER_BYTES)
-            for index in range(num_slots):
-                header = read_header(table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
-                if header is Reason.ABSENT:
-                    continue
-                if isinstance(header, Reason):
-                    yield header, False
-                    continue
-                if not prove:
-                    yield header, True
-                    continue
-                file.seek(payloads_at + index * slot_bytes)
-                payload = file.read(block_bytes)
-                yield header, len(payload) == header.length and header.proves(memoryview(payload))
-
-
-def lock_holder(folder: Path) -> str | None:
-    """Who writes to a directory, as its lock file says; None where nobody does."""
-    path = folder / "LOCK"
-    if not path.exists():
-        return None
-    file = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return path.read_text().strip() or "another process"
-    finally:
-        os.close(file)
-    return None
-
-
-def _lock(folder: Path) -> int | None:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        holder = (folder / "LOCK").read_text().strip() or "another process"
-        raise ConfigError(
-            f"kv_disk: {holder} writes to {folder}, and only one may; give this server another directory"
-        ) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} of {os.uname().nodename}\n".encode(), 0)
-    return file
-
-
-def _slab_bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*/slab-*.kv"))
+def _key_in(raw: bytes) -> bytes:
+    """Return the key in a header that was valid when it was noted."""
+    header = read_header(raw)
+    assert isinstance(header, Header)
+    return header.key
 
 
 def _write_all(file: int, payload: memoryview, at: int) -> None:

@@ -1,4 +1,4 @@
-"""What one request waits for: blocks that stores have, on their way to host memory."""
+"""The blocks that one request waits for while stores load them into host memory."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from octavo.tiers.transfer import Transfer
 
 
 class Fetch:
-    """Blocks on their way for one request, and those that have come and are kept for it.
+    """The blocks being loaded for one request, and those that have arrived and are held for it.
 
-        asking ──the store has them──> wanted ──room for them──> transfers ──proven──> held
-                                       coming ──another request's transfers───────────> held
+        asking ──the store has them──> wanted ──room for them──> transfers ──verified──> held
+                                       coming ──another request's transfers─────────────> held
 
     Attributes:
-        tenant: whom the blocks count for.
-        seconds_to_compute: one block; None where it is not known yet.
-        deadline: nobody waits for it any longer than this.
-        asking: what stores were asked for, and have not answered yet.
-        wanted: what a store has and host memory has had no room for yet.
-        transfers: what is being loaded, each label with its slot.
-        coming: what another request is loading, or a step before it.
-        held: slots that are kept from being evicted until the fetch is released.
-        released: its request has its blocks, or has ended.
+        tenant: the tenant that the blocks are accounted to.
+        seconds_to_compute: time to compute one block instead; None if not known yet.
+        deadline: time after which the request stops waiting.
+        asking: questions to stores that are not answered yet.
+        wanted: blocks that a store has, but for which host memory has had no room yet.
+        transfers: blocks that are being loaded, each label with its slot.
+        coming: blocks whose slots are already being filled, for another request or by an earlier step.
+        held: slots that must not be evicted until the fetch is released.
+        released: whether the request has its blocks, or has ended.
     """
 
     def __init__(self, tenant: str, seconds_to_compute: float | None, deadline: float) -> None:
@@ -39,10 +39,10 @@ class Fetch:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is still on its way."""
+        """Whether anything is still to arrive."""
         return bool(self.transfers or self.asking or self.wanted or self.coming)
 
     @property
     def num_wanted(self) -> int:
-        """Slots that it waits for."""
+        """The number of slots that the fetch waits for."""
         return sum(len(labels) for _, labels in self.wanted)

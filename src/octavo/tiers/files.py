@@ -1,4 +1,4 @@
-"""The reference medium: a file for each block. For tests and comparison; nothing is ever evicted."""
+"""The reference medium, with one file per block, for tests and comparison; nothing is ever evicted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.tiers.header import HEADER_BYTES, make_header, prove
 
 
 class BlockFiles:
-    """Blocks as files `KEY.kv` in one folder, header first."""
+    """Blocks as files `KEY.kv` in one folder, each a header followed by the payload."""
 
     name = "files"
 

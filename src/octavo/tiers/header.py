@@ -1,4 +1,4 @@
-"""What stands before a block's bytes wherever they leave memory, and how it proves them.
+"""The header of a stored block, and the checks that verify the block.
 
 0   magic 8 | layout version 4 | reserved 4
 16  fingerprint 16      weights, dtype, codec, block size
@@ -37,7 +37,7 @@ class Header(NamedTuple):
     checksum: bytes
 
     def matches(self, fingerprint: bytes, label: Label, length: int) -> Reason | None:
-        """Why these bytes cannot be the label's; None where only the checksum is left to prove."""
+        """Return why this cannot be the label's block; None if only the checksum is left to verify."""
         if self.fingerprint != fingerprint:
             return Reason.FINGERPRINT
         if (self.key, self.parent, self.tokens) != (label.key, label.parent, token_digest(label.tokens)):
@@ -45,18 +45,18 @@ class Header(NamedTuple):
         return None if self.length == length else Reason.TRUNCATED
 
     def proves(self, payload: memoryview) -> bool:
-        """Whether the checksum is that of the fields and these bytes."""
+        """Return whether the checksum matches the fields and this payload."""
         return self.checksum == _checksum(self.packed(), payload)
 
     def packed(self) -> bytes:
-        """What the checksum covers, before the payload."""
+        """Return the fields as the bytes that the checksum covers, before the payload."""
         return _FIELDS.pack(
             MAGIC, LAYOUT_VERSION, 0, self.fingerprint, self.key, self.parent, self.tokens, self.length, self.number
         )
 
 
 def make_header(fingerprint: bytes, label: Label, payload: memoryview, number: int = 0) -> bytes:
-    """The header of a block."""
+    """Return the header of a block."""
     fields = _FIELDS.pack(
         MAGIC,
         LAYOUT_VERSION,
@@ -72,7 +72,7 @@ def make_header(fingerprint: bytes, label: Label, payload: memoryview, number: i
 
 
 def read_header(raw: bytes) -> Header | Reason:
-    """The fields of a header, or why it is none."""
+    """Read the fields of a header, or return why the bytes are not a header."""
     if len(raw) < HEADER_BYTES:
         return Reason.TRUNCATED
     magic, version, reserved, fingerprint, key, parent, tokens, length, number = _FIELDS.unpack(raw[: _FIELDS.size])
@@ -84,7 +84,7 @@ def read_header(raw: bytes) -> Header | Reason:
 
 
 def prove(raw: bytes, fingerprint: bytes, label: Label, payload: memoryview) -> Reason | None:
-    """Why a header and a payload are not what a label says; None where they are."""
+    """Return why a header and a payload do not match a label; None if they do."""
     header = read_header(raw)
     if isinstance(header, Reason):
         return header
@@ -95,7 +95,7 @@ def prove(raw: bytes, fingerprint: bytes, label: Label, payload: memoryview) -> 
 
 
 def token_digest(tokens: bytes) -> bytes:
-    """Of packed token ids."""
+    """Return the digest of packed token ids."""
     return blake2b(tokens, digest_size=16).digest()
 
 

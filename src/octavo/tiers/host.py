@@ -14,10 +14,10 @@ from octavo.tiers.shared_file import SharedFile
 
 
 class BlockTier(Protocol):
-    """Memory for whole blocks, by number. It decides nothing: which block goes where is the bookkeeping's.
+    """Memory for whole blocks, addressed by number. The bookkeeping decides which block goes where.
 
     Attributes:
-        num_blocks: how many it has room for.
+        num_blocks: capacity in blocks.
     """
 
     num_blocks: int
@@ -26,23 +26,24 @@ class BlockTier(Protocol):
         """Store rows uint8 [n, block_bytes], on any device, in the blocks `ids`, all different."""
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
-        """The blocks `ids` as rows uint8 [n, block_bytes], in their order; on the CPU, and the caller's to keep."""
+        """Return the blocks `ids` as rows uint8 [n, block_bytes], in this order: a copy on the CPU."""
 
 
 class HostTier:
     """Blocks in host memory: reserved at once, allocated by the system on first write.
 
     Args:
-        num_blocks: may be 0; then nothing can be stored.
-        block_bytes: of one block, as in the device's arena.
-        file: the memory, where another process has it too; it is made as large as it must be, and stays the caller's.
+        num_blocks: capacity in blocks; may be 0, so that nothing can be stored.
+        block_bytes: size of a block, as in the device's arena.
+        file: memory that is shared with another process, or None for private memory. The file is resized as needed,
+            and the caller must close it.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, file: SharedFile | None = None) -> None:
         if num_blocks < 0:
             raise ConfigError(f"a host tier needs 0 or more blocks, got {num_blocks}")
         self.num_blocks = num_blocks
-        # Not zeroed: a block is read only after the whole of it was written.
+        # Not zeroed, because a block is read only after all of it was written.
         if file is None or not num_blocks:
             self._bytes = torch.empty(num_blocks, block_bytes, dtype=torch.uint8)
         else:
@@ -55,16 +56,16 @@ class HostTier:
         return self._bytes.nbytes
 
     def row(self, block_id: int) -> memoryview:
-        """The memory of a block, for a store that fills or copies it."""
+        """Return the memory of a block, for a store to fill or copy."""
         row: Any = self._bytes[block_id].numpy()
         return memoryview(row)
 
     def write(self, ids: Sequence[int], rows: torch.Tensor) -> None:
         """Store rows uint8 [n, block_bytes], on any device, in the blocks `ids`, all different."""
-        # Row by row: many by their numbers, as `rows[ids] = …`, are copied byte by byte, 16 times as slowly.
+        # Row by row, because indexing with many numbers, `rows[ids] = …`, copies byte by byte and is 16 times slower.
         for block_id, row in zip(ids, rows.to("cpu"), strict=True):
             self._bytes[block_id] = row
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
-        """The blocks `ids` as rows uint8 [n, block_bytes], in their order; on the CPU, and the caller's to keep."""
+        """Return the blocks `ids` as rows uint8 [n, block_bytes], in this order: a copy on the CPU."""
         return self._bytes.index_select(0, torch.tensor(ids, dtype=torch.int64))

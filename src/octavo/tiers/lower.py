@@ -1,21 +1,22 @@
-"""Between host memory and the stores below it: what is written down, and what comes up for whoever waits.
+"""Moves blocks between host memory and the stores below it.
 
     host memory ── ready ──> every store that lacks it           the slot is held until it is written
-                <── fetched ── the first store that has it       for a request that waits; the slot is reserved
+                <── fetched ── the first store that has it       for a waiting request; the slot is reserved
 
-Where only asking tells what a store has, it is asked first: slots are reserved for what is there, and for nothing else.
-Where too few are left, a request waits until others have their blocks and give up their slots (`tiers/room.py`).
+A store that cannot tell without being asked what it has is asked first, so that slots are only reserved for blocks that
+are there. If too few slots are left, a request waits until others have their blocks and release their slots
+(`tiers/room.py`).
 
-Everything here happens in the engine's thread; the stores' own threads touch nothing but the slots they were given.
+Everything here happens in the engine's thread; the stores' own threads only touch the slots that they were given.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
-from octavo.kvcache.host_memory import HostBlockId, HostMemory
+from octavo.kvcache.host_memory import HostBlockId, HostMemory, Slot
 from octavo.kvcache.label import Label
 from octavo.tiers.base import LookupResult, Reason
 from octavo.tiers.fetch import Fetch
@@ -23,15 +24,15 @@ from octavo.tiers.room import Room
 from octavo.tiers.store import Store
 from octavo.tiers.transfer import Transfer
 
-# A request waits so long at most for its blocks, and before that for room for them: then what is missing is computed.
+# Maximum time that a request waits for room for its blocks, and then for the blocks; what is missing then is computed.
 LOAD_SECONDS = 5.0
-# And so long for a store's answer whether it has them.
+# Maximum time that a request waits for a store's answer whether it has the blocks.
 ASK_SECONDS = 0.25
-# Of the slots, so many may be held for requests that wait: the others go on serving.
+# Maximum share of the slots that may be held for waiting requests, so that the rest remains usable as a cache.
 _MOST_HELD = 0.5
-# Of requests, so many may wait for room: each is looked at in every step.
+# Maximum number of requests that may wait for room, because each is checked in every step.
 _MOST_IN_LINE = 1024
-# A load that seemed dearer than computing is tried all the same now and then, to measure anew.
+# One in this many loads that seem slower than computing is made all the same, to measure the speed again.
 _TRY_EVERY = 32
 
 
@@ -39,9 +40,10 @@ class LowerTiers:
     """The stores below one host memory.
 
     Args:
-        row: the memory of a slot.
-        block_bytes: of a slot.
-        clock: seconds, never going back.
+        row: returns the memory of a slot.
+        block_bytes: size of a slot.
+        clock: a monotonic clock, in seconds.
+        load_seconds: maximum time of a load, see `LOAD_SECONDS`.
     """
 
     def __init__(
@@ -55,35 +57,39 @@ class LowerTiers:
         load_seconds: float = LOAD_SECONDS,
     ) -> None:
         self.stores = stores
-        self.num_not_worth = 0  # loads that would have taken longer than computing
+        self.num_not_worth = 0  # loads that were expected to take longer than computing
         self._host = host
         self._row = row
         self._block_bytes = block_bytes
         self._clock = clock
         self._load_seconds = load_seconds
         self._writing: list[tuple[Transfer, HostBlockId]] = []
-        self._fetches: list[Fetch] = []
+        self._fetches: list[Fetch] = []  # that still wait for something
+        self._unreleased: set[Fetch] = set()
         self._room = Room(int(_MOST_HELD * host.num_prefix_slots))
         self._arrived = threading.Event()
         host.on_ready = self._write_down
+        host.holders.append(self._held)
+        host.writers[Slot.FILLING] = self._filling
         for store in stores:
             store.on_done = self._arrived.set
 
     def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Fetch | None:
-        """Begin to load what the stores have of these blocks, up to the first that none has.
+        """Start loading the blocks that the stores have, up to the first one that no store has.
 
         Args:
-            seconds_to_compute: one of the blocks; None where it is not known yet.
+            seconds_to_compute: time to compute one block; None if not known yet.
 
         Returns:
-            None where there is nothing to wait for: nothing is there, or computing is quicker.
+            None if there is nothing to wait for, because no block is there or computing is faster.
         """
         host, fetch = self._host, Fetch(tenant, seconds_to_compute, self._clock() + ASK_SECONDS)
         found: dict[Store, list[Label]] = {}
         for label in islice(labels, self._room.most):
-            if host.is_filling(label.key):
+            state = host.state(label.key)
+            if state is Slot.FILLING:
                 fetch.coming.append(label)
-            elif host.find(label) is None and not host.is_coming(label.key):
+            elif state is None:
                 store = next((s for s in self.stores if s.lookup(label.key) is not LookupResult.MISS), None)
                 if store is None:
                     break
@@ -102,10 +108,11 @@ class LowerTiers:
         if not fetch.pending:
             return None
         self._fetches.append(fetch)
+        self._unreleased.add(fetch)
         return fetch
 
     def poll(self) -> None:
-        """Take in what has arrived since, and begin what there is room for now."""
+        """Process what has arrived, and start the loads that there is room for."""
         self._arrived.clear()
         host = self._host
         written, self._writing = self._writing, []
@@ -129,22 +136,23 @@ class LowerTiers:
             fetch.transfers = on_their_way
         self._load_in_turn()
         for fetch in self._fetches:
-            # Blocks of one transfer come together, so that the first tells of most.
-            if fetch.coming and not host.is_filling(fetch.coming[0].key):
+            # Blocks of one transfer arrive together, so checking the first is enough for most.
+            if fetch.coming and host.state(fetch.coming[0].key) is not Slot.FILLING:
                 self._keep_what_came(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch.pending]
 
     def is_late(self, fetch: Fetch) -> bool:
-        """Whether nobody should wait for it any longer."""
+        """Return whether the request should stop waiting for this fetch."""
         return self._clock() > fetch.deadline
 
     def wait(self, seconds: float) -> None:
-        """Until something arrives, or so long."""
+        """Wait until something arrives, for at most `seconds`."""
         self._arrived.wait(seconds)
 
     def release(self, fetch: Fetch) -> None:
-        """Its request has its blocks, or has ended."""
+        """Release a fetch whose request has its blocks, or has ended."""
         fetch.released = True
+        self._unreleased.discard(fetch)
         self._room.leave(fetch)
         fetch.wanted, fetch.coming = [], []
         for _, question in fetch.asking:
@@ -157,13 +165,20 @@ class LowerTiers:
         fetch.held = []
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write down what is on its way, and close the stores. What they still use then is theirs for good."""
+        """Finish the pending writes, and close the stores. Slots that the stores still use are not reused."""
         for store in self.stores:
             store.close(seconds)
         self.poll()
 
+    def _held(self) -> Iterator[HostBlockId]:
+        yield from (slot for _, slot in self._writing)
+        yield from (slot for fetch in self._unreleased for slot in fetch.held)
+
+    def _filling(self) -> Iterator[HostBlockId]:
+        return (slot for fetch in self._fetches for _, _, slots in fetch.transfers for slot in slots)
+
     def _answered(self, fetch: Fetch, store: Store, question: Transfer) -> None:
-        """Load what a store has of the blocks, up to the first that it lacks, as soon as there is room."""
+        """Queue the loads of the blocks that a store has, up to the first that it lacks."""
         if fetch.released:
             return
         answers = zip(question.labels, question.outcomes, strict=True)
@@ -173,7 +188,7 @@ class LowerTiers:
             self._line_up(fetch)
 
     def _line_up(self, fetch: Fetch) -> None:
-        """Wait for room, no longer than all that the tenant's requests wait for would take to compute."""
+        """Queue a fetch for room; it waits no longer than computing all blocks wanted by the tenant would take."""
         if not fetch.wanted:
             return
         if len(self._room) >= _MOST_IN_LINE:
@@ -186,7 +201,7 @@ class LowerTiers:
         fetch.deadline = max(fetch.deadline, self._clock() + seconds)
 
     def _load_in_turn(self) -> None:
-        """Begin the loads that there is room for. One that is late waits in the queue, and takes what room there is."""
+        """Start the loads that there is room for, in turn; a fetch that is late takes what room there is."""
         while (fetch := self._room.first()) is not None:
             left = min(self._room.num_left, self._host.num_takeable)
             if not left or (left < min(fetch.num_wanted, self._room.most) and not self.is_late(fetch)):
@@ -195,7 +210,7 @@ class LowerTiers:
             self._load(fetch)
 
     def _load(self, fetch: Fetch) -> None:
-        """Begin to load what it wants, as far as there is room."""
+        """Start loading what a fetch wants, as far as there is room."""
         wanted, fetch.wanted = fetch.wanted, []
         for store, labels in wanted:
             missing: list[Label] = []
@@ -215,20 +230,20 @@ class LowerTiers:
         fetch.deadline = self._clock() + self._load_seconds
 
     def _is_here(self, fetch: Fetch, label: Label) -> bool:
-        """Whether a block has come since it was asked for, and is kept, or is on its way."""
+        """Return whether a block has arrived in the meantime, and hold it, or is being loaded."""
         host = self._host
         if (slot := host.find(label)) is not None:
             host.hold(slot)
             self._room.hold(fetch.tenant, 1)
             fetch.held.append(slot)
-        elif host.is_filling(label.key):
+            return True
+        state = host.state(label.key)
+        if state is Slot.FILLING:
             fetch.coming.append(label)
-        else:
-            return host.is_coming(label.key)
-        return True
+        return state is not None
 
     def _keep_what_came(self, fetch: Fetch) -> None:
-        """Blocks that others have loaded are kept for this one too; what failed there is computed."""
+        """Hold blocks that other fetches have loaded for this one too; those that failed are computed instead."""
         coming, fetch.coming = fetch.coming, []
         for label in coming:
             self._is_here(fetch, label)

@@ -1,10 +1,10 @@
 """Blocks in Redis or Valkey, which several servers of one model share.
 
-    octavo:NAMESPACE:KEY  ->  | header, 112 B | payload | with a secret: BLAKE2b under it, 32 B |
+    octavo:NAMESPACE:KEY  ->  | header, 112 B | payload | with a secret: BLAKE2b keyed with it, 32 B |
 
-The namespace is the fingerprint; with a secret, the fingerprint hashed under it. So servers of other models, or with
-another secret, neither find nor overwrite each other's blocks. Who can write to Redis can plant values all the same:
-these are proven like those of the disk and, with a secret, must be signed by somebody who knows it.
+The namespace is the fingerprint or, with a secret, the fingerprint hashed with the secret as key. So servers of other
+models, or with another secret, neither find nor overwrite each other's blocks. Anybody who can write to Redis could
+still plant values, so they are verified like those on disk and, with a secret, must carry a valid signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.tiers.header import HEADER_BYTES, make_header, prove, read_header
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1.0
-"""For connecting, and for each answer; `?socket_timeout=…&socket_connect_timeout=…` in the address says otherwise."""
+"""Timeout of connecting and of each answer, unless the URL has `?socket_timeout=…&socket_connect_timeout=…`."""
 
 _SIGNATURE_BYTES = 32
 
@@ -38,13 +38,13 @@ class RemoteMedium:
 
     Args:
         url: `redis://[[user]:password@]host[:port][/db]`, `rediss://` for TLS, or `unix://path`.
-        fingerprint: 16 bytes: of the weights, dtype, codec and block size.
-        block_bytes: of a block.
-        secret: signs every value; without it whoever can write to Redis can plant blocks.
-        ttl: seconds after its last use that a block is kept; None: until Redis evicts it.
+        fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
+        block_bytes: size of a block.
+        secret: key that signs every value; without it, anybody who can write to Redis can plant blocks.
+        ttl: seconds that a block is kept after its last use; None to keep it until Redis evicts it.
 
     Raises:
-        ConfigError: the address cannot be read, or Redis refuses the user. One that does not answer is logged only.
+        ConfigError: the URL is invalid, or Redis refuses the user. A server that does not answer is only logged.
     """
 
     name = "remote"
@@ -61,7 +61,7 @@ class RemoteMedium:
         self._prefix = b"octavo:" + namespace.hex().encode() + b":"
         self._value_bytes = HEADER_BYTES + block_bytes + (_SIGNATURE_BYTES if self._key else 0)
         try:
-            # Not tried again here: a second attempt would make a slow server cost twice the time.
+            # Without retries, because a second attempt would double the time that a slow server costs.
             self._redis: Any = redis.Redis.from_url(
                 url,
                 socket_timeout=TIMEOUT_SECONDS,
@@ -73,16 +73,16 @@ class RemoteMedium:
             if isinstance(error, redis.AuthenticationError):
                 raise ConfigError(f"kv_remote: {without_password(url)} refuses the password: {error}") from error
             logger.warning("remote: %s does not answer (%s): trying again later", without_password(url), error)
-        except (redis.RedisError, ValueError, TypeError) as error:
+        except (redis.RedisError, ValueError, TypeError, AttributeError) as error:  # the last: of answers not Redis's
             raise ConfigError(f"kv_remote: cannot use {without_password(url)}: {error}") from error
 
     def contains(self, key: bytes) -> None:
-        """Nothing is known without asking."""
+        """Return None, because Redis must be asked."""
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
-        """Which blocks are there, in one round trip, or two where the first is there.
+        """Return which blocks are there, in one round trip, or two if the first is there.
 
-        Most prompts are new: asking for all their blocks at once would cost ten times as much.
+        Most prompts are new, and asking for all their blocks at once would cost ten times as much.
         """
         found = self._ask(labels[:1])
         if found == [None]:
@@ -98,7 +98,7 @@ class RemoteMedium:
         found: list[Reason | None] = []
         for length in pipeline.execute(raise_on_error=False):
             if isinstance(length, Exception):
-                # Something that is no block is there all the same: `read` says what is wrong with it, and removes it.
+                # A value that is not a block counts as found: `read` reports what is wrong with it, and removes it.
                 reason = _reason_of(length)
                 found.append(None if reason is Reason.LAYOUT else reason)
             else:
@@ -108,7 +108,7 @@ class RemoteMedium:
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
         pipeline = self._redis.pipeline(transaction=False)
         for label in labels:
-            # One byte more than it should be shows that it is too long, however long somebody has made it.
+            # Reading one byte more than a valid value has detects longer ones without transferring all of them.
             pipeline.getrange(self._name(label.key), 0, self._value_bytes)
         values = pipeline.execute(raise_on_error=False)
         outcomes = [self._take(*each) for each in zip(labels, buffers, values, strict=True)]
@@ -156,7 +156,7 @@ class RemoteMedium:
     def _clean_up(
         self, labels: Sequence[Label], values: Sequence[bytes | Exception], outcomes: Sequence[Reason | None]
     ) -> None:
-        """Keep what was used for longer, and remove what proves nothing: it would keep its place from a good one."""
+        """Renew the TTL of blocks that were used, and remove invalid ones, so that valid ones can be stored."""
         pipeline = self._redis.pipeline(transaction=False)
         for label, value, reason in zip(labels, values, outcomes, strict=True):
             if reason is None:
@@ -168,18 +168,18 @@ class RemoteMedium:
             return
         try:
             pipeline.execute(raise_on_error=False)
-        except redis.RedisError as error:  # what was read is proven, with or without this
+        except redis.RedisError as error:  # the blocks that were read are valid regardless
             logger.warning("remote: blocks could not be renewed or removed: %s", error)
 
 
 def without_password(url: str) -> str:
-    """An address as it may be shown."""
+    """Return a URL with its password masked, for messages."""
     shown = re.sub(r"(?<=//).*@", "***@", url)
     return re.sub(r"(?<=[?&])[^=&]*password=[^&]*", "password=***", shown)
 
 
 def _is_filed_right(label: Label, value: bytes | Exception, reason: Reason) -> bool:
-    """Whether a block with another label lies where it belongs: then it is ours that is wrong."""
+    """Return whether a block with a mismatched label is stored under its own key, so that the block itself is valid."""
     if reason is not Reason.LABEL or isinstance(value, Exception):
         return False
     header = read_header(value[:HEADER_BYTES])
@@ -187,12 +187,12 @@ def _is_filed_right(label: Label, value: bytes | Exception, reason: Reason) -> b
 
 
 def _sign(key: bytes, header: bytes | memoryview, payload: memoryview) -> bytes:
-    # BLAKE2b and not the header's xxh3 alone, whose collisions can be computed.
+    # BLAKE2b, because collisions of the header's xxh3 can be computed.
     digest = blake2b(header, key=key, digest_size=_SIGNATURE_BYTES)
     digest.update(payload)
     return digest.digest()
 
 
 def _reason_of(error: Exception) -> Reason:
-    """Of an answer to one command: no string lies there, or Redis does not serve at present."""
+    """Return the reason of a failed command: the key does not hold a string, or Redis is not available."""
     return Reason.LAYOUT if "WRONGTYPE" in str(error) else Reason.IO_ERROR

@@ -1,7 +1,7 @@
-"""How much of host memory requests that wait may hold, and who is next where there is too little.
+"""Limits how much of host memory waiting requests may hold, and decides which tenant is next.
 
-A request that finds too little room stands in the line of its tenant. Of the tenants in line, the one whose requests
-hold least goes first: who sends a crowd waits for its own crowd, and others do not.
+A request that finds too little room queues with its tenant's other requests. Of the waiting tenants, the one whose
+requests hold the fewest slots is served first, so that a tenant with many requests delays only itself.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from octavo.tiers.fetch import Fetch
 
 
 class Room:
-    """Slots that may be held for requests that wait, and those in line for them.
+    """The slots that may be held for waiting requests, and the queues for them.
 
     Args:
-        most: slots that may be held at once.
+        most: maximum number of slots held at a time.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_held = 0
         self._held = Counter[str]()  # by tenant
-        # By tenant: who waits, in order of arrival, and how many slots each wants. No line is empty.
+        # By tenant: the waiting requests in order of arrival, and how many slots each wants. No queue is empty.
         self._lines: dict[str, dict[Fetch, int]] = {}
-        self._num_wanted = Counter[str]()  # by tenant, by all in its line
+        self._num_wanted = Counter[str]()  # by tenant, summed over its queue
         self._length = 0
 
     def __len__(self) -> int:
-        """Requests in line."""
+        """The number of waiting requests."""
         return self._length
 
     @property
     def num_left(self) -> int:
-        """Slots that may still be held."""
+        """The number of slots that may still be held."""
         return max(0, self.most - self.num_held)
 
     def hold(self, tenant: str, count: int) -> None:
@@ -42,25 +42,25 @@ class Room:
         self._held[tenant] += count
 
     def release(self, tenant: str, count: int) -> None:
-        """Count slots that are held no longer."""
+        """Count slots that are no longer held."""
         self.num_held -= count
         self._held[tenant] -= count
         if not self._held[tenant]:
             del self._held[tenant]
 
     def num_wanted(self, tenant: str) -> int:
-        """Slots that all of a tenant's line waits for."""
+        """Return the number of slots that all of a tenant's waiting requests want."""
         return self._num_wanted[tenant]
 
     def line_up(self, fetch: Fetch) -> None:
-        """Wait for slots, behind those of the same tenant; where it is in line already, it may want more."""
+        """Queue behind other requests of the same tenant; a request that is queued already may want more slots."""
         line, count = self._lines.setdefault(fetch.tenant, {}), min(fetch.num_wanted, self.most)
         self._length += fetch not in line
         self._num_wanted[fetch.tenant] += count - line.get(fetch, 0)
         line[fetch] = count
 
     def leave(self, fetch: Fetch) -> None:
-        """Wait no longer; nothing happens where it is not in line."""
+        """Leave the queue; does nothing if the request is not queued."""
         line = self._lines.get(fetch.tenant, {})
         if fetch not in line:
             return
@@ -70,7 +70,7 @@ class Room:
             del self._lines[fetch.tenant], self._num_wanted[fetch.tenant]
 
     def first(self) -> Fetch | None:
-        """Who is next. O(tenants in line)."""
+        """Return the next request, in O(waiting tenants)."""
         if not self._lines:
             return None
         return next(iter(self._lines[min(self._lines, key=self._held.__getitem__)]))

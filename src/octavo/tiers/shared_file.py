@@ -1,4 +1,4 @@
-"""Host memory that the engine's process shares with the runner's."""
+"""Host memory that the processes of the engine and the runner share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from octavo.errors import ConfigError
 
 
 class SharedFile:
-    """A file in memory alone, without a name: a process that is spawned with it among its arguments has it too.
+    """An anonymous file in memory, shared with processes that are spawned with it as an argument.
 
-    It is gone when no process has it open or mapped, however they end.
+    It is freed when no process has it open or mapped any more, however the processes end.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class SharedFile:
         self.fd = os.memfd_create("octavo-host-memory")
 
     def close(self) -> None:
-        """Close it here; what is mapped stays. May be called again."""
+        """Close the file in this process; its mappings stay valid. May be called again."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def __reduce__(self) -> tuple[Callable[[Any], SharedFile], tuple[Any]]:
-        # Only while a process is spawned can a descriptor be handed to it.
+        # A descriptor can only be passed to a process while it is being spawned.
         return _received, (reduction.DupFd(self.fd),)
 
 

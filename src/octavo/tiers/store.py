@@ -1,4 +1,4 @@
-"""A store: a medium with threads of its own, deadlines, cancelling, and a breaker that closes what only fails."""
+"""A store: a medium with its own threads, deadlines, cancellation and circuit breakers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,27 @@ logger = logging.getLogger(__name__)
 
 MOST_WRITE_BYTES = 128 << 20
 
-_PIECE = 16  # blocks of a transfer between two looks at its deadline
+_PIECE = 16  # blocks of a transfer between two checks of its deadline
 
 
 class Store:
-    """A medium, made asynchronous.
+    """An asynchronous interface to a medium.
+
+    Faults of reads and questions close the store, those of writes stop writes only: what lies on a full or read-only
+    disk is still found.
 
     Args:
-        num_threads: that read and write; all but one of them write at a time.
-        most_waiting: questions and reads that may wait; beyond that they are refused as BUSY.
-        most_write_bytes: that may wait to be written, but one block always may; beyond that they are dropped as BUSY.
-        most_faults: in a row, after which the medium is left alone for `retry_seconds`.
+        num_threads: number of threads; of several, all but one may write at a time.
+        most_waiting: maximum number of waiting questions and reads; more are refused as BUSY.
+        most_write_bytes: maximum number of bytes waiting to be written, but one block always may; more are dropped as
+            BUSY.
+        most_faults: number of consecutive faults after which the medium is not used for `retry_seconds`.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
-        must_ask: whether only `ask` tells what is there.
-        on_done: called in a store's thread after each transfer.
+        must_ask: whether only `ask` can tell which blocks are there.
+        speed: how long loads took, from which it is decided whether computing would be faster.
+        on_done: called after each transfer, in a thread of the store or, if it was refused, in the caller's.
     """
 
     def __init__(
@@ -53,12 +59,13 @@ class Store:
         self.must_ask = isinstance(medium, DistantMedium)
         self.counters = StoreCounters()
         self.on_done: Callable[[], None] = lambda: None
-        self._breaker = Breaker(self.name, most_faults, retry_seconds, clock)
+        self._reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
+        self._writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
         self._queue = TransferQueue(most_waiting, most_write_bytes, max(1, num_threads - 1))
-        self._speed = LoadSpeed()
+        self.speed = LoadSpeed()
         self._clock = clock
         self._lock = threading.Lock()
-        self._writing: set[bytes] = set()
+        self._coming: set[bytes] = set()  # keys of requested writes
         self._ended = False
         self._works = {Work.ASK: self._ask, Work.READ: self._read, Work.WRITE: self._write}
         self._threads = [
@@ -69,21 +76,26 @@ class Store:
 
     @property
     def is_open(self) -> bool:
-        """Whether the medium is used: it has not failed too often of late."""
-        return not self._ended and not self._breaker.is_closed
+        """Whether blocks may be read: the store is not closed, and no faults of reads in a row have stopped them."""
+        return not self._ended and not self._reading.is_closed
 
     @property
-    def num_closings(self) -> int:
-        """How often faults in a row have closed it."""
-        return self._breaker.num_closings
+    def is_writable(self) -> bool:
+        """Whether blocks may be written: it is open, and no faults of writes in a row have stopped them."""
+        return self.is_open and not self._writing.is_closed
+
+    @property
+    def num_closings(self) -> dict[Work, int]:
+        """How often consecutive faults have stopped reads, and writes."""
+        return {Work.READ: self._reading.num_closings, Work.WRITE: self._writing.num_closings}
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """The number of bytes that wait to be written."""
         return self._queue.num_write_bytes
 
     def lookup(self, key: bytes) -> LookupResult:
-        """What is known of a key; waits for nothing."""
+        """Return what is known about a key, without waiting."""
         if not self.is_open:
             return LookupResult.MISS
         if self._is_writing(key):
@@ -91,39 +103,41 @@ class Store:
         try:
             there = self.medium.contains(key)
         except Exception as error:
-            self._breaker.fault(error)
+            self._reading.fault(error)
             return LookupResult.MISS
         if there is None:
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if there else LookupResult.MISS
 
     def wants(self, key: bytes) -> bool:
-        """Whether a block should be stored: it is not known to be there or on its way; waits for nothing."""
+        """Return, without waiting, whether a block should be stored: it is not known to be there or being written."""
+        if not self.is_writable:
+            return False
         found = self.lookup(key)
         if found is LookupResult.HIT_PENDING and self.must_ask:
             return not self._is_writing(key)
-        return self.is_open and found is LookupResult.MISS
+        return found is LookupResult.MISS
 
     def expected_seconds(self, num_bytes: int) -> float | None:
-        """How long a load takes, by what was measured; None where nothing was."""
-        return self._speed.expected(num_bytes)
+        """Return the expected time of a load in seconds, from earlier loads; None before the first."""
+        return self.speed.expected(num_bytes)
 
     def ask(self, labels: Sequence[Label], seconds: float) -> Transfer:
-        """Find out which blocks are there: their outcomes are None."""
+        """Find out which blocks are there; the outcome is None for those that are."""
         return self._submit(Transfer(Work.ASK, labels, [memoryview(b"")] * len(labels), self._clock() + seconds))
 
     def get(self, labels: Sequence[Label], buffers: Sequence[memoryview], seconds: float) -> Transfer:
-        """Load blocks; what has not begun after so many seconds is LATE."""
+        """Load blocks; those that have not been started after `seconds` are LATE."""
         return self._submit(Transfer(Work.READ, labels, buffers, self._clock() + seconds))
 
     def put(self, label: Label, payload: memoryview, seconds: float = 30.0) -> Transfer:
-        """Store a block."""
+        """Store a block; it is LATE if it has not been started after `seconds`."""
         with self._lock:
-            self._writing.add(label.key)
+            self._coming.add(label.key)
         return self._submit(Transfer(Work.WRITE, [label], [payload], self._clock() + seconds))
 
     def close(self, seconds: float = 10.0) -> None:
-        """Finish what has been asked for, as far as there is time, and give up the medium."""
+        """Finish the requested transfers within `seconds`, and close the medium."""
         with self._lock:
             if self._ended:
                 return
@@ -138,7 +152,7 @@ class Store:
             logger.exception("%s: closing it failed", self.name)
 
     def _submit(self, transfer: Transfer) -> Transfer:
-        refused = Reason.CLOSED if self._breaker.is_closed else self._queue.put(transfer)
+        refused = Reason.CLOSED if self._is_stopped(transfer.work) else self._queue.put(transfer)
         if refused is not None:
             self._settle(transfer, [refused] * len(transfer.labels))
         return transfer
@@ -147,8 +161,8 @@ class Store:
         while (transfer := self._queue.take()) is not None:
             try:
                 outcomes = self._works[transfer.work](transfer)
-            except BaseException as error:  # a store's thread must outlive whatever happens in it
-                self._breaker.fault(error)
+            except BaseException as error:  # a store's thread must survive any exception
+                self._breaker(transfer.work).fault(error)
                 outcomes = [_reason_of(error)] * len(transfer.labels)
             self._settle(transfer, outcomes)
             self._queue.did(transfer)
@@ -158,7 +172,7 @@ class Store:
         assert isinstance(medium, DistantMedium)
         if (stopped := self._stopped(transfer)) is not None:
             return [stopped] * len(labels)
-        return self._tried(len(labels), partial(medium.ask, labels))
+        return self._tried(self._reading, len(labels), partial(medium.ask, labels))
 
     def _read(self, transfer: Transfer) -> Sequence[Reason | None]:
         began = self._clock()
@@ -170,12 +184,12 @@ class Store:
             if (stopped := self._stopped(transfer)) is not None:
                 outcomes += [stopped] * len(labels)
                 continue
-            found = self._tried(len(labels), partial(self.medium.read, labels, buffers))
+            found = self._tried(self._reading, len(labels), partial(self.medium.read, labels, buffers))
             num_bytes += sum(buffer.nbytes for buffer, reason in zip(buffers, found, strict=True) if reason is None)
             outcomes += found
         seconds = self._clock() - began
         if num_bytes:
-            self._speed.measure(seconds, num_bytes)
+            self.speed.measure(seconds, num_bytes)
         self.counters.time(Work.READ, seconds)
         return outcomes
 
@@ -184,26 +198,34 @@ class Store:
             return [stopped]
         began = self._clock()
         label, payload = transfer.labels[0], transfer.buffers[0]
-        outcomes = self._tried(1, lambda: [self.medium.write(label, payload)])
+        outcomes = self._tried(self._writing, 1, lambda: [self.medium.write(label, payload)])
         self.counters.time(Work.WRITE, self._clock() - began)
         return outcomes
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
-        """Why the rest of a transfer is not to be done."""
+        """Return why the rest of a transfer is not to be done; None if it is."""
         if transfer.cancelled:
             return Reason.CANCELLED
         if self._clock() > transfer.deadline:
             return Reason.LATE
-        return Reason.CLOSED if self._breaker.is_closed else None
+        return Reason.CLOSED if self._is_stopped(transfer.work) else None
 
-    def _tried(self, count: int, act: Callable[[], Sequence[Reason | None]]) -> Sequence[Reason | None]:
-        """What the medium says of so many blocks; whatever it raises is a reason."""
+    def _is_stopped(self, work: Work) -> bool:
+        return self._reading.is_closed or (work is Work.WRITE and self._writing.is_closed)
+
+    def _breaker(self, work: Work) -> Breaker:
+        return self._writing if work is Work.WRITE else self._reading
+
+    def _tried(
+        self, breaker: Breaker, count: int, act: Callable[[], Sequence[Reason | None]]
+    ) -> Sequence[Reason | None]:
+        """Call the medium and return the outcomes of `count` blocks; an exception becomes their reason."""
         try:
             outcomes = act()
         except Exception as error:
-            self._breaker.fault(error)
+            breaker.fault(error)
             return [_reason_of(error)] * count
-        self._breaker.judge(outcomes)
+        breaker.judge(outcomes)
         return outcomes
 
     def _settle(self, transfer: Transfer, outcomes: Sequence[Reason | None]) -> None:
@@ -211,16 +233,18 @@ class Store:
         self.counters.count(transfer)
         if transfer.work is Work.WRITE:
             with self._lock:
-                self._writing.difference_update(label.key for label in transfer.labels)
+                self._coming.difference_update(label.key for label in transfer.labels)
         transfer.finish()
         self.on_done()
 
     def _is_writing(self, key: bytes) -> bool:
         with self._lock:
-            return key in self._writing
+            return key in self._coming
+
+
+_REASONS = {errno.ENOSPC: Reason.NO_SPACE, errno.EDQUOT: Reason.NO_SPACE, errno.EROFS: Reason.READ_ONLY}
 
 
 def _reason_of(error: BaseException) -> Reason:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Reason.NO_SPACE
-    return Reason.IO_ERROR
+    number = error.errno if isinstance(error, OSError) else None
+    return Reason.IO_ERROR if number is None else _REASONS.get(number, Reason.IO_ERROR)

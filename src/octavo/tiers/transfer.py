@@ -1,4 +1,4 @@
-"""What a store is asked to do, and the order in which its threads do it."""
+"""Transfers, which are the units of a store's work, and the queue from which its threads take them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.tiers.base import Reason
 
 
 class Work(Enum):
-    """What is to be done with the blocks of a transfer."""
+    """What a transfer does with its blocks."""
 
     ASK = "ask"  # whether they are there
     READ = "read"
@@ -20,9 +20,9 @@ class Work(Enum):
 
 
 class Transfer:
-    """Blocks on their way. `outcomes` has an entry for each once `done`.
+    """A question about blocks, or a read or write of them. `outcomes` has an entry for each block once it is `done`.
 
-    A buffer belongs to the store until then, however late that is.
+    The buffers belong to the store until then, however late that is.
     """
 
     def __init__(self, work: Work, labels: Sequence[Label], buffers: Sequence[memoryview], deadline: float) -> None:
@@ -36,7 +36,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Nobody touches the buffers any more."""
+        """Whether the transfer is over, so that the store does not touch the buffers any more."""
         return self._done.is_set()
 
     @property
@@ -44,7 +44,7 @@ class Transfer:
         return self._cancelled
 
     def cancel(self) -> None:
-        """What has not begun need not; `done` follows soon, but not at once."""
+        """Cancel what has not been started; `done` follows soon, but not at once."""
         self._cancelled = True
 
     @property
@@ -52,27 +52,27 @@ class Transfer:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it is done by then."""
+        """Wait for the end of the transfer, and return whether it is done."""
         return self._done.wait(seconds)
 
     def finish(self) -> None:
-        """By its store: no more will happen."""
+        """Mark the transfer as done; called by the store."""
         self._done.set()
 
 
 class TransferQueue:
-    """Transfers that wait for a thread.
+    """The transfers that wait for a thread.
 
-    Somebody waits for questions and reads, and nobody for writes: questions go first, then reads, then writes, and of
-    several threads one never writes. The bytes that wait to be written are bounded.
+    Requests wait for questions and reads, but not for writes: questions go first, then reads, then writes, and at most
+    `most_writers` threads write at a time. The bytes that wait to be written are bounded.
 
     Args:
-        most_waiting: questions and reads.
-        most_write_bytes: that may wait, but one block always may.
-        most_writers: threads that write at a time.
+        most_waiting: maximum number of waiting questions and reads.
+        most_write_bytes: maximum number of bytes waiting to be written, but one block always may.
+        most_writers: maximum number of threads that write at a time.
 
     Attributes:
-        num_write_bytes: that wait.
+        num_write_bytes: bytes that wait to be written.
     """
 
     def __init__(self, most_waiting: int, most_write_bytes: int, most_writers: int) -> None:
@@ -80,7 +80,7 @@ class TransferQueue:
         self._most_waiting = most_waiting
         self._most_write_bytes = most_write_bytes
         self._most_writers = most_writers
-        self._changed = threading.Condition()  # something to do, or a writer less
+        self._changed = threading.Condition()  # there is something to do, or a writer has finished
         self._questions: deque[Transfer] = deque()
         self._reads: deque[Transfer] = deque()
         self._writes: deque[Transfer] = deque()
@@ -88,7 +88,7 @@ class TransferQueue:
         self._ended = False
 
     def put(self, transfer: Transfer) -> Reason | None:
-        """Why a transfer may not wait here; None where it does."""
+        """Queue a transfer; return the reason if it is refused."""
         with self._changed:
             if self._ended:
                 return Reason.CLOSED
@@ -106,7 +106,7 @@ class TransferQueue:
         return None
 
     def take(self) -> Transfer | None:
-        """What a thread is to do next, once there is something; None: nothing any more."""
+        """Wait for the next transfer and take it; None once the queue has ended."""
         with self._changed:
             while True:
                 if self._questions:
@@ -123,15 +123,15 @@ class TransferQueue:
                 self._changed.wait()
 
     def did(self, transfer: Transfer) -> None:
-        """A thread has done what it took."""
+        """Report that a thread has finished a transfer that it took."""
         if transfer.work is Work.WRITE:
             with self._changed:
                 self._num_writers -= 1
-                # All: those that wait for the end look whether it has come.
+                # All, because threads that wait for the end of the queue must check whether it has come.
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Take nothing more; what waits is still to be done."""
+        """Accept no more transfers; those that are waiting are still done."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

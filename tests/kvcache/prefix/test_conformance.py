@@ -119,6 +119,21 @@ def test_what_is_all_dropped_is_all_forgotten(cache: PrefixCache[Any]) -> None:
     assert list(cache.leading(0, chain, 2)) == [1, 2]
 
 
+def test_a_prefix_looked_up_in_parts_is_the_one_looked_up_at_once() -> None:
+    cache = make_cache("hashed")
+    publish(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9], first_block=1)
+    chain = chain_of(cache, [1, 2, 3, 4, 5, 6, 7, 8, 0, 0])
+    assert [cache.look_up(0, chain, 5, 3) for _ in range(3)] == [3, 1, 0]
+    assert list(cache.leading(0, chain, 5)) == [1, 2, 3, 4]
+    assert list(cache.leading(0, chain, 2)) == [1, 2]
+    # A block that is dropped and given to another prefix meanwhile is not taken for the one that was found.
+    cache.drop(BlockId(2))
+    publish(cache, [6, 6], first_block=2)
+    assert list(cache.leading(0, chain, 5)) == [1]
+    publish(cache, [1, 2, 3, 4], first_block=8)
+    assert list(cache.leading(0, chain, 5)) == [1, 9, 3, 4]
+
+
 def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="hashed, radix, got 'trie'"):
         make_cache("trie")
@@ -127,7 +142,7 @@ def test_an_unknown_cache_is_refused_with_the_known_ones() -> None:
 tokens_lists = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["put", "put", "put", "drop", "get", "leading"]),
+        st.sampled_from(["put", "put", "put", "drop", "get", "leading", "look_up"]),
         st.integers(0, 3),  # which of four sequences, with chains that live through all of it
         st.integers(0, 1),  # group
         st.integers(0, 11),  # index, or which block to drop
@@ -155,6 +170,10 @@ def test_any_history_of_puts_and_drops_leaves_all_caches_with_the_same_answers(
             if published := sorted(caches[0]):
                 for cache in caches:
                     cache.drop(published[number % len(published)])
+        elif name == "look_up":
+            for cache, chain in pairs:
+                # Whatever is looked up in advance, the answers of `leading` stay the same.
+                assert cache.look_up(group, chain, length, number) <= number
         elif name == "leading":
             hashed, radix = (cache.leading(group, chain, min(number, length)) for cache, chain in pairs)
             assert hashed == radix

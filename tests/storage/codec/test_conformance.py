@@ -71,7 +71,7 @@ def test_zeros_impulses_and_the_smallest_numbers_survive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(VECTOR_CODECS))
-def test_what_is_beyond_the_codes_is_kept_at_their_end(name: str) -> None:
+def test_values_beyond_the_codes_range_saturate(name: str) -> None:
     codec, one = VECTOR_CODECS[name], torch.ones(1)
     read = codec.decode(codec.encode(torch.tensor([[[1e4, -1e6] + [0.5] * 14]]), one), 16, one)
     assert read.isfinite().all() or codec.format.name == "float16"

@@ -1,4 +1,4 @@
-"""Attention by Triton kernels, with the reference as fallback."""
+"""Attention with Triton kernels, and the reference as fallback."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonAttention(AttentionBackend):
-    """Sequences with one new token go through the decode kernel, the others through the chunk kernel.
+    """Attention with Triton kernels: the decode kernel for sequences with one new token, the chunk kernel for others.
 
     Raises:
-        ConfigError: the device is a CPU, and Triton's interpreter was not asked for.
+        ConfigError: the device is a CPU, and Triton's interpreter is not enabled.
     """
 
     name = "triton"
@@ -43,7 +43,7 @@ class TritonAttention(AttentionBackend):
 
     @staticmethod
     def supports(kv: LayerKV) -> TypeGuard[FloatKV]:
-        """bfloat16, float16 or float32, heads of at most 256."""
+        """Whether the kernels store this layer's floats: bfloat16, float16 or float32, with heads of at most 256."""
         if not isinstance(kv, FloatKV):
             return False
         key_dim, value_dim = kv.key.shape[2] * kv.pair, kv.value.shape[3]
@@ -51,12 +51,12 @@ class TritonAttention(AttentionBackend):
 
     @staticmethod
     def reads(kv: LayerKV) -> bool:
-        """Whether the kernels attend over this layer: floats and every codec, in the layout that is asked for here."""
+        """Whether the kernels attend over this layer, which may hold floats or any codec in this backend's layout."""
         read = read_kv(kv)
         return read is not None and max(read.key_dim, read.value_dim) <= _MAX_HEAD_DIM
 
     def _read(self, kv: LayerKV) -> ReadKV | None:
-        # Kept by layer, whose id nobody else can have while it is held here.
+        # Cached by id of the layer, which cannot be reused while the layer is held here.
         known = self._layers.get(id(kv))
         if known is None:
             known = self._layers[id(kv)] = kv, read_kv(kv) if self.reads(kv) else None
@@ -73,7 +73,7 @@ class TritonAttention(AttentionBackend):
             kv.write(key, value, slots)
 
     def encoder(self, kv: LayerKV) -> tuple[CodedKV, ReadKV] | None:
-        """A coded layer that the kernels encode for, and how they see it; None: torch writes it."""
+        """Return a coded layer with its kernel view, if the kernels can encode for it; None if torch must write it."""
         if not isinstance(kv, CodedKV) or kv.finds_scales or not encodes(kv):
             return None
         read = self._read(kv)
@@ -98,7 +98,7 @@ class TritonAttention(AttentionBackend):
         of_keys, of_values = read.rotations
         dtype = query.dtype
         if of_keys is not None:
-            # Scores of rotated queries and keys are those of the plain ones.
+            # Rotated queries and keys have the same scores as plain ones.
             query = (query.float() @ of_keys).to(dtype)
         out = torch.empty(
             (query.shape[0], query.shape[1], read.value_dim),
@@ -106,8 +106,7 @@ class TritonAttention(AttentionBackend):
             device=query.device,
         )
         only_decodes = batch.max_query_len == 1
-        # A lone sequence with several tokens has no decodes beside it.
-        mixed = not only_decodes and batch.num_seqs > 1
+        mixed = not only_decodes and batch.total_decode_len > 0
         if only_decodes or mixed:
             attend_decodes(out, read, query, batch, scale=scale, softcap=softcap, sinks=sinks)
         if not only_decodes:

@@ -1,10 +1,10 @@
-"""Chunk attention: causal attention for many new tokens per sequence, over block tables and ragged.
+"""Chunk attention: causal attention for many new tokens per sequence, over block tables, with ragged batches.
 
     rows of a program     BLOCK_Q tokens x SHARE query heads of one KV head
     programs              (blocks of queries, KV head)
 
         query_start   [ 0            5     6           12 ]
-        blocks of 4   | 0   1   -  | 2  - | 3    4   - |          sequence i's begin at query_start[i] // 4 + i
+        blocks of 4   | 0   1   -  | 2  - | 3    4   - |          sequence i's start at query_start[i] // 4 + i
 
     keys                  | hidden by the window | some see it | all see it | some see it | future |
                           low                                  full                full_end      high
@@ -29,64 +29,27 @@ from octavo.attention.triton.launch import (
     padded,
     tile_tokens,
 )
-from octavo.attention.triton.tiles import load_tile, scores_of, soften
+from octavo.attention.triton.tiles import mix_tiles
 
 
-# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+# Sizes that change between steps must not be specialised, because each compilation takes seconds.
 @triton.jit(do_not_specialize=["num_seqs"])
 def _attend_chunk(
-    out,
-    query,
-    key,
-    value,
-    key_scale,
-    key_zero,
-    value_scale,
-    value_zero,
-    tables,
-    table_rows,
-    query_start,
-    context_lens,
-    sinks,
-    key_scales,
-    value_scales,
-    scale,
-    softcap,
-    num_seqs,
-    table_stride,
-    query_token_stride,
-    query_head_stride,
-    key_block_stride,
-    key_head_stride,
-    key_dim_stride,
-    key_token_stride,
-    value_block_stride,
-    value_head_stride,
-    value_token_stride,
-    value_dim_stride,
-    block_bytes,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    KEY_CODE: tl.constexpr,
-    KEY_HALF: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    VALUE_CODE: tl.constexpr,
-    VALUE_HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAIR: tl.constexpr,
-    SCALED: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    DECODES_APART: tl.constexpr,
+    out, query,
+    key, value, key_scale, key_zero, value_scale, value_zero,
+    tables, table_rows, query_start, context_lens, sinks, key_scales, value_scales, scale, softcap,
+    num_seqs, table_stride, query_token_stride, query_head_stride,
+    key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+    value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_CODE: tl.constexpr, KEY_HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_CODE: tl.constexpr, VALUE_HALF: tl.constexpr,
+    BLOCK: tl.constexpr, PAIR: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DECODES_APART: tl.constexpr,
     UPCAST: tl.constexpr,
-):
-    program = tl.program_id(0)
+):  # fmt: skip
+    # The last queries see the most keys, so start with them to avoid a long-running program at the end.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     left = 0
     right = num_seqs
@@ -134,7 +97,7 @@ def _attend_chunk(
         low = tl.maximum(first_position - WINDOW + 1, 0)
         full = tl.maximum(last_position - WINDOW + 1, 0)
     high = last_position + 1
-    # Whole tiles between `full` and the first query's position are seen by every row: no score of them is hidden.
+    # Whole tiles between `full` and the first query's position are visible to every row, so they need no mask.
     begin = low // TILE * TILE
     full = tl.minimum((full + TILE - 1) // TILE * TILE, (last_position + TILE) // TILE * TILE)
     full_end = tl.maximum((first_position + 1) // TILE * TILE, full)
@@ -146,47 +109,32 @@ def _attend_chunk(
         maximum = sink * 1.4426950408889634
         total = total + 1.0
     mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    cache = (key, value, key_scale, key_zero, value_scale, value_zero)
+    strides = (
+        key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+        value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+    )  # fmt: skip
     if WINDOW > 0:
-        for start in range(begin, full, TILE):
-            k, factor, v, seen = load_tile(
-                key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
-                key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-                value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
-                KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF,
-                BLOCK, PAIR, TILE,
-            )  # fmt: skip
-            scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
-            distance = positions[:, None] - seen[None, :]
-            scores = tl.where((distance >= 0) & (distance < WINDOW), scores, float("-inf"))
-            maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
-    for start in range(full, full_end, TILE):
-        k, factor, v, seen = load_tile(
-            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
-            key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+        maximum, total, mixed = mix_tiles(
+            q, maximum, total, mixed, cache, strides, table, begin, full, low, high, head, positions, scale, softcap,
+            "causal", WINDOW, SOFTCAP,
             KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
         )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
-        maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
-    for start in range(full_end, high, TILE):
-        k, factor, v, seen = load_tile(
-            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
-            key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
-            KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
-        )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
-        distance = positions[:, None] - seen[None, :]
-        hidden = distance < 0
-        if WINDOW > 0:
-            hidden = hidden | (distance >= WINDOW)
-        scores = tl.where(hidden, float("-inf"), scores)
-        maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
+    maximum, total, mixed = mix_tiles(
+        q, maximum, total, mixed, cache, strides, table, full, full_end, low, high, head, positions, scale, softcap,
+        "none", WINDOW, SOFTCAP,
+        KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
+    )  # fmt: skip
+    maximum, total, mixed = mix_tiles(
+        q, maximum, total, mixed, cache, strides, table, full_end, high, low, high, head, positions, scale, softcap,
+        "causal", WINDOW, SOFTCAP,
+        KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
+    )  # fmt: skip
 
     if SCALED:
         mixed *= tl.load(value_scales + head)
     place = (tokens * (tl.num_programs(1) * SHARE) + heads)[:, None] * VALUE_DIM + j[None, :]
-    # Rows of no query have seen nothing where a window is: they divide by 1.
+    # Rows without a query may have seen no key if there is a window, so divide them by 1.
     total = tl.where(present, total, 1.0)
     tl.store(
         out + place,
@@ -206,71 +154,70 @@ def attend_chunks(
     sinks: torch.Tensor | None,
     decodes_apart: bool,
 ) -> None:
-    """Attend for every sequence of the batch; arguments as of `attend_decodes`.
+    """Attend for every sequence of the batch; arguments as for `attend_decodes`.
 
     Args:
-        decodes_apart: leave alone the sequences with one query.
+        decodes_apart: whether to skip the sequences with one query.
     """
     group = batch.groups[kv.group]
     num_heads, key_dim = query.shape[1:]
     kv_heads, value_dim = kv.kv_heads, kv.value_dim
-    scales = kv.scales or (out, out)
     share = num_heads // kv_heads
-    wide = max(key_dim, value_dim) > 128
-    rows = padded(share, MIN_DOT if INTERPRETED else _rows(kv, wide, query.dtype))
+    least_rows, most_tokens, warps = _program(kv, query.dtype)
+    rows = padded(share, MIN_DOT if INTERPRETED else least_rows)
     block_q = rows // share
-    crowded = wide or query.dtype is torch.float32 or _decodes_before_hopper(kv)
     _attend_chunk[(batch.num_tokens // block_q + batch.num_seqs, kv_heads)](
         out,
         query,
-        kv.key,
-        kv.value,
-        *kv.fields,
+        *kv.tensors,
         group.block_tables,
         batch.table_rows,
         batch.query_start,
         batch.context_lens,
         out if sinks is None else sinks,
-        *scales,
+        *(kv.scales or (out, out)),
         *score_factors(scale, softcap),
         batch.num_seqs,
         group.block_tables.stride(0),
         *query.stride()[:2],
-        *kv.strides,
-        kv.block_bytes,
+        *kv.all_strides,
+        **kv.constants,
         SHARE=share,
         ROWS=rows,
         BLOCK_Q=block_q,
-        KEY_DIM=key_dim,
-        KEY_PADDED=padded(key_dim, MIN_DOT),
-        KEY_CODE=kv.codes[0],
-        KEY_HALF=kv.halves[0],
-        VALUE_DIM=value_dim,
-        VALUE_PADDED=padded(value_dim, MIN_DOT),
-        VALUE_CODE=kv.codes[1],
-        VALUE_HALF=kv.halves[1],
-        BLOCK=kv.block_size,
-        PAIR=kv.pair,
-        SCALED=kv.scales is not None,
         TILE=tile_tokens(
-            rows, padded(key_dim), padded(value_dim), query.dtype, crowded=kv.has_int4 and (wide or kv.is_padded)
+            rows,
+            padded(key_dim),
+            padded(value_dim),
+            query.dtype,
+            # Hopper's products read operands directly from shared memory, so prefetching needs a third buffer.
+            buffers=3 if 90 <= compute_capability() < 100 else 2,
+            most=min(kv.most_tile_tokens, most_tokens),
         ),
         WINDOW=kv.sliding_window or 0,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         DECODES_APART=decodes_apart,
         UPCAST=computes_in_float32(query.dtype),
-        num_warps=4 if rows <= 64 and not crowded else 8,
-        num_stages=2,
+        num_warps=warps,
+        num_stages=kv.stages,
     )
 
 
-def _rows(kv: ReadKV, wide: bool, dtype: torch.dtype) -> int:
-    """Rows of a program, so that its sums stay in registers."""
-    rows = 64 if wide else 128
-    return rows // 2 if dtype is torch.float32 or _decodes_before_hopper(kv) else rows
+def _program(kv: ReadKV, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return a program's rows, the most tokens of its tiles, and its warps, such that its registers suffice.
 
-
-def _decodes_before_hopper(kv: ReadKV) -> bool:
-    """Whether codes become floats in the registers that products take their operands from."""
-    return kv.codes != ("float", "float") and compute_capability() < 90
+    `scripts/compile_kernels.py` shows what is spilled. A product of float32 is computed as three of tf32. Before
+    Hopper, codes are converted in the registers from which products read their operands.
+    """
+    widest, hopper = max(padded(kv.key_dim), padded(kv.value_dim)), compute_capability() >= 90
+    if dtype is torch.float32:
+        crowded = widest > 128 or kv.is_padded
+        return (16, 16, 8) if crowded else (32, 32 if hopper or widest <= 64 else 16, 4)
+    if kv.is_float:
+        return 64 if widest > 128 else 128, 64, 8
+    if widest > 128:
+        return 64 if hopper else 32, 16, 8
+    if hopper:
+        return 128, 64, 8
+    return 32 if all(kv.halves) and widest > 64 else 64, 32, 8

@@ -1,11 +1,13 @@
-"""Decode attention: one query per sequence, its context split among programs, then a pass that joins the parts.
+"""Decode attention: one query per sequence, whose context is split among programs, then a pass that joins the parts.
 
-    context   | split 0    | split 1    | split 2 |         SPLIT tokens each, counted from position 0
-    programs  (sequence, KV head, split): all query heads of the KV head as rows of one product
-    parts     maximum, total, mixed values of each        float32, in memory
-    join      (sequence, query head)                      in the order of the splits
+    context   | split 0    | split 1    | split 2 |         see `kvcache/splits.py`
+    programs  (split, KV head): all query heads of the KV head as rows of one product
+    splits    | sequence 0: 0 1 2 | sequence 1: 0 | sequence 3: 0 1 | without work |
+    parts     maximum, total, mixed values of each          float32, in memory
+    join      (sequence, query head)                        in the order of the splits
 
-Splits lie where they lie whatever the batch, so a sequence's result depends on nothing but its own tokens.
+The host knows no more than a bound of the number of splits, so each program finds its sequence by summing those of the
+sequences before it. The work of a step is thus proportional to the sum of the contexts, not to the longest.
 """
 
 from __future__ import annotations
@@ -16,90 +18,82 @@ import triton.language as tl
 
 from octavo.attention.base import AttentionBatch
 from octavo.attention.triton.launch import LOG2_E, MIN_DOT, ReadKV, computes_in_float32, padded, tile_tokens
-from octavo.attention.triton.tiles import load_tile, scores_of, soften
+from octavo.attention.triton.tiles import mix_tiles
+from octavo.kvcache.splits import SPLIT, max_splits, most_splits
 
-SPLIT = 256
 _JOINED = 16  # splits at a time
+_COUNTED = 256  # sequences at a time
 
 
-def num_splits(max_context_len: int, window: int | None) -> int:
-    """Splits that the longest context of a batch may touch."""
-    splits = -(-max_context_len // SPLIT)
-    return splits if window is None else min(splits, -(-window // SPLIT) + 1)
-
-
-# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
-@triton.jit(do_not_specialize=["splits"])
-def _attend_split(
-    out,
-    parts,
-    maxima,
-    totals,
-    query,
-    key,
-    value,
-    key_scale,
-    key_zero,
-    value_scale,
-    value_zero,
-    tables,
-    table_rows,
-    query_start,
-    context_lens,
-    sinks,
-    key_scales,
-    value_scales,
-    scale,
-    softcap,
-    splits,
-    table_stride,
-    query_token_stride,
-    query_head_stride,
-    key_block_stride,
-    key_head_stride,
-    key_dim_stride,
-    key_token_stride,
-    value_block_stride,
-    value_head_stride,
-    value_token_stride,
-    value_dim_stride,
-    block_bytes,
-    SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    KEY_CODE: tl.constexpr,
-    KEY_HALF: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    VALUE_CODE: tl.constexpr,
-    VALUE_HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAIR: tl.constexpr,
-    SCALED: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ALONE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    token = tl.load(query_start + sequence).to(tl.int64)
-    if tl.load(query_start + sequence + 1) - token != 1:
-        return
-    context = tl.load(context_lens + sequence).to(tl.int32)
-    begin = 0
+@triton.jit
+def _split_of(context, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first token that is attended to, and the tokens of a split, for one sequence or for several."""
+    begin = context - context
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
-    first = (begin // SPLIT_TOKENS + split) * SPLIT_TOKENS
+    span = tl.maximum(context - begin, 1)
+    return begin, (span + SPLIT_TOKENS * MOST_SPLITS - 1) // (SPLIT_TOKENS * MOST_SPLITS) * SPLIT_TOKENS
+
+
+@triton.jit
+def _count_splits(
+    query_start, context_lens, sequences, end,
+    SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return the number of splits of each of the `sequences` before `end`: 0 for those with several queries."""
+    present = sequences < end
+    first = tl.load(query_start + sequences, mask=present, other=0)
+    length = tl.load(query_start + sequences + 1, mask=present, other=0) - first
+    context = tl.load(context_lens + sequences, mask=present, other=0)
+    begin, tokens = _split_of(context, SPLIT_TOKENS, MOST_SPLITS, WINDOW)
+    return tl.where(length == 1, (context + tokens - 1) // tokens - begin // tokens, 0)
+
+
+# Sizes that change between steps must not be specialised, because each compilation takes seconds.
+@triton.jit(do_not_specialize=["num_seqs"])
+def _attend_split(
+    out, parts, maxima, totals, query,
+    key, value, key_scale, key_zero, value_scale, value_zero,
+    tables, table_rows, query_start, context_lens, sinks, key_scales, value_scales, scale, softcap,
+    num_seqs, table_stride, query_token_stride, query_head_stride,
+    key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+    value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+    SHARE: tl.constexpr, ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_CODE: tl.constexpr, KEY_HALF: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_CODE: tl.constexpr, VALUE_HALF: tl.constexpr,
+    BLOCK: tl.constexpr, PAIR: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, COUNTED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = item
+    split = 0
+    if not ALONE:
+        sequence = 0
+        first_item = 0
+        num_items = 0
+        for start in range(0, num_seqs, COUNTED):
+            counts = _count_splits(
+                query_start, context_lens, start + tl.arange(0, COUNTED), num_seqs, SPLIT_TOKENS, MOST_SPLITS, WINDOW
+            )
+            ends = num_items + tl.cumsum(counts, 0)
+            before = ends <= item
+            sequence += tl.sum(before.to(tl.int32), 0)
+            first_item = tl.maximum(first_item, tl.max(tl.where(before, ends, 0), 0))
+            num_items += tl.sum(counts, 0)
+        if item >= num_items:
+            return
+        split = item - first_item
+    token = tl.load(query_start + sequence).to(tl.int64)
+    if ALONE:
+        if tl.load(query_start + sequence + 1) - token != 1:
+            return
+    context = tl.load(context_lens + sequence).to(tl.int32)
+    begin, split_tokens = _split_of(context, SPLIT_TOKENS, MOST_SPLITS, WINDOW)
+    first = (begin // split_tokens + split) * split_tokens
     low = tl.maximum(first, begin)
-    high = tl.minimum(first + SPLIT_TOKENS, context)
-    if low >= high:
-        return
+    high = tl.minimum(first + split_tokens, context)
     table = tables + tl.load(table_rows + sequence) * table_stride
 
     rows = tl.arange(0, ROWS)
@@ -119,16 +113,16 @@ def _attend_split(
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    for start in range(low // TILE * TILE, high, TILE):
-        k, factor, v, tokens = load_tile(
-            key, value, key_scale, key_zero, value_scale, value_zero, table, start, low, high, head, scale,
-            key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
-            value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
-            KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
-        )  # fmt: skip
-        scores = scores_of(q, k.to(q.dtype), factor, softcap, SOFTCAP)
-        scores = tl.where(((tokens >= low) & (tokens < high))[None, :], scores, float("-inf"))
-        maximum, total, mixed = soften(scores, v.to(q.dtype), maximum, total, mixed)
+    cache = (key, value, key_scale, key_zero, value_scale, value_zero)
+    strides = (
+        key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
+        value_block_stride, value_head_stride, value_token_stride, value_dim_stride, block_bytes,
+    )  # fmt: skip
+    maximum, total, mixed = mix_tiles(
+        q, maximum, total, mixed, cache, strides, table, low // TILE * TILE, high, low, high, head, rows, scale,
+        softcap, "range", WINDOW, SOFTCAP,
+        KEY_DIM, KEY_PADDED, KEY_CODE, KEY_HALF, VALUE_DIM, VALUE_PADDED, VALUE_CODE, VALUE_HALF, BLOCK, PAIR, TILE,
+    )  # fmt: skip
 
     if SCALED:
         mixed *= tl.load(value_scales + head)
@@ -143,40 +137,34 @@ def _attend_split(
         place = (token * num_heads + heads)[:, None] * VALUE_DIM + j[None, :]
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=kept)
     else:
-        part = (sequence.to(tl.int64) * num_heads + heads) * splits + split
+        part = item.to(tl.int64) * num_heads + heads
         tl.store(maxima + part, maximum, mask=present)
         tl.store(totals + part, total, mask=present)
         tl.store(parts + part[:, None] * VALUE_DIM + j[None, :], mixed, mask=kept)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _join_splits(
-    out,
-    parts,
-    maxima,
-    totals,
-    query_start,
-    context_lens,
-    sinks,
-    splits,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    JOINED: tl.constexpr,
-):
+    out, parts, maxima, totals, query_start, context_lens, sinks,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, COUNTED: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     token = tl.load(query_start + sequence).to(tl.int64)
     if tl.load(query_start + sequence + 1) - token != 1:
         return
+    first_item = 0
+    for start in range(0, sequence, COUNTED):
+        counts = _count_splits(
+            query_start, context_lens, start + tl.arange(0, COUNTED), sequence, SPLIT_TOKENS, MOST_SPLITS, WINDOW
+        )
+        first_item += tl.sum(counts, 0)
     context = tl.load(context_lens + sequence).to(tl.int32)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context - WINDOW, 0)
-    count = (context + SPLIT_TOKENS - 1) // SPLIT_TOKENS - begin // SPLIT_TOKENS
+    begin, split_tokens = _split_of(context, SPLIT_TOKENS, MOST_SPLITS, WINDOW)
+    count = (context + split_tokens - 1) // split_tokens - begin // split_tokens
     j = tl.arange(0, VALUE_PADDED)
     maximum = float("-inf")
     total = 0.0
@@ -184,11 +172,10 @@ def _join_splits(
         maximum = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total = 1.0
     mixed = tl.zeros([VALUE_PADDED], tl.float32)
-    first_part = (sequence.to(tl.int64) * num_heads + head) * splits
     for first in range(0, count, JOINED):
         split = first + tl.arange(0, JOINED)
         present = split < count
-        part = first_part + split
+        part = (first_item + split).to(tl.int64) * num_heads + head
         part_maximum = tl.load(maxima + part, mask=present, other=float("-inf"))
         part_total = tl.load(totals + part, mask=present, other=0.0)
         part_mixed = tl.load(
@@ -214,72 +201,65 @@ def attend_decodes(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Attend for the sequences of the batch that have one query; the others' rows of `out` are left alone.
+    """Attend for the sequences of the batch that have one query; other rows of `out` are not written.
 
     Args:
         out: [num_tokens, num_heads, value_dim], contiguous.
-        query: [num_tokens, num_heads, key_dim], of any strides but the last.
+        query: [num_tokens, num_heads, key_dim]; the last dimension must be contiguous.
     """
     group = batch.groups[kv.group]
-    num_heads, key_dim = query.shape[1:]
-    kv_heads, value_dim = kv.kv_heads, kv.value_dim
-    scales = kv.scales or (out, out)
-    share, window = num_heads // kv_heads, kv.sliding_window or 0
-    splits = num_splits(batch.max_context_len, kv.sliding_window)
-    alone = splits == 1
-    sums = (batch.num_seqs, num_heads, 1 if alone else splits)
-    maxima, totals = (torch.empty(sums, dtype=torch.float32, device=query.device) for _ in range(2))
-    parts = maxima if alone else torch.empty((*sums, value_dim), dtype=torch.float32, device=query.device)
+    num_heads, value_dim = query.shape[1], kv.value_dim
+    share, window = num_heads // kv.kv_heads, kv.sliding_window
+    alone = batch.max_context_len <= SPLIT
+    if alone:
+        splits = batch.num_seqs
+    else:
+        total = batch.total_decode_len
+        splits = max_splits(batch.num_seqs, batch.max_context_len, total, window, kv.kv_heads)
+    maxima, totals = (torch.empty(splits, num_heads, dtype=torch.float32, device=query.device) for _ in range(2))
+    parts = maxima if alone else torch.empty(splits, num_heads, value_dim, dtype=torch.float32, device=query.device)
     of_sinks = maxima if sinks is None else sinks
-    _attend_split[(batch.num_seqs, kv_heads, splits)](
+    dividing = {
+        "SPLIT_TOKENS": SPLIT,
+        "MOST_SPLITS": most_splits(kv.kv_heads),
+        "COUNTED": _COUNTED,
+        "WINDOW": window or 0,
+        "SINKS": sinks is not None,
+    }
+    _attend_split[(splits, kv.kv_heads)](
         out,
         parts,
         maxima,
         totals,
         query,
-        kv.key,
-        kv.value,
-        *kv.fields,
+        *kv.tensors,
         group.block_tables,
         batch.table_rows,
         batch.query_start,
         batch.context_lens,
         of_sinks,
-        *scales,
+        *(kv.scales or (out, out)),
         *score_factors(scale, softcap),
-        splits,
+        batch.num_seqs,
         group.block_tables.stride(0),
         *query.stride()[:2],
-        *kv.strides,
-        kv.block_bytes,
+        *kv.all_strides,
+        **kv.constants,
+        **dividing,
         SHARE=share,
         ROWS=padded(share, MIN_DOT),
-        KEY_DIM=key_dim,
-        KEY_PADDED=padded(key_dim, MIN_DOT),
-        KEY_CODE=kv.codes[0],
-        KEY_HALF=kv.halves[0],
-        VALUE_DIM=value_dim,
-        VALUE_PADDED=padded(value_dim, MIN_DOT),
-        VALUE_CODE=kv.codes[1],
-        VALUE_HALF=kv.halves[1],
-        BLOCK=kv.block_size,
-        PAIR=kv.pair,
-        SCALED=kv.scales is not None,
         TILE=tile_tokens(
             padded(share, MIN_DOT),
-            padded(key_dim),
+            padded(kv.key_dim),
             padded(value_dim),
             query.dtype,
-            crowded=kv.has_int4 and kv.is_padded,
+            most=kv.most_tile_tokens,
         ),
-        SPLIT_TOKENS=SPLIT,
-        WINDOW=window,
         SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
         ALONE=alone,
         UPCAST=computes_in_float32(query.dtype),
         num_warps=_warps(kv, query.dtype),
-        num_stages=2,
+        num_stages=kv.stages,
     )
     if not alone:
         _join_splits[(batch.num_seqs, num_heads)](
@@ -290,25 +270,22 @@ def attend_decodes(
             batch.query_start,
             batch.context_lens,
             of_sinks,
-            splits,
+            **dividing,
             VALUE_DIM=value_dim,
             VALUE_PADDED=padded(value_dim),
-            SPLIT_TOKENS=SPLIT,
-            WINDOW=window,
-            SINKS=sinks is not None,
             JOINED=_JOINED,
             num_warps=4,
         )
 
 
 def _warps(kv: ReadKV, dtype: torch.dtype) -> int:
-    """As many as keep what a program holds in registers: what codes of 4 bits become takes more while it is made."""
-    is_wide = max(kv.key_dim, kv.value_dim) > 128 or kv.is_padded
-    return 8 if dtype is torch.float32 or (any(kv.halves) and is_wide) else 4
+    """Return the number of warps whose registers hold a program's data; decoding codes takes more of them."""
+    wide = max(padded(kv.key_dim), padded(kv.value_dim))
+    return 8 if dtype is torch.float32 or wide > 128 or (wide == 128 and not kv.is_float) else 4
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """`scores_of`'s scale and softcap: both in units of log2."""
+    """Return scale and softcap for `scores_of`, both in units of log2."""
     if softcap is None:
         return scale * LOG2_E, 0.0
     return 2.0 * scale * LOG2_E / softcap, softcap * LOG2_E

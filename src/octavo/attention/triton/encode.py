@@ -1,13 +1,13 @@
-"""Encode a step's keys and values into their slots, with or without normalising and rotating them on the way.
+"""Encodes a step's keys and values into their slots, optionally normalising and rotating them first.
 
-program     TOKENS tokens of one KV head, as in `store.py`; a vector is encoded as `storage/codec/` says
-dimensions  of codes of 8 bits 0 .. n; of 4 bits those of the low nibbles, then those of the high ones:
+program     TOKENS tokens of one KV head, as in `store.py`; vectors are encoded as in `storage/codec/`
+dimensions  for codes of 8 bits 0 .. n; for 4 bits those of the low nibbles, then those of the high ones:
 
     byte            | 0     | 1         | 2 …
     "int4 by fours" | 0, 4  | 1, 5      |
     others          | 0, n/2| 1, n/2 + 1|
 
-All rounding is done with float32 and integers, so that any GPU does it, and as the codecs do.
+All rounding uses float32 and integers, so that it works on any GPU, and follows the codecs.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import triton
 import triton.language as tl
 
 from octavo.attention.triton.launch import MIN_DOT, ReadKV, padded
-from octavo.attention.triton.store import rotate_queries, tokens_at_once
+from octavo.attention.triton.store import NewHeads, rotate_queries, tokens_at_once
 from octavo.attention.triton.tiles import e4m3_floats
 from octavo.storage.coded_kv import CodedKV, CodedSide
 
 
 @triton.jit
 def _nearest(x):
-    """To integers, ties to even; |x| < 2^22."""
+    """Round to integers, ties to even; |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _ceil_bfloat16(x):
-    """The least bfloat16 that is at least x >= 0; infinities and NaN stay what they are."""
+    """Round x >= 0 up to bfloat16; infinities and NaN are unchanged."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0x7F800000, (bits + 0xFFFF) & -65536, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """uint8 of float32 within the codes' range: to nearest, ties to even."""
+    """Convert float32 within the range of the codes to uint8, rounding to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Of numbers below the smallest normal one, the steps are those of that one.
+    # Subnormal numbers have the same step as the smallest normal one.
     exponent = tl.maximum(size >> 23, 128 - BIAS)
     steps = _nearest(
         size.to(tl.float32, bitcast=True) * ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
@@ -56,9 +56,10 @@ def _vectors(
     heads, columns, present, positions, cos, sin, norm, factor,
     DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """float32 [tokens, columns] of the heads at pointers [tokens], normalised and rotated; ROTARY: half of what turns.
+    """Load heads at pointers [tokens] as float32 [tokens, columns], normalised and rotated.
 
-    Rounded to the model's type after each step, as `store.py` does.
+    ROTARY is half the number of rotated dimensions. Results are rounded to the model's type after each step, as in
+    `store.py`.
     """
     element = heads.dtype.element_ty
     mask = present[:, None] & (columns < DIM)[None, :]
@@ -162,7 +163,7 @@ def _nvfp4_codes(
     x, of_head, places, present, first,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """int32 [TOKENS, HALF_PADDED]; the scales of each 16 dimensions are stored from `first` on."""
+    """Return codes, int32 [TOKENS, HALF_PADDED], and store the scales of each 16 dimensions from index `first` on."""
     groups: tl.constexpr = HALF_PADDED // 16
     x = tl.div_rn(x, tl.broadcast_to(of_head, x.shape))
     size = tl.abs(x)
@@ -172,14 +173,14 @@ def _nvfp4_codes(
     tl.store(places[:, None] + (first + g)[None, :], bits, mask=present[:, None] & (g < HALF // 16)[None, :])
     step = tl.reshape(tl.broadcast_to(e4m3_floats(bits)[:, :, None], [TOKENS, groups, 16]), [TOKENS, HALF_PADDED])
     size = tl.where(step > 0.0, tl.div_rn(size, tl.where(step > 0.0, step, 1.0)), 0.0)
-    # The middles between two numbers; a tie goes to the even code.
+    # Compare with the midpoints between two numbers; a tie goes to the even code.
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
     code += (size > 5.0).to(tl.int32)
     return code | ((x < 0.0).to(tl.int32) << 3)
 
 
-# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+# Sizes that change between steps must not be specialised, because each compilation takes seconds.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_encode(
     qkv, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens, qkv_stride,
@@ -237,7 +238,7 @@ def _encode_vectors(
 
 
 def encodes(kv: CodedKV) -> bool:
-    """Whether the kernels encode for a layer that they read: nvfp4 in heads of multiples of 32."""
+    """Whether the kernels can encode for a layer that they read; nvfp4 requires heads in multiples of 32."""
     return all(side.codec.format.group is None or side.dim % 32 == 0 for side in (kv.keys, kv.values))
 
 
@@ -267,37 +268,13 @@ def encode(kv: CodedKV, read: ReadKV, key: torch.Tensor, value: torch.Tensor, sl
         )
 
 
-def rotate_and_encode(
-    qkv: torch.Tensor,
-    kv: CodedKV,
-    read: ReadKV,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    num_heads: int,
-    query_norm: torch.Tensor | None = None,
-    key_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """As `store.rotate_and_store`, into codes."""
-    num_tokens, half = qkv.shape[0], cos.shape[1]
-    kv_heads, key_dim, value_dim = read.kv_heads, read.key_dim, read.value_dim
-    share, rest = num_heads // kv_heads, key_dim - 2 * half
+def rotate_and_encode(new: NewHeads, kv: CodedKV, read: ReadKV) -> None:
+    """Do the same as `store.rotate_and_store`, but encode keys and values."""
+    num_tokens = new.qkv.shape[0]
     tokens = max(_tokens(num_tokens, turn) for turn in read.rotations)
     of_keys, of_values = _destination(kv.keys, read, 0), _destination(kv.values, read, 1)
-    _rotate_and_encode[(-(-num_tokens // tokens), kv_heads)](
-        qkv,
-        slots,
-        positions,
-        cos,
-        sin,
-        qkv if query_norm is None else query_norm,
-        qkv if key_norm is None else key_norm,
-        eps,
-        num_tokens,
-        qkv.stride(0),
+    _rotate_and_encode[(-(-num_tokens // tokens), read.kv_heads)](
+        *new.arguments,
         of_keys[0],
         of_values[0],
         *of_keys[1:3],
@@ -309,32 +286,24 @@ def rotate_and_encode(
         *_strides(read, 0),
         *_strides(read, 1),
         read.block_bytes,
-        SHARE=share,
-        SHARE_PADDED=padded(share),
-        KV_HEADS=kv_heads,
-        DIM=key_dim,
-        PADDED=padded(key_dim, MIN_DOT),
+        **new.constants(read.kv_heads, read.key_dim),
+        PADDED=padded(read.key_dim, MIN_DOT),
         CODE=_code(kv.keys, read, 0),
         HALF=read.halves[0],
         HALF_PADDED=padded(read.halves[0] or 1, MIN_DOT),
-        VALUE_DIM=value_dim,
-        VALUE_PADDED=padded(value_dim, MIN_DOT),
+        VALUE_DIM=read.value_dim,
+        VALUE_PADDED=padded(read.value_dim, MIN_DOT),
         VALUE_CODE=_code(kv.values, read, 1),
         VALUE_HALF=read.halves[1],
         VALUE_HALF_PADDED=padded(read.halves[1] or 1, MIN_DOT),
-        ROTARY=half,
-        ROTARY_PADDED=padded(half),
-        REST=rest,
-        REST_PADDED=padded(max(rest, 1)),
         BLOCK=read.block_size,
         TOKENS=tokens,
-        NORM=query_norm is not None,
         num_warps=4 if read.rotations == (None, None) else 8,
     )
 
 
 def _tokens(num_tokens: int, turn: torch.Tensor | None) -> int:
-    """Tokens of one program: as many as a product has rows where a rotation is one."""
+    """Return the number of tokens per program; with a rotation, at least the rows of a matrix product."""
     return max(tokens_at_once(num_tokens), 1 if turn is None else MIN_DOT)
 
 
@@ -344,13 +313,13 @@ def _code(side: CodedSide, read: ReadKV, which: int) -> str:
 
 
 def _destination(side: CodedSide, read: ReadKV, which: int) -> tuple[torch.Tensor, ...]:
-    """Codes as bytes, scales, zero points, scales of heads, and the rotation."""
+    """Return codes as bytes, scales, zero points, scales of heads, and the rotation."""
     turn = read.rotations[which]
     return side.codes, *read.fields[2 * which : 2 * which + 2], side.scale, side.scale if turn is None else turn
 
 
 def _strides(read: ReadKV, which: int) -> tuple[int, ...]:
-    """Of codes, in bytes: from block to block, head to head, token to token."""
+    """Return the strides of codes in bytes, for blocks, heads and tokens."""
     if which == 0:
         block, head, _, token = read.strides[:4]
         return block, head, token

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def let_loops_end_at_tensors() -> None:
-    """Let `range` take loaded numbers under NumPy 2.4, which no longer makes an int of an array [1]."""
+    """Let `range` accept loaded numbers with NumPy 2.4, which no longer converts an array of shape [1] to an int."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor

@@ -1,9 +1,10 @@
-"""What all launches share: whether kernels are interpreted, and sizes of tiles."""
+"""Shared by all launches: whether kernels are interpreted, the kernels' view of layers, and sizes of tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -20,22 +21,23 @@ from octavo.storage.coded_kv import CodedKV, CodedSide
 from octavo.storage.layer_kv import LayerKV
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Kernels run in Triton's interpreter on a CPU: decided by TRITON_INTERPRET when triton is first imported."""
+"""Whether kernels run in Triton's interpreter on a CPU, set by TRITON_INTERPRET when triton is first imported."""
 
 if INTERPRETED:
     let_loops_end_at_tensors()
 
 LOG2_E = 1.4426950408889634
-MIN_DOT = 16  # the least rows and columns of a tensor-core product
+MIN_DOT = 16  # minimum number of rows and columns of a tensor-core product
+_SCRATCH = 4096  # bytes that the warps of a program use to exchange maxima and sums
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The power of two that holds `size`, at least `least`: what `tl.arange` takes."""
+    """Return the next power of two, at least `least`, as `tl.arange` requires."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def computes_in_float32(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype must be upcast: Triton 3.6's interpreter multiplies bfloat16 wrongly."""
+    """Whether products of this dtype must be upcast, because Triton 3.6's interpreter multiplies bfloat16 wrongly."""
     return INTERPRETED and dtype is torch.bfloat16
 
 
@@ -44,13 +46,14 @@ class ReadKV:
     """A layer's keys and values as the attention kernels read them.
 
     Attributes:
-        strides: of keys (block, head, dimension, token), of values (block, head, token, dimension), in elements.
-        codes: what is stored of keys, and of values: `tiles.py` has the names.
-        halves: half the dimensions that are stored, where two of them share a byte; else 0.
-        fields: scales and zero points of the keys' tokens, then of the values'; any tensor where a code has none.
-        block_bytes: from one block to the next.
-        scales: float32 [kv_heads] each, by which keys and values are multiplied; None: they are what they are.
-        rotations: [dim, dim] for keys and for values: x @ rotation is what is stored of x; None: x itself.
+        strides: strides of keys (block, head, dimension, token) and of values (block, head, token, dimension), in
+            elements.
+        codes: names of the codes of keys and of values, as in `tiles.py`.
+        halves: half the number of stored dimensions of keys and of values if two of them share a byte, else 0.
+        fields: scales and zero points of the keys, then of the values; an arbitrary tensor if a code has none.
+        block_bytes: distance between blocks.
+        scales: float32 [kv_heads] each, by which keys and values are multiplied; None if there are none.
+        rotations: [dim, dim] for keys and for values; x is stored as x @ rotation, or as it is if None.
     """
 
     key: torch.Tensor
@@ -71,17 +74,54 @@ class ReadKV:
     sliding_window: int | None
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys, values and their fields, as the kernels take them."""
+        return (self.key, self.value, *self.fields)
+
+    @property
+    def all_strides(self) -> tuple[int, ...]:
+        """The strides of `tensors`, as the kernels take them."""
+        return (*self.strides, self.block_bytes)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The layer's compile-time constants of the kernels."""
+        return {
+            "KEY_DIM": self.key_dim, "KEY_PADDED": padded(self.key_dim, MIN_DOT),
+            "KEY_CODE": self.codes[0], "KEY_HALF": self.halves[0],
+            "VALUE_DIM": self.value_dim, "VALUE_PADDED": padded(self.value_dim, MIN_DOT),
+            "VALUE_CODE": self.codes[1], "VALUE_HALF": self.halves[1],
+            "BLOCK": self.block_size, "PAIR": self.pair, "SCALED": self.scales is not None,
+        }  # fmt: skip
+
+    @property
     def is_padded(self) -> bool:
-        """Whether vectors take more registers than they have dimensions."""
+        """Whether vectors need padding to a power of two."""
         return self.key_dim != padded(self.key_dim) or self.value_dim != padded(self.value_dim)
 
     @property
-    def has_int4(self) -> bool:
-        return any(code.startswith("int4") for code in self.codes)
+    def is_float(self) -> bool:
+        """Whether products use stored values directly, or after one conversion for fp8."""
+        return self.codes == ("float", "float")
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of loops over tiles; with 3, one tile is multiplied while two more are loaded or
+        loading.
+
+        Codes are loaded as single bytes, which are held in registers meanwhile, so a third stage would not fit. Nor
+        would a third tile of float32 fit in the shared memory of small GPUs.
+        """
+        return 3 if self.is_float and self.key.dtype is not torch.float32 else 2
+
+    @property
+    def most_tile_tokens(self) -> int:
+        """The maximum number of tokens in a tile, such that decoded codes fit in the registers."""
+        return 16 if any(self.halves) and self.is_padded else 64
 
 
 def read_kv(kv: LayerKV) -> ReadKV | None:
-    """The layer as kernels read it; None where they cannot: codes in the CPU's layout, blocks of an odd size."""
+    """Return the kernels' view of a layer; None if they cannot read it, such as codes in the CPU's layout."""
     if isinstance(kv, FloatKV):
         heads, key_dim = kv.key.shape[1], kv.key.shape[2] * kv.pair
         return ReadKV(
@@ -140,50 +180,51 @@ def _rotation_of(side: CodedSide) -> torch.Tensor | None:
 
 @cache
 def rotation(dim: int, device: torch.device) -> torch.Tensor:
-    """float32 [dim, dim]: x @ rotation is `hadamard.rotate(x)`, x @ rotation.T is `rotate_back(x)`."""
+    """Return float32 [dim, dim], such that x @ rotation is `hadamard.rotate(x)`, x @ rotation.T is `rotate_back(x)`."""
     with torch.inference_mode(False):
         return rotate(torch.eye(dim)).to(device)
 
 
 def kv_strides(kv: FloatKV) -> tuple[int, ...]:
-    """Strides of keys (block, head, dimension, token) and of values (block, head, token, dimension), in elements."""
+    """Return strides of keys (block, head, dimension, token), values (block, head, token, dimension), in elements."""
     return (*kv.key.stride()[:4], *kv.value.stride()[:4])
 
 
-def tile_tokens(rows: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> int:
-    """Tokens of a tile of keys and values, so that queries and two stages of both fit shared memory.
+def tile_tokens(
+    rows: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, buffers: int = 2, most: int = 64
+) -> int:
+    """Return the number of tokens in a tile of keys and values, such that queries and all tiles fit in shared memory.
 
     Args:
-        rows: of queries.
-        key_dim, value_dim: padded.
-        dtype: of the products. What is stored takes less: two stages of a byte, and one of what becomes of them.
-        crowded: what becomes of a tile of 64 tokens does not fit the registers.
+        rows: number of query rows.
+        key_dim, value_dim: padded dimensions.
+        dtype: dtype of the products. Codes take less: tiles of bytes, and one decoded tile.
+        buffers: number of tiles in memory at a time.
+        most: maximum number of tokens.
     """
     if INTERPRETED:
-        return 128  # few, large steps: each costs the interpreter the same
-    tile = 64 if max(key_dim, value_dim) <= (64 if dtype is torch.float32 else 256) else 32
-    if crowded:
-        tile = min(tile, 32)
-    # A product of float32 is three of tf32, for which queries are cut in two parts of 32 bits.
-    room = _shared_memory(driver.active.get_current_device())
+        return 128  # few large steps, because each step costs the interpreter the same
+    tile = min(most, 64 if max(key_dim, value_dim) <= (64 if dtype is torch.float32 else 256) else 32)
+    # A product of float32 is computed as three of tf32, for which queries are split in two parts of 32 bits.
+    room = _shared_memory(driver.active.get_current_device()) - (_SCRATCH if buffers == 2 else 0)
     queries = rows * key_dim * (2 if dtype is torch.float32 else 1)
-    while tile > MIN_DOT and (queries + 2 * tile * (key_dim + value_dim)) * dtype.itemsize > room:
+    while tile > MIN_DOT and (queries + buffers * tile * (key_dim + value_dim)) * dtype.itemsize > room:
         tile //= 2
     return tile
 
 
 @cache
 def _shared_memory(device: int) -> int:
-    """Bytes that one program may have."""
+    """Return the maximum shared memory of a program, in bytes."""
     most: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return most
 
 
 def converts_e4m3() -> bool:
-    """Whether the GPU has instructions for fp8_e4m3: from compute capability 8.9 on."""
+    """Whether the GPU has instructions for fp8_e4m3, as from compute capability 8.9 on."""
     return compute_capability() >= 89
 
 
 def compute_capability() -> int:
-    """Of the current GPU: 90 is Hopper's; of what the interpreter stands for, too."""
+    """Return the compute capability of the current GPU, such as 90 for Hopper, which the interpreter also reports."""
     return 90 if INTERPRETED else int(driver.active.get_current_target().arch)

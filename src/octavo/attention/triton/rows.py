@@ -11,7 +11,7 @@ from octavo.attention.triton.launch import INTERPRETED, padded
 _GATED_AT_ONCE = 1024
 
 
-# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+# Sizes that change between steps must not be specialised, because each compilation takes seconds.
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x, residual, weight, out, num_rows, x_stride, eps,
@@ -24,7 +24,7 @@ def _rms_norm(
     values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     if ADD:
         place = residual + rows[:, None] * WIDTH + columns[None, :]
-        # The sum is rounded before it is normalised, as it is where it is a tensor of its own.
+        # The sum is rounded before it is normalised, as if it were a separate tensor.
         values = (values + tl.load(place, mask=mask, other=0.0).to(tl.float32)).to(element)
         tl.store(place, values, mask=mask)
         values = values.to(tl.float32)
@@ -64,14 +64,14 @@ def _warps(width: int) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, width] normalised, times weight [width]."""
+    """Return x [rows, width] normalised, times weight [width]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _normalise(x, None, weight, out, eps)
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same of x + residual; `residual` [rows, width], contiguous, takes the sum."""
+    """Return `rms_norm` of x + residual; the sum is stored in `residual` [rows, width], which must be contiguous."""
     out = torch.empty_like(residual)
     _normalise(x, residual, weight, out, eps)
     return out
@@ -99,7 +99,7 @@ def _normalise(
 
 
 def gate(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    """activation(gate) * up [rows, n] of gate_up [rows, 2 n] = | gate | up |; SiLU, or GELU's tanh form."""
+    """Return activation(gate) * up [rows, n] for gate_up [rows, 2 n] = | gate | up |, with SiLU or tanh GELU."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     rows, columns = _rows_at_once(num_rows), min(padded(width), _GATED_AT_ONCE)

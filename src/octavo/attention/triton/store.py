@@ -1,10 +1,13 @@
-"""Store a step's keys and values in their slots, with or without normalising and rotating them on the way.
+"""Stores a step's keys and values in their slots, optionally normalising and rotating them first.
 
-qkv row     | query heads | key heads | value heads |      as the fused projection leaves it
+qkv row     | query heads | key heads | value heads |      as the fused projection returns it
 program     TOKENS tokens of one KV head: its query heads are rotated in place, its key and value go to the slot
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +23,7 @@ def _put(
     block_stride, head_stride, dim_stride, token_stride,
     DIM: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, PAIRS_ARE_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store rows [tokens, columns] at slots; `columns` are dimensions, of which those past DIM are left out."""
+    """Store rows [tokens, columns] at slots; `columns` are dimensions, and those past DIM are skipped."""
     blocks = slots // BLOCK
     offsets = slots % BLOCK
     base = place + blocks * block_stride + head * head_stride
@@ -34,7 +37,7 @@ def _put(
     tl.store(base[:, None] + across[None, :], rows.to(place.dtype.element_ty), mask=mask)
 
 
-# Sizes that change from step to step make no kernels of their own: a compilation takes seconds.
+# Sizes that change between steps must not be specialised, because each compilation takes seconds.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _store(
     new_key, new_value, key, value, slot_mapping, num_tokens,
@@ -72,9 +75,9 @@ def _rotated(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads at pointers [rows], normalised and rotated: | first half | second half | the rest, which is not rotated |.
+    """Load heads at pointers [rows], normalise and rotate them: | first half | second half | rest, not rotated |.
 
-    Roundings as transformers has them: after the normalisation, after its weight, after the rotation.
+    Results are rounded as in transformers: after the normalisation, after its weight, after the rotation.
     """
     element = heads.dtype.element_ty
     i = tl.arange(0, HALF_PADDED)
@@ -112,7 +115,7 @@ def rotate_queries(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """In place, those of TOKENS tokens and one KV head: TOKENS x SHARE rows."""
+    """Rotate in place the queries of TOKENS tokens and one KV head: TOKENS x SHARE rows."""
     i = tl.arange(0, HALF_PADDED)
     j = tl.arange(0, REST_PADDED)
     rows = tl.arange(0, TOKENS * SHARE_PADDED)
@@ -133,12 +136,11 @@ def rotate_queries(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_store(
-    qkv, key, value, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens,
-    qkv_stride,
+    qkv, slot_mapping, positions, cos, sin, query_norm, key_norm, eps, num_tokens, qkv_stride, key, value,
     key_block_stride, key_head_stride, key_dim_stride, key_token_stride,
     value_block_stride, value_head_stride, value_token_stride, value_dim_stride,
     SHARE: tl.constexpr, SHARE_PADDED: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PADDED: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, PAIR: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -146,9 +148,9 @@ def _rotate_and_store(
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     rotate_queries(
         qkv, head, first_token, positions, cos, sin, query_norm, eps, num_tokens, qkv_stride,
-        SHARE, SHARE_PADDED, DIM, HALF, HALF_PADDED, REST, REST_PADDED, TOKENS, NORM,
+        SHARE, SHARE_PADDED, DIM, ROTARY, ROTARY_PADDED, REST, REST_PADDED, TOKENS, NORM,
     )  # fmt: skip
-    i = tl.arange(0, HALF_PADDED)
+    i = tl.arange(0, ROTARY_PADDED)
     j = tl.arange(0, REST_PADDED)
     element = qkv.dtype.element_ty
     # Key and value.
@@ -158,19 +160,19 @@ def _rotate_and_store(
     slots = tl.load(slot_mapping + tokens, mask=present, other=0)
     heads = qkv + tokens * qkv_stride + (KV_HEADS * SHARE + head) * DIM
     first, second, rest = _rotated(
-        heads, present, position, cos, sin, key_norm, eps, DIM, HALF, HALF_PADDED, REST, REST_PADDED, NORM
+        heads, present, position, cos, sin, key_norm, eps, DIM, ROTARY, ROTARY_PADDED, REST, REST_PADDED, NORM
     )
     _put(
         key, head, slots, present, i, first.to(element),
-        key_block_stride, key_head_stride, key_dim_stride, key_token_stride, HALF, BLOCK, PAIR, False,
+        key_block_stride, key_head_stride, key_dim_stride, key_token_stride, ROTARY, BLOCK, PAIR, False,
     )  # fmt: skip
     _put(
-        key, head, slots, present, HALF + i, second.to(element),
-        key_block_stride, key_head_stride, key_dim_stride, key_token_stride, 2 * HALF, BLOCK, PAIR, False,
+        key, head, slots, present, ROTARY + i, second.to(element),
+        key_block_stride, key_head_stride, key_dim_stride, key_token_stride, 2 * ROTARY, BLOCK, PAIR, False,
     )  # fmt: skip
     if REST > 0:
         _put(
-            key, head, slots, present, 2 * HALF + j, rest.to(element),
+            key, head, slots, present, 2 * ROTARY + j, rest.to(element),
             key_block_stride, key_head_stride, key_dim_stride, key_token_stride, DIM, BLOCK, PAIR, False,
         )  # fmt: skip
     j = tl.arange(0, VALUE_PADDED)
@@ -183,7 +185,7 @@ def _rotate_and_store(
 
 
 def tokens_at_once(num_tokens: int) -> int:
-    """Tokens of one program: few where there are few, so that a decode uses the whole chip."""
+    """Return the number of tokens per program, which is small for few tokens so that a decode uses the whole GPU."""
     return padded(min(num_tokens, 64)) if INTERPRETED else 1 if num_tokens <= 256 else 4
 
 
@@ -211,54 +213,59 @@ def store(kv: FloatKV, key: torch.Tensor, value: torch.Tensor, slots: torch.Tens
     )
 
 
-def rotate_and_store(
-    qkv: torch.Tensor,
-    kv: FloatKV,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    num_heads: int,
-    query_norm: torch.Tensor | None = None,
-    key_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """Normalise and rotate the queries of qkv [tokens, …] in place; store its keys, likewise, and its values.
+@dataclass(frozen=True, slots=True)
+class NewHeads:
+    """A step's heads as the fused projection returns them, and how they are normalised and rotated.
 
-    Args:
-        cos, sin: float32 [positions known, rotary_dim / 2], contiguous.
+    Attributes:
+        qkv: [tokens, …]; queries are normalised and rotated in place.
+        slots, positions: int64 [tokens].
+        cos, sin: float32 [number of positions, rotary_dim / 2], contiguous.
         query_norm, key_norm: [key_dim], both or neither.
     """
+
+    qkv: torch.Tensor
+    num_heads: int
+    slots: torch.Tensor
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The kernels' first arguments: qkv, slots, positions, cos, sin, both norms, eps, tokens, and qkv's stride."""
+        qkv = self.qkv
+        norms = (qkv if norm is None else norm for norm in (self.query_norm, self.key_norm))
+        return qkv, self.slots, self.positions, self.cos, self.sin, *norms, self.eps, qkv.shape[0], qkv.stride(0)
+
+    def constants(self, kv_heads: int, key_dim: int) -> dict[str, Any]:
+        """Return the compile-time constants of the kernels. REST is the number of dimensions that are not rotated."""
+        share, rotary = self.num_heads // kv_heads, self.cos.shape[1]
+        rest = key_dim - 2 * rotary
+        return {
+            "SHARE": share, "SHARE_PADDED": padded(share), "KV_HEADS": kv_heads, "DIM": key_dim,
+            "ROTARY": rotary, "ROTARY_PADDED": padded(rotary), "REST": rest, "REST_PADDED": padded(max(rest, 1)),
+            "NORM": self.query_norm is not None,
+        }  # fmt: skip
+
+
+def rotate_and_store(new: NewHeads, kv: FloatKV) -> None:
+    """Normalise and rotate queries in place; store keys, treated likewise, and values."""
     kv_heads, key_dim, value_dim = kv.key.shape[1], kv.key.shape[2] * kv.pair, kv.value.shape[3]
-    num_tokens, half = qkv.shape[0], cos.shape[1]
-    share, rest, tokens = num_heads // kv_heads, key_dim - 2 * half, tokens_at_once(num_tokens)
+    num_tokens = new.qkv.shape[0]
+    tokens = tokens_at_once(num_tokens)
     _rotate_and_store[(-(-num_tokens // tokens), kv_heads)](
-        qkv,
+        *new.arguments,
         kv.key,
         kv.value,
-        slots,
-        positions,
-        cos,
-        sin,
-        qkv if query_norm is None else query_norm,
-        qkv if key_norm is None else key_norm,
-        eps,
-        num_tokens,
-        qkv.stride(0),
         *kv_strides(kv),
-        SHARE=share,
-        SHARE_PADDED=padded(share),
-        KV_HEADS=kv_heads,
-        DIM=key_dim,
-        HALF=half,
-        HALF_PADDED=padded(half),
-        REST=rest,
-        REST_PADDED=padded(max(rest, 1)),
+        **new.constants(kv_heads, key_dim),
         VALUE_DIM=value_dim,
         VALUE_PADDED=padded(value_dim),
         BLOCK=kv.block_size,
         PAIR=kv.pair,
         TOKENS=tokens,
-        NORM=query_norm is not None,
     )

@@ -1,4 +1,4 @@
-"""`octavo bench NAME`: a new benchmark is a module with a `COMMAND`, listed here."""
+"""`octavo bench NAME`. A new benchmark is a module with a `COMMAND` that is listed here."""
 
 from __future__ import annotations
 

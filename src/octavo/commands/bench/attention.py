@@ -1,4 +1,4 @@
-"""`octavo bench attention`: paged against contiguous memory, with the same kernel at the same lengths."""
+"""`octavo bench attention`: paged against contiguous memory, with the same kernel and lengths."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             figures += measure_case(
                 case, args.block_sizes, working_set=args.working_set_mib << 20, seconds=args.seconds
             )
-        # Once more: one bad moment at the start would make every share of it too large.
+        # Measure it again, because a disturbance at the start would make every share of the bandwidth too large.
         read = max(read, read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value)
     machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None, "threads": count}
     result: dict[str, Any] = {

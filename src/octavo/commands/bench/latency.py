@@ -13,7 +13,9 @@ from octavo.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch options")
-    group.add_argument("--batch-size", type=positive, default=8, metavar="N", help="prompts at once (default: 8)")
+    group.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="number of prompts in the batch (default: 8)"
+    )
     add_length_options(group, input_len="32")
     group.add_argument("--num-iters", type=positive, default=5, metavar="N", help="timed passes (default: 5)")
     group.add_argument(
@@ -59,5 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "latency", "latency of one batch", add_arguments, run, "Time one batch: prefill, and each decode step after it."
+    "latency",
+    "latency of one batch",
+    add_arguments,
+    run,
+    "Measure the latency of one batch: its prefill, and each decode step.",
 )

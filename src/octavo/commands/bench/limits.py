@@ -55,5 +55,5 @@ COMMAND = Command(
     "this machine's memory bandwidth, matrix products, call overhead",
     add_arguments,
     run,
-    "Measure the ceilings beside which the other benchmarks report.",
+    "Measure the hardware limits that the other benchmarks are compared with.",
 )

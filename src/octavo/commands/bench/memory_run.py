@@ -36,7 +36,7 @@ _PAGED = EngineConfig().block_size
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Requests cut to the model; `scale` is what a trace's lengths were multiplied by."""
+    """A workload, truncated to the model's limit; `scale` is the factor on a trace's lengths."""
 
     name: str
     requests: list[BenchRequest]
@@ -61,7 +61,7 @@ class _Bench:
         return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), *self.speeds))
 
     def with_codec(self, name: str) -> _Bench:
-        """The same bytes for keys and values kept in another way."""
+        """Return the same comparison with another codec of the KV cache."""
         dtype = self.budget.shape.kv_dtype(self.config(kv_cache_dtype=name).kv_cache_dtype, cost_dtype(self.config()))
         options = {**self.options, "kv_cache_dtype": name}
         return replace(self, budget=replace(self.budget, kv_dtype=dtype), options=options)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     budget = CacheBudget.build(shape, config, args.contiguous_seqs)
     speeds = (args.gb_s, args.gflop_s) if args.simulate else None
     cost = None if speeds is None else _step_cost(budget, config, speeds)
-    # Nothing of one block size may be left over for the next; what sharing saves has a table of its own.
+    # No prefix caching, because nothing of one block size may help the next; sharing has a separate table.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
     works = list(_works(args, budget, shape.vocab_size))
 
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step_cost(budget: CacheBudget, config: EngineConfig, speeds: tuple[float, float]) -> dict[str, float]:
-    """The law of a simulated step, for the report: seconds of a step, a new token and a byte of context."""
+    """Return the costs of a simulated step for the report: seconds per step, per new token and per byte of context."""
     times = without_overlap(budget.shape, budget.spec(_PAGED), cost_dtype(config), *speeds)
     return {"step_s": times.base, "token_s": times.product_seconds(1), "context_byte_s": 1 / speeds[0] / 1e9}
 
@@ -142,7 +142,7 @@ def _compare(bench: _Bench, work: _Work, sizes: list[BlockSize], runs: int) -> d
 
 
 def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
-    """The codecs to compare, the model's own type first; none: block sizes are compared."""
+    """Return the codecs to compare, the model's own dtype first; empty if block sizes are compared."""
     if args.codecs is None:
         return []
     for name, given in (("--block-sizes", args.block_sizes), ("--kv-cache-dtype", options.get("kv_cache_dtype"))):
@@ -181,10 +181,10 @@ def _described(work: _Work) -> dict[str, Any]:
 def _sharing(
     bench: _Bench, works: list[_Work], samples: list[int], vocab_size: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Parallel samples, then a common prefix with and without a prefix cache.
+    """Measure parallel samples, then a common prefix with and without a prefix cache.
 
-    With the cache, as in serving: a sample that was preempted finds its prompt's blocks again. The prompts of a
-    workload share nothing by themselves, those of some traces do.
+    Parallel samples run with the cache, as in serving, so that a preempted sample finds its prompt's blocks again. The
+    prompts of a named workload share nothing by themselves; those of some traces do.
     """
     for work in works:
         for n in samples:

@@ -1,4 +1,4 @@
-"""`octavo bench serve`: an open-loop client against this server or any other with OpenAI's completions."""
+"""`octavo bench serve`: an open-loop client for this server, or any other with OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--base-url",
         metavar="URL",
-        help="the server; --model is then the name it knows (default: start a server with the engine options)",
+        help="URL of a running server, which knows the model as --model (default: start one with the engine options)",
     )
-    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    group.add_argument("--api-key", metavar="KEY", help="key to send as a bearer token")
     add_rate_options(group)
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests in flight at once")
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="per request (default: 600)")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="maximum number of requests in flight")
+    group.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of a request (default: 600)"
+    )
     group.add_argument(
         "--return-token-ids",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask for each chunk's token ids; switch it off for a server that refuses the field",
+        help="request the token ids of each chunk (default: on; off for a server that refuses the field)",
     )
     add_json_option(parser)
     add_workload_options(parser)

@@ -72,7 +72,7 @@ def _check(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _server(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[tuple[RunningServer, bool]]:
-    """The server to measure, and whether this command started it."""
+    """Yield the server to measure, and whether this command started it."""
     if args.base_url is not None:
         url = args.base_url.rstrip("/").removesuffix("/v1")
         yield RunningServer(url, 0.0), False
@@ -85,7 +85,7 @@ def _server(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[tu
 
 
 def _served_model(base_url: str, api_key: str | None) -> tuple[str, int | None]:
-    """The first model's name and, from a server that says it (vLLM's extension), its length limit."""
+    """Return the first model's name, and its length limit if the server reports it (vLLM's extension)."""
     models = fetch_json(base_url + "/v1/models", api_key)
     try:
         first = models["data"][0]
@@ -95,7 +95,7 @@ def _served_model(base_url: str, api_key: str | None) -> tuple[str, int | None]:
 
 
 def _arrivals(args: argparse.Namespace, work: Workload) -> tuple[list[float], str]:
-    """The arrival time of each request, and its description for the report."""
+    """Return the arrival time of each request, and a description of the arrivals for the report."""
     if args.request_rate is None and work.trace_arrivals is not None:
         return work.trace_arrivals, "trace"
     rate = math.inf if args.request_rate is None else args.request_rate
@@ -104,10 +104,10 @@ def _arrivals(args: argparse.Namespace, work: Workload) -> tuple[list[float], st
 
 
 async def _warm_up(target: Target, token_id_end: int) -> None:
-    """One short request, of tokens that share no prefix with the workload's.
+    """Send one short request, whose tokens share no prefix with the workload's.
 
     Raises:
-        ConfigError: it failed; so would all the others, each after its own wait.
+        ConfigError: the request failed; all others would fail too, each after its own wait.
     """
     request = BenchRequest([max(0, token_id_end - 1 - i) for i in range(8)], 4)
     record = (await serving.run_load(replace(target, timeout_s=target.timeout_s), [request], [0.0]))[0]

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report medians of N runs (default: 1)")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report the median of N runs (default: 1)")
     add_json_option(parser)
     add_workload_options(parser)
     add_engine_options(parser, positional_model=True)
@@ -51,5 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "throughput", "offline throughput of an engine", add_arguments, run, "Time a workload that is there all at once."
+    "throughput",
+    "offline throughput of an engine",
+    add_arguments,
+    run,
+    "Measure the throughput of a workload whose requests are all queued at once.",
 )

@@ -24,7 +24,7 @@ class Workload:
 
     @property
     def trace_arrivals(self) -> list[float] | None:
-        """The trace's own arrival times; None where there are none."""
+        """The trace's own arrival times; None if it has none."""
         times = [request.arrival_s for request in self.requests if request.arrival_s is not None]
         return times if len(times) == len(self.requests) else None
 
@@ -74,10 +74,10 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_requests(args: argparse.Namespace) -> Workload:
-    """The requests that the options ask for, not yet cut to a model's limit.
+    """Make the requests that the options ask for, not yet truncated to a model's limit.
 
     Raises:
-        ConfigError: an unknown workload, an unreadable trace, lengths that make no sense.
+        ConfigError: the workload is unknown, the trace cannot be read, or the lengths are invalid.
     """
     name = args.trace or args.workload
     requests = _requests(args)
@@ -90,7 +90,7 @@ def load_requests(args: argparse.Namespace) -> Workload:
 
 
 def clip_to_model(work: Workload, max_model_len: int | None) -> Workload:
-    """The workload truncated to what the model takes."""
+    """Return the workload, truncated to the model's maximum length."""
     requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len)
     return Workload(work.name, requests, max(work.num_clipped, num_clipped))
 

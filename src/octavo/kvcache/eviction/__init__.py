@@ -5,9 +5,9 @@
 | lru      | least recently used                                   | O(1)          |
 | fifo     | first published                                       | O(log n)      |
 | lfu      | fewest hits                                           | O(log n)      |
-| priority | of the least important requests                       | O(log n)      |
+| priority | computed by the least important requests              | O(log n)      |
 | cost     | cheapest to recompute, times how often it was used    | O(log n)      |
-| adaptive | least often seen to come back at its age              | O(1)          |
+| adaptive | lowest observed rate of return at its age             | O(1)          |
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EVICTION_POLICIES: dict[str, Callable[[RecomputeCost], EvictionPolicy]] = {
 
 
 def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> EvictionPolicy:
-    """The policy of that name; `cost` is for those that weigh it. Raises ConfigError with the known names."""
+    """Return the eviction policy with the given name; raises ConfigError, listing the known names, if there is none."""
     try:
         make = EVICTION_POLICIES[name]
     except KeyError:
@@ -57,5 +57,5 @@ def make_eviction_policy(name: str, cost: RecomputeCost | None = None) -> Evicti
 
 
 def make_lower_eviction(name: str) -> EvictionPolicy:
-    """The policy for a tier below the device, which does not know what a block cost to compute: "lru" for "cost"."""
+    """Return the policy for a tier below the device; "lru" replaces "cost", because the tier does not know costs."""
     return make_eviction_policy("lru" if name == "cost" else name)

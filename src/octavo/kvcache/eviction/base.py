@@ -1,4 +1,4 @@
-"""The contract of an eviction policy: which cached block is evicted first when a free one is needed."""
+"""The interface of eviction policies, which choose the cached block to evict when a free one is needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from octavo.kvcache.block import BlockId, BlockIds
 class EvictionPolicy(Protocol):
     """The order in which cached blocks are evicted.
 
-    A policy holds exactly the cached blocks: published to the prefix cache and referenced by nobody. It also hears of
-    the life of blocks that it does not hold, and may ignore it:
+    A policy holds exactly the cached blocks: those in the prefix cache that no sequence references. It is also notified
+    about blocks that it does not hold, which it may ignore:
 
-        publish ──> (active) ──add──> held ──evict──> gone, until its id is published anew
+        publish ──> (active) ──add──> held ──evict──> gone, until its id is published again
                        ^  hit          │  ^
                        └────remove─────┘  └──restore, right after evict
 
@@ -22,34 +22,34 @@ class EvictionPolicy(Protocol):
     """
 
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
-        """An active block enters the prefix cache; earlier knowledge of this id is discarded.
+        """Note that an active block enters the prefix cache; what was known about this id is discarded.
 
         Args:
             position: index of the block within its sequence; it can be recomputed only after those before it.
-            priority: of the request that computed it; lower is more important.
-            key: stands for its contents: the same after an eviction. Empty where nobody needs to know.
+            priority: priority of the request that computed it; lower is more important.
+            key: identifies its contents across evictions; may be empty.
         """
 
     def hit(self, block_ids: Sequence[BlockId], priority: int) -> None:
-        """A request of that priority found these blocks and holds them now; null blocks stand for none."""
+        """Note that a request of this priority found these blocks and holds them now; null blocks are skipped."""
 
     def add(self, block_id: BlockId) -> None:
-        """The block has lost its last reference and may be evicted from now on. A sequence adds its tail first."""
+        """Hold a block that has lost its last reference and may now be evicted. A sequence adds its tail first."""
 
     def remove(self, block_id: BlockId) -> None:
-        """The block is referenced again. Raises KeyError where it is not held."""
+        """Stop holding a block that is referenced again. Raises KeyError if it is not held."""
 
     def evict(self) -> BlockId:
-        """Choose, remove and return a victim. Raises KeyError when there is none."""
+        """Choose, remove and return a victim. Raises KeyError if no block is held."""
 
     def add_all(self, block_ids: BlockIds) -> None:
-        """The same as `add` of each in turn."""
+        """Call `add` for each block in turn."""
 
     def remove_all(self, block_ids: BlockIds) -> None:
-        """The same as `remove` of each, in any order."""
+        """Call `remove` for each block, in any order."""
 
     def restore(self, block_id: BlockId) -> None:
-        """Hold the block that `evict` gave last, or one of those before it, again, in its old place."""
+        """Put the block that `evict` returned last, or one returned before it, back in its old place."""
 
     def __len__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""Evict blocks that are cheap to recompute and unlikely to be used again."""
+"""Evicts blocks that are cheap to recompute and unlikely to be used again."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from octavo.kvcache.eviction.ranked import BlockNumbers, RankedEviction
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCost:
-    """Cost of computing one block again, given the blocks before it, in units of a block at position 0 whose
-    attention is free.
+    """The cost of recomputing one block, given the blocks before it, in units of a block at position 0 with free
+    attention.
 
     A forward pass takes 2N + 4·L·d·t FLOPs for a token that attends to t others: N parameters, L layers, L·d the
     width of all attention heads (PaLM, Chowdhery et al. 2022, appendix B: 6N + 12·L·H·Q·T for forward and backward,
-    of which forward is a third). With N = 12·L·d² (Kaplan et al. 2020, section 2.1) the second term overtakes the first
-    at t = 6·d, so the cost of a block is 1 + t / (6·d), t taken at its middle.
+    of which the forward pass is a third). With N = 12·L·d² (Kaplan et al. 2020, section 2.1) the second term overtakes
+    the first at t = 6·d, so the cost of a block is 1 + t / (6·d), with t at its middle.
 
     Attributes:
         block_size: tokens per block.
-        hidden_size: d of the model; 4096 is that of Llama 3.1 8B.
+        hidden_size: d of the model; the default is that of Llama 3.1 8B.
     """
 
     block_size: int = 16
     hidden_size: int = 4096
 
     def of(self, position: int) -> float:
-        """Of the block at that index of its sequence."""
+        """Return the cost of the block at this index of its sequence."""
         return 1.0 + (position + 0.5) * self.block_size / (6 * self.hidden_size)
 
 
 class CostEviction(RankedEviction):
     """GreedyDual-Size-Frequency (Cherkasova 1998, HPL-98-69R1): rank = clock + uses · cost / size.
 
-    All blocks have one size. The clock is the rank of the last victim, so that a block's past uses count for less as
-    others come and go. `uses` stands for the likelihood of reuse: hits since the block was published, plus one.
+    All blocks have the same size. The clock is the rank of the last victim, so that a block's past uses count for less
+    as others come and go. `uses` estimates the likelihood of reuse: hits since the block was published, plus one.
 
-    Without a block, those behind it in its sequence are worth nothing. A sequence adds its tail first, so a block
-    added right before its predecessor lends it its rank where that is higher: equal ranks leave in the order they came.
+    Without a block, those behind it in its sequence are useless. A sequence adds its tail first, so a predecessor
+    inherits the rank of the block added right before it if that is higher. Equal ranks leave in the order they came.
     """
 
     def __init__(self, cost: RecomputeCost | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Evict leaves before their ancestors, under any policy: for caches that know the tree."""
+"""Evicts leaves before their ancestors, under any policy, for caches that know the tree."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from octavo.kvcache.eviction.base import EvictionPolicy
 
 
 class Lineage(Protocol):
-    """Which published block continues which. Blocks of groups with a sliding window have neither parent nor children:
-    a hit needs only those inside the window.
+    """Tells which published block continues which. Blocks of groups with a sliding window have neither parent nor
+    children, because a hit needs only those inside the window.
     """
 
     def parent(self, block_id: BlockId) -> BlockId | None:
-        """The block before this one; None at the start, or where it is not published."""
+        """Return the block before this one; None at the start, or if it is not published."""
 
     def children(self, block_id: BlockId) -> Iterable[BlockId]:
-        """The published blocks right after this one."""
+        """Return the published blocks right after this one."""
 
 
 class LeafFirstEviction:
-    """The inner policy's order, restricted to blocks without cached descendants.
+    """Evicts in the inner policy's order, but only blocks without cached descendants.
 
-    An inner block's eviction would make its descendants unreachable while they still take memory. A victim that has
-    cached children is set aside and gets back its old place when the last of them leaves: each block is set aside at
-    most once between two additions, so `evict` stays amortised O(log n). Active children hold nothing back: they were
-    computed by sequences that hold their own copy of what is before, and a pool must always be able to give what it
+    Evicting any other block would make its descendants unreachable while they still take memory. A victim with cached
+    children is set aside and returns to its old place when the last of them leaves. Each block is set aside at most
+    once between two additions, so `evict` stays amortised O(log n). Active children do not protect a block: their
+    sequences hold their own copies of the blocks before them, and the pool must be able to hand out every block that it
     counts as available.
     """
 
@@ -36,13 +36,13 @@ class LeafFirstEviction:
         self._inner = inner
         self._lineage = lineage
         self._aside: set[BlockId] = set()
-        # By block id: the parent of a held block, null for none, and how many held children a block has.
+        # By block id: the parent of a held block (null for none), and the number of held children.
         self._parents = array("i")
         self._num_children = array("i")
 
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         self._inner.publish(block_id, position, priority, key)
-        # A block computed again, where the old one went before its descendants.
+        # The block may replace one that was evicted before its descendants.
         for child in self._lineage.children(block_id):
             if child in self and self._parent(child) == NULL_BLOCK:
                 self._stand_on(child, block_id)

@@ -1,6 +1,6 @@
 """Policies that rank blocks by a number: first in first out, least frequently used, least important.
 
-All keep one binary heap in flat arrays: some tens of bytes a block, and no object for the garbage collector.
+Each keeps a binary heap in flat arrays, with a few tens of bytes per block and no objects for the garbage collector.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
+from octavo.kvcache.eviction.recency import SPARE
 
 _ABSENT = -1
-# Where so large a part of the heap (1 / that) comes or goes at once, it is sorted anew: a sorted array is a heap.
+# If at least 1 / this of the heap is added or removed at once, it is sorted again: a sorted array is a heap.
 _MANY = 8
-# Arrays by block id grow by that part of their length, at least.
-_SPARE = 8
 
 
 class RankedEviction(ABC):
-    """Lowest rank first, and among equals the least recently used. A block's rank is fixed while it is held.
+    """Evicts the lowest rank first, and among equals the least recently used. A block's rank is fixed while it is held.
 
         heap     [ 7 | 3 | 9 | … ]     held blocks, each before those at 2i + 1 and 2i + 2
-        places   by block id           where it stands in the heap, -1 where it is not held
-        ranks    by block id           both as of when it was last added
+        places   by block id           position in the heap, -1 if it is not held
+        ranks    by block id           rank and stamp when it was last added
         stamps   by block id
 
-    One block comes or goes in O(log n), and many at once in no more than it takes to sort them.
+    Adding or removing one block is O(log n), and many at once take no longer than sorting them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class RankedEviction(ABC):
 
     @abstractmethod
     def rank(self, block_id: BlockId) -> float:
-        """The rank of a block that is about to be held."""
+        """Return the rank of a block that is about to be held."""
 
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         return
@@ -64,7 +63,7 @@ class RankedEviction(ABC):
             return
         for block_id in block_ids.tolist():
             self._note(block_id)
-        self._rebuild(np.concatenate([np.array(self._heap, np.int32), block_ids]))
+        self._rebuild(np.concatenate([np.array(self._heap, np.int32), block_ids.astype(np.int32)]))
 
     def remove_all(self, block_ids: BlockIds) -> None:
         if len(block_ids) * _MANY < len(self._heap):
@@ -78,7 +77,7 @@ class RankedEviction(ABC):
         places[block_ids] = _ABSENT
         heap = np.array(self._heap, np.int32)
         kept = heap[places[heap] != _ABSENT]
-        del places  # an array that is exported cannot grow
+        del places  # the array cannot grow while a view of it exists
         self._rebuild(kept)
 
     def evict(self) -> BlockId:
@@ -104,7 +103,7 @@ class RankedEviction(ABC):
     def _note(self, block_id: BlockId) -> None:
         missing = block_id + 1 - len(self._places)
         if missing > 0:
-            more = max(missing, len(self._places) // _SPARE)
+            more = max(missing, len(self._places) // SPARE)
             self._places.extend(array("i", [_ABSENT]) * more)
             self._ranks.frombytes(bytes(8 * more))
             self._stamps.frombytes(bytes(8 * more))
@@ -112,7 +111,7 @@ class RankedEviction(ABC):
         self._ranks[block_id], self._stamps[block_id] = self.rank(block_id), self._stamp
 
     def _rebuild(self, block_ids: BlockIds) -> None:
-        """Make these the heap."""
+        """Make these blocks the heap."""
         ranks, stamps = np.frombuffer(self._ranks), np.frombuffer(self._stamps, np.int64)
         in_order = block_ids[np.lexsort((stamps[block_ids], ranks[block_ids]))].astype(np.int32)
         np.frombuffer(self._places, np.int32)[in_order] = np.arange(len(in_order), dtype=np.int32)
@@ -127,9 +126,10 @@ class RankedEviction(ABC):
             self._rise(self._sink(place))
 
     def _sink(self, place: int) -> int:
-        """Move a block to the bottom, the lesser child of each place up; returns where it is then.
+        """Move a block to the bottom, and the smaller child of each place up; returns the block's new place.
 
-        What was last in the heap mostly belongs near the bottom: so one comparison a level is enough, as in `heapq`.
+        The block was last in the heap and mostly belongs near the bottom, so one comparison per level suffices, as in
+        `heapq`.
         """
         heap, places, ranks, stamps = self._heap, self._places, self._ranks, self._stamps
         block_id, end = heap[place], len(heap)
@@ -145,7 +145,7 @@ class RankedEviction(ABC):
         return place
 
     def _rise(self, place: int) -> None:
-        """Move a block up to where its parent goes before it."""
+        """Move a block up until its parent precedes it."""
         heap, places = self._heap, self._places
         block_id = heap[place]
         key = (self._ranks[block_id], self._stamps[block_id])
@@ -160,7 +160,7 @@ class RankedEviction(ABC):
 
 
 class BlockNumbers:
-    """A number for each block that was ever given one, in an array by block id."""
+    """A number per block, 0 by default, in an array by block id."""
 
     __slots__ = ("_numbers",)
 
@@ -173,7 +173,7 @@ class BlockNumbers:
     def __setitem__(self, block_id: BlockId, number: int) -> None:
         missing = block_id + 1 - len(self._numbers)
         if missing > 0:
-            self._numbers.extend(array(self._numbers.typecode, [0]) * max(missing, len(self._numbers) // _SPARE))
+            self._numbers.extend(array(self._numbers.typecode, [0]) * max(missing, len(self._numbers) // SPARE))
         self._numbers[block_id] = number
 
 
@@ -217,10 +217,10 @@ class LfuEviction(RankedEviction):
 
 
 class PriorityEviction(RankedEviction):
-    """The least important first; among equals the least recently used.
+    """Evicts the least important block first, and among equals the least recently used.
 
     A block is as important as the most important request that computed or hit it since it was published. Nothing
-    ages: an important block yields only when all that is cached is as important.
+    ages: an important block is evicted only if all other cached blocks are at least as important.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Least recently used: the policy that needs no knowledge of a block."""
+"""Least recently used: a policy that needs to know nothing about a block."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 
 _ABSENT = -1
+SPARE = 8
+"""Arrays by block id grow by at least 1 / this of their length."""
 
 
 class LruEviction:
-    """Least recently used first, O(1). Sequences free their tail before their head, so tails go first.
+    """Evicts the least recently used block first, in O(1). Sequences free their tail before their head, so tails go
+    first.
 
-    A ring of block ids in two arrays, 8 bytes a block; the null block, which is never held, joins its ends:
+    It keeps a ring of block ids in two arrays, 8 bytes per block; the null block, which is never held, joins its ends:
 
         null <─> oldest <─> … <─> newest <─> null
     """
@@ -42,7 +45,7 @@ class LruEviction:
         if not block_ids.size:
             return
         self._grow(int(block_ids.max()))
-        run = block_ids.astype(np.intp)  # as numpy would for each line below
+        run = block_ids.astype(np.intp, copy=False)  # as numpy would for each line below
         first, last, newest = int(run[0]), int(run[-1]), self._previous[NULL_BLOCK]
         following, preceding = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
         following[run[:-1]] = run[1:]
@@ -61,22 +64,27 @@ class LruEviction:
         self._length -= 1
 
     def remove_all(self, block_ids: BlockIds) -> None:
-        # What one sequence gave up together lies here in one piece, the tail first.
-        if len(block_ids) > 1 and block_ids.max() < len(self._next):
-            run = block_ids[::-1].astype(np.intp)
-            following = np.frombuffer(self._next, np.int32)
-            if (following.take(run[:-1]) == run[1:]).all() and following[run[-1]] != _ABSENT:
-                before, after = self._previous[run[0]], self._next[run[-1]]
-                following[run] = _ABSENT
-                self._next[before], self._previous[after] = after, before
-                self._length -= len(run)
-                return
-        for block_id in block_ids.tolist():
-            self.remove(block_id)
+        if not block_ids.size:
+            return
+        # Blocks that one sequence released together are adjacent here, the tail first, so remove whole runs.
+        run = np.ascontiguousarray(block_ids[::-1], np.intp)
+        if (highest := int(run.max())) >= len(self._next):
+            raise KeyError(highest)
+        following = np.frombuffer(self._next, np.int32)
+        behind = following.take(run)
+        if (absent := behind == _ABSENT).any():
+            raise KeyError(int(run[absent.argmax()]))
+        ends = np.append(np.flatnonzero(behind[:-1] != run[1:]), len(run) - 1)
+        starts = np.append(0, ends[:-1] + 1)
+        for first, last in zip(run.take(starts).tolist(), run.take(ends).tolist(), strict=True):
+            before, after = self._previous[first], self._next[last]
+            self._next[before], self._previous[after] = after, before
+        following[run] = _ABSENT
+        self._length -= len(run)
 
     @property
     def oldest(self) -> BlockId:
-        """The next victim; the null block where none is held."""
+        """The next victim; the null block if none is held."""
         return BlockId(self._next[NULL_BLOCK])
 
     def evict(self) -> BlockId:
@@ -110,6 +118,6 @@ class LruEviction:
     def _grow(self, block_id: int) -> None:
         missing = block_id + 1 - len(self._next)
         if missing > 0:
-            more = array("i", [_ABSENT]) * max(missing, len(self._next))
+            more = array("i", [_ABSENT]) * max(missing, len(self._next) // SPARE)
             self._next.extend(more)
             self._previous.extend(more)

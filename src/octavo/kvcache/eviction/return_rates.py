@@ -1,40 +1,42 @@
-"""How soon blocks are used again: a model of their rate of return by class and age, fitted while serving."""
+"""A model of how soon blocks are used again, by class and age, fitted while serving."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 _PER_OCTAVE = 3
 _YOUNGEST = 32  # ages below pool / 32 are one bucket
-_FORGETTING = 0.95  # of what was counted, this much remains after each fit
-_ASSUMED = 4  # returns of each class, one a pool's time, so that few observations mean little
+_FORGETTING = 0.95  # factor on all counts after each fit
+_ASSUMED = 4  # prior returns of each class, one per `num_blocks` uses, so that few observations have little effect
 
 Ages = npt.NDArray[np.int64]
 Kinds = npt.NDArray[np.int64]
 
 
 class ReturnRates:
-    """The best rate of hits that keeping a block can bring, by its class and age.
+    """Estimates the best rate of hits that keeping a block can bring, by its class and age.
 
-    A block's time at rest ends when it returns, or when it is forgotten. Counted are, by class and age, returns and the
-    time that blocks spent at that age, those still at rest included. The rate of return of a block of age a is the
-    Gittins index of its class,
+    A block's time at rest ends when it returns, or when it is forgotten. The model counts, by class and age, returns
+    and the time that blocks spent at that age, including those still at rest. The rate of return of a block of age a is
+    the Gittins index of its class,
 
         max over b > a of   returns between a and b / time between a and b
 
     which is the most hits per time that keeping it can bring (the hit density of LHD, Beckmann 2018, has b = infinity).
-    Ages are counted in buckets, three an octave; between two of them a rate is in proportion.
+    Ages are counted in buckets, three per octave, and rates are interpolated linearly between them.
 
-    What else a server knows of a block (turn, think time, depth, lengths) brought nothing on requests that it was not
-    fitted on: benchmarks/results/return_signals.md.
+    Other features of a block (turn, think time, depth, lengths) did not help on requests outside the training set:
+    benchmarks/results/return_signals.md.
 
     Args:
-        num_blocks: of the pool; ages are uses of blocks, so that this is the time in which all could be used once.
-        oldest: ages above it are one bucket.
+        num_blocks: size of the pool. Ages are measured in uses of blocks, so all blocks could be used once in this
+            time.
+        oldest: ages above this share one bucket.
     """
 
     def __init__(self, num_blocks: int, oldest: int) -> None:
@@ -51,7 +53,7 @@ class ReturnRates:
         return bool(self._rates)
 
     def rate(self, kind: int, age: int) -> float:
-        """Of a block of that class and age; once fitted."""
+        """Return the rate of a block of this class and age; only valid once fitted."""
         edges, rates = self._edges, self._rates[kind]
         bucket = self._bucket(age)
         if bucket + 1 == len(edges):
@@ -60,26 +62,36 @@ class ReturnRates:
         return rates[bucket] + step * (rates[bucket + 1] - rates[bucket])
 
     def note(self, kind: int, age: int, *, returned: bool) -> None:
-        """A block's time at rest has ended."""
+        """Record that a block's time at rest has ended."""
         bucket = self._bucket(age)
         self.ends[kind, bucket] += 1
         if returned:
             self.returns[kind, bucket] += 1
 
     def note_returns(self, kinds: npt.NDArray[np.uint8], ages: Ages) -> None:
-        """The same of many that returned."""
-        buckets = np.searchsorted(self._edges, ages, side="right") - 1
-        for counts in (self.ends, self.returns):
-            np.add.at(counts, (kinds, buckets), 1)
+        """Call `note` for many blocks that returned."""
+        if not ages.size:
+            return
+        youngest, oldest = self._bucket(int(ages.min())), self._bucket(int(ages.max()))
+        if youngest == oldest:  # the usual case: they were used together
+            counts = np.zeros(self.ends.shape, np.int64)
+            counts[:, youngest] = np.bincount(kinds, minlength=2)
+        else:
+            counts = self._count(kinds, ages)
+        self.ends += counts
+        self.returns += counts
 
     def fit(self, waiting: Iterable[tuple[Kinds, Ages, float]]) -> None:
-        """Rates of all that has ended and of what is still at rest: samples of classes and ages, and how many blocks
-        each entry stands for."""
+        """Fit the rates to times at rest that have ended, and to those that continue.
+
+        Args:
+            waiting: samples of the blocks still at rest: classes, ages, and how many blocks each entry stands for.
+        """
         ends = self.ends.copy()
         for kinds, ages, weight in waiting:
-            np.add.at(ends, (kinds, np.searchsorted(self._edges, ages, side="right") - 1), weight)
+            ends += weight * self._count(kinds, ages)
         widths = np.diff(self._edges, append=2 * self._edges[-1])
-        # Who ends in a bucket has spent all of the younger ones in full, and half of its own.
+        # A block whose rest ends in a bucket spent the full width of all younger ones and half of its own.
         reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
         spent = (reached - ends) * widths + ends * widths / 2
         assumed_time = _ASSUMED * self._num_blocks
@@ -92,6 +104,12 @@ class ReturnRates:
         ]
         self.returns *= _FORGETTING
         self.ends *= _FORGETTING
+
+    def _count(self, kinds: npt.NDArray[np.integer[Any]], ages: Ages) -> npt.NDArray[Any]:
+        """Return the number of blocks of each class and age."""
+        buckets = np.searchsorted(self._edges, ages, side="right") - 1
+        counts = np.bincount(kinds.astype(np.int64) * len(self._edges) + buckets, minlength=self.ends.size)
+        return counts.reshape(self.ends.shape)
 
     def _bucket(self, age: int) -> int:
         return bisect_right(self._edges, age) - 1

@@ -22,13 +22,13 @@ def make_prefix_cache(
     identity: tuple[str, ...] = (),
     cost: RecomputeCost | None = None,
 ) -> tuple[PrefixCache[Any], EvictionPolicy]:
-    """The prefix cache of that name (None for no caching) with the eviction policy of that name, made for it.
+    """Return the prefix cache with the given name (None for no caching), and an eviction policy for it.
 
     Args:
-        identity: what keys and values depend on beside the tokens: model fingerprint, dtype, codec, …
+        identity: what keys and values depend on besides the tokens: model fingerprint, dtype, codec, …
 
     Raises:
-        ConfigError: an unknown name, with the known ones.
+        ConfigError: a name is unknown; the message lists the known ones.
     """
     policy = make_eviction_policy(eviction, cost)
     if name is None:

@@ -1,7 +1,7 @@
-"""The contract of a prefix cache, and its null object.
+"""The interface of prefix caches, and its null implementation.
 
-A prefix cache is an index from token prefixes to blocks. It owns no block: the pool decides what is evicted and tells
-it (`drop`). Blocks are put in only after their keys and values are computed.
+A prefix cache is an index from token prefixes to blocks. It owns no blocks: the pool decides what is evicted, and calls
+`drop`. Blocks are put in only after their keys and values are computed.
 """
 
 from __future__ import annotations
@@ -19,42 +19,49 @@ ChainT = TypeVar("ChainT", bound=TokenChain)
 class PrefixCache(Protocol[ChainT]):
     """Finds the block that holds a given prefix's last full block, per group of layers.
 
-    Generic in what it keeps per sequence: a chain is made, read and extended only by the cache that made it.
+    Generic in the type of chain that it keeps per sequence; a chain is used only with the cache that made it.
     """
 
     def full_blocks(self, token_ids: Sequence[int], salt: str) -> FullBlocks:
-        """The full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
+        """Return the full blocks of a prompt, packed and hashed for `chain`. O(tokens), thread-safe."""
 
     def chain(self, salt: str, prompt: FullBlocks | None = None) -> ChainT:
-        """A chain for a new sequence; sequences of different salts never share a block.
+        """Return a chain for a new sequence; sequences of different salts never share a block.
 
         Args:
-            prompt: what it begins with, as `full_blocks` made it under this salt; nothing by default.
+            prompt: its first blocks, from `full_blocks` with this salt; by default none.
         """
 
     def reserve(self, num_blocks: int) -> None:
-        """Block ids will be below `num_blocks`: set aside what that takes, rather than when they come."""
+        """Allocate for block ids below `num_blocks` in advance."""
 
     def tokens(self, block_id: BlockId) -> bytes:
-        """The packed token ids of a published block."""
+        """Return the packed token ids of a published block."""
 
     def leading(self, group: int, chain: ChainT, limit: int) -> BlockTable:
-        """The blocks of full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
+        """Return the blocks for full blocks 0, 1, … of the chain up to the first that is missing, at most `limit`."""
+
+    def look_up(self, group: int, chain: ChainT, limit: int, most: int) -> int:
+        """Look up the next blocks, at most `most`, that `leading` with the same limit needs, and remember them.
+
+        Returns:
+            How many were found; fewer than `most` if `leading` has nothing more to look up.
+        """
 
     def get(self, group: int, chain: ChainT, index: int) -> BlockId | None:
-        """The block that holds full block `index` of the chain's tokens, given all tokens before it."""
+        """Return the block that holds full block `index` of the chain, with the same tokens before it, or None."""
 
     def put(self, group: int, chain: ChainT, index: int, block_id: BlockId) -> bool:
-        """Publish a computed block; False (and nothing changes) where an equal block is there already."""
+        """Publish a computed block; False (and nothing changes) if an equal block is already published."""
 
     def drop(self, block_id: BlockId) -> None:
-        """The pool evicts this block."""
+        """Forget a block that the pool evicts."""
 
     def __iter__(self) -> Iterator[BlockId]:
-        """Every published block; for audits."""
+        """Iterate over all published blocks, for audits."""
 
     def check(self) -> Findings:
-        """The cache's own invariants. O(blocks)."""
+        """Check the cache's own invariants. O(blocks)."""
 
 
 class NullPrefixCache:
@@ -77,6 +84,9 @@ class NullPrefixCache:
 
     def leading(self, group: int, chain: NullChain, limit: int) -> BlockTable:
         return new_table()
+
+    def look_up(self, group: int, chain: NullChain, limit: int, most: int) -> int:
+        return 0
 
     def get(self, group: int, chain: NullChain, index: int) -> BlockId | None:
         return None

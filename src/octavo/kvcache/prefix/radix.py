@@ -7,9 +7,9 @@ An edge holds a run of blocks, and runs split where sequences diverge:
                                                    └──[d7 d8]
 
 A position is one full block of tokens after all those before it; each group of layers may have a block there. The pool
-gives up single blocks, so positions without any remain as long as something published stands behind them: nothing that
-is published is ever lost, and a hole is filled when the block is computed again. `LeafFirstEviction` sees to it that
-holes are rare, by way of `parent` and `children`.
+evicts single blocks, so positions without any block remain as long as a published block follows them: published blocks
+are never lost, and a hole is filled when its block is computed again. `LeafFirstEviction` keeps holes rare, by means of
+`parent` and `children`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from octavo.kvcache.hashing import TOKEN_BYTES, FullBlocks, TokenChain, root_has
 
 
 class _Node:
-    """One edge and what hangs on its end; a root has no tokens.
+    """One edge and the node at its end; a root has no tokens.
 
     Attributes:
         start: index of the run's first block in its sequences.
-        tokens: packed token ids of the run's blocks, one after another.
-        blocks: [group][offset in the run], null for a hole.
-        children: by the packed tokens of their first block.
-        sealed: the run has had an end beyond which something stood; it grows no more.
-        alive: still part of the tree.
+        tokens: packed token ids of the run's blocks, concatenated.
+        blocks: block ids as [group][offset in the run], null for a hole.
+        children: child nodes by the packed tokens of their first block.
+        sealed: whether the run may no longer grow, because it has had positions after its end.
+        alive: whether the node is still part of the tree.
 
-    While it is alive the tokens of its positions never change: it may split (the lower part is the same node), grow
-    before it is sealed, and lose positions from its end. So a cursor that has compared a position need not do so again.
+    While it is alive, the tokens of its positions never change: it may split (the lower part is the same node), grow
+    until it is sealed, and lose positions at its end. So a cursor need not compare a position again.
     """
 
     __slots__ = ("alive", "blocks", "children", "parent", "salt", "sealed", "start", "tokens")
@@ -61,7 +61,7 @@ class _Node:
 
 
 class RadixChain(TokenChain):
-    """A sequence's full blocks and a cursor: the node it stands in, and how many blocks it has compared on the way."""
+    """A sequence's full blocks with a cursor: its current node, and how many blocks it has compared on the way."""
 
     __slots__ = ("compared", "node", "salt")
 
@@ -78,14 +78,14 @@ class RadixChain(TokenChain):
 
 
 class RadixPrefixCache:
-    """A radix tree per salt. A prefix of k blocks in e edges is found in e look-ups and k comparisons of packed tokens;
-    `get` and `put` one block further cost O(1), a split the length of the run's upper part. Nothing is found by its key
-    here: keys only tell the ledger and the pins which prefix is meant.
+    """An index with one radix tree per salt. A prefix of k blocks in e edges is found in e look-ups and k comparisons
+    of packed tokens. `get` and `put` of the next block are O(1), and a split takes the length of the run's upper part.
+    Keys are not used for look-ups here: they only identify prefixes for the ledger and the pins.
 
     Args:
         block_size: tokens per block.
-        windows: per group its sliding window, None for full attention.
-        identity: what keys and values depend on beside the tokens; goes into the keys.
+        windows: sliding window per group, None for full attention.
+        identity: what keys and values depend on besides the tokens, which goes into the keys.
     """
 
     def __init__(self, block_size: int, windows: Sequence[int | None], identity: tuple[str, ...] = ()) -> None:
@@ -93,9 +93,9 @@ class RadixPrefixCache:
         self._block_size = block_size
         self._width = block_size * TOKEN_BYTES
         self._windows = tuple(windows)
-        # A root lives as long as it has children: salts come from clients and would grow without bound.
+        # A root is dropped with its last child, because salts come from clients and are unbounded in number.
         self._roots: dict[str, _Node] = {}
-        # Where each block stands, by its id.
+        # The position of each block, by its id.
         self._nodes: list[_Node | None] = []
         self._groups = array("H")
         self._indices = array("i")
@@ -141,6 +141,9 @@ class RadixPrefixCache:
             node = child
         return found
 
+    def look_up(self, group: int, chain: RadixChain, limit: int, most: int) -> int:
+        return 0  # `leading` compares whole runs, which takes no longer than copying them
+
     def get(self, group: int, chain: RadixChain, index: int) -> BlockId | None:
         node = self._seek(chain, index)
         return None if node is None else node.blocks[group][index - node.start] or None
@@ -166,7 +169,7 @@ class RadixPrefixCache:
             self._prune(node)
 
     def parent(self, block_id: BlockId) -> BlockId | None:
-        """The block right before this one in its group; None at the start, at a hole, and under a sliding window."""
+        """Return the block right before this in its group; None at the start, at a hole or with a sliding window."""
         node, group, index = self._place(block_id)
         if index == 0 or self._windows[group] is not None:
             return None
@@ -175,7 +178,7 @@ class RadixPrefixCache:
         return (node.parent and node.parent.blocks[group][-1]) or None
 
     def children(self, block_id: BlockId) -> Sequence[BlockId]:
-        """The blocks right after this one in its group; none under a sliding window."""
+        """Return the blocks right after this one in its group; none with a sliding window."""
         node, group, index = self._place(block_id)
         if self._windows[group] is not None:
             return ()
@@ -199,14 +202,14 @@ class RadixPrefixCache:
             yield None
 
     def _place(self, block_id: BlockId) -> tuple[_Node, int, int]:
-        """Node, group, and index in its sequences."""
+        """Return a block's node, group, and index in its sequences."""
         node = self._nodes[block_id]
         if node is None:
             raise KeyError(block_id)
         return node, self._groups[block_id], self._indices[block_id]
 
     def _seek(self, chain: RadixChain, index: int) -> _Node | None:
-        """The node that holds position `index` of the chain, or None; leaves the cursor where the two part."""
+        """Return the node that holds position `index` of the chain, or None; leaves the cursor where they diverge."""
         node = chain.node
         while node is not None and (not node.alive or index < node.start or chain.compared <= node.start):
             node = node.parent
@@ -230,7 +233,7 @@ class RadixPrefixCache:
         return node if compared > index else None
 
     def _insert(self, chain: RadixChain, index: int) -> _Node:
-        """Positions up to `index` of the chain, from the cursor on."""
+        """Insert the chain's positions from the cursor up to `index`; returns the node of the last."""
         node, at = chain.node, chain.compared
         groups = len(self._windows)
         if node is None:
@@ -244,7 +247,7 @@ class RadixPrefixCache:
             node.children[tokens[: self._width]] = child
             node = child
         else:
-            # Only a leaf is unsealed: a sequence that grows by single blocks remains one run.
+            # Only a leaf is unsealed, so that a sequence that grows by single blocks remains one run.
             node.tokens += tokens
             for run in node.blocks:
                 run.extend(_holes(length))
@@ -252,7 +255,7 @@ class RadixPrefixCache:
         return node
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cut the run before position `at`; returns the upper part, a new node."""
+        """Split the run before position `at`; returns the upper part, a new node."""
         parent, length = node.parent, at - node.start
         assert parent is not None
         width = self._width
@@ -271,7 +274,7 @@ class RadixPrefixCache:
         return upper
 
     def _prune(self, node: _Node) -> None:
-        """Cut positions off the node's end that hold nothing, and then those they stood on. Amortised O(1)."""
+        """Remove empty positions from the node's end, then from its ancestors if it vanishes. Amortised O(1)."""
         while not node.children:
             length = before = len(node.blocks[0])
             while length and not any(run[length - 1] for run in node.blocks):
@@ -291,11 +294,11 @@ class RadixPrefixCache:
             node = node.parent
 
     def _common_length(self, node: _Node, chain: RadixChain, start: int, limit: int) -> int:
-        """How many blocks of the node from position `start` on equal the chain's there, up to position `limit`."""
+        """Return how many blocks of node and chain are equal from position `start` on, up to position `limit`."""
         width, end = self._width, min(limit, node.end)
         ours = chain.tokens(start, end)
         theirs = node.tokens[(start - node.start) * width : (end - node.start) * width]
-        # Mostly all are equal, which is one comparison of memory.
+        # Usually all are equal, so one comparison of memory is enough.
         if ours == theirs:
             return end - start
         differ = np.frombuffer(ours, np.int32) != np.frombuffer(theirs, np.int32)

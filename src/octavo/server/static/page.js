@@ -5,10 +5,10 @@ const $ = (id) => document.getElementById(id);
 // Okabe and Ito: told apart by the colour-blind. Held by one … eight and more: lighter to darker.
 const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d98200", "#d55e00", "#c04f00", "#a84300", "#903800", "#782d00", "#602200"];
 const NAMES = { 0: "free", 1: "cached", 2: "pinned", 3: "active", 5: "shared by 3", 10: "shared by 8 or more" };
-const TENANTS = ["#999999", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
+const TENANTS = ["#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
 const MINUTES = 2;
 let spec = null, codes = [], owners = [], flash = new Map(), tenants = [""], requests = new Map();
-let counters = [], bounds = {}, history = [], chosen = 1, wanted = false, focus = false;
+let counters = [], tiers = [], bounds = {}, history = [], chosen = 1, wanted = false, focus = false;
 
 function key() { return sessionStorage.getItem("octavo-admin-key") || ""; }
 function headers() { return key() ? { Authorization: "Bearer " + key() } : {}; }
@@ -30,9 +30,9 @@ async function follow() {
       $("key-form").hidden = true;
       say("live");
       await read(answer.body.getReader());
-      say("the server ended the stream; asking again …");
+      say("the server closed the connection; trying again …");
     } catch (error) {
-      say("no connection; asking again …");
+      say("no connection; trying again …");
     }
     await new Promise((done) => setTimeout(done, 1000));
   }
@@ -85,6 +85,7 @@ function take(news) {
   }
   for (const id of news.gone || []) requests.delete(id);
   counters = news.counters;
+  tiers = news.tiers;
   history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters });
   while (history.length > 2 && news.at - history[0].at > 60 * MINUTES) history.shift();
   draw();
@@ -96,7 +97,7 @@ let columns = 1, cell = 8, image = null, pixels = null, painted = null;
 function layOut() {
   const canvas = $("blocks"), width = canvas.clientWidth || 1000, count = spec.num_blocks - 1;
   // As large as all fit into about 480 pixels of height.
-  cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt((width * 480) / Math.max(1, count)))));
+  cell = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * 480) / Math.max(1, count)))));
   columns = Math.max(1, Math.floor(width / cell));
   canvas.width = columns * cell;
   canvas.height = Math.ceil(count / columns) * cell;
@@ -140,7 +141,9 @@ function paint() {
   if (flash.size) setTimeout(draw, 420);
   const bytes = (count) => show((count * spec.block_bytes) / 2 ** 20, 1) + " MiB";
   $("usage").textContent = `${show(tally[3])} active (${bytes(tally[3])}), ${show(tally[1])} cached, ${show(tally[2])} pinned, `
-    + `${show(tally[0])} free` + (spec.host_blocks ? `; host: ${show(counters[3])} of ${show(spec.host_blocks)} blocks` : "");
+    + `${show(tally[0])} free` + (spec.host_blocks ? `; host: ${show(counters[3])} of ${show(spec.host_blocks)} blocks` : "")
+    + tiers.map(([name, open, stored, loaded]) => `; ${name}: ${show(stored)} blocks written, ${show(loaded)} read`
+      + (open ? "" : " (closed after errors)")).join("");
   legend();
   list();
   plots();
@@ -210,12 +213,12 @@ async function describe(path) {
   } else if (found.block) {
     title.textContent = `Block ${found.block}: ${found.state}, ${found.references} reference${found.references === 1 ? "" : "s"}`;
     text.textContent = [
-      found.published ? `found by whoever begins with the same tokens; computed by ${found.computed_by}` : "not published: not full and computed, or not to be shared",
-      ...found.holders.map((h) => `held by ${h.id} ${h.tenant ? "of " + h.tenant : ""} as number ${h.index} of its table`),
+      found.published ? `in the prefix cache, for prompts that begin with the same tokens; computed by ${found.computed_by}` : "not in the prefix cache: not full yet, or not to be shared",
+      ...found.holders.map((h) => `held by ${h.id}${h.tenant ? " of " + h.tenant : ""}, at position ${h.index} of its block table`),
       ...(found.text === undefined ? [] : ["tokens: " + JSON.stringify(found.text)]),
     ].join("\n");
   } else {
-    title.textContent = `Request ${found.id}: ${found.prompt} tokens of prompt`;
+    title.textContent = `Request ${found.id}: ${found.prompt} prompt tokens`;
     text.textContent = found.sequences.map((s) =>
       `sequence ${s.seq_id}, ${s.status}: ${s.computed} of ${s.tokens} tokens computed, preempted ${s.preemptions} ×\n`
       + s.tables.map((table, i) => `  table ${i}: ${table.join(" ")}`).join("\n")).join("\n");

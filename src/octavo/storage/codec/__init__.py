@@ -1,4 +1,4 @@
-"""Codecs: how a block's bytes encode keys and values. The contract is `base.py`, the sizes `kvcache/formats.py`."""
+"""Codecs of keys and values. Their protocol is in `base.py`, and their sizes are in `kvcache/formats.py`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CODECS: Mapping[str, tuple[VectorCodec, VectorCodec]] = {
     "int4": (INT4_KEYS, INT4_VALUES),
     "nvfp4": (NVFP4, NVFP4),
 }
-"""The codec of keys and the codec of values, by `kvcache.formats.KV_FORMATS`' names."""
+"""The codecs of keys and of values, by the names in `kvcache.formats.KV_FORMATS`."""
 
 _KEYS = {keys.format.name: keys for keys, _ in CODECS.values()}
 _VALUES = {values.format.name: values for _, values in CODECS.values()}
 
 
 def codecs_of(format: KVFormat) -> tuple[VectorCodec, VectorCodec]:
-    """The codec of keys and the codec of values."""
+    """Return the codecs of keys and of values."""
     return _KEYS[format.keys.name], _VALUES[format.values.name]
 
 

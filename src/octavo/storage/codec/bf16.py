@@ -3,7 +3,7 @@
     code    | s eeeeeeee mmmmmmm |
     fields  none
 
-Read by the C++ kernels (models in the same type) and the reference.
+Read by the C++ kernels (for models of the same type), the Triton kernels and the reference.
 """
 
 from octavo.storage.codec.floats import FloatCodec

@@ -1,7 +1,7 @@
 """Keys and values as floats: bfloat16, float16 and float32.
 
-The bytes of an element, little-endian. In blocks they lie in pairs (`storage/arena.py` has that drawing), which is
-what the instructions for bfloat16 read, and not in the order of coded layers.
+The codes are the bytes of the elements, little-endian. In blocks of floats, elements are in pairs as the instructions
+for bfloat16 require (see `storage/arena.py`), and not in the order of coded layers.
 """
 
 from __future__ import annotations

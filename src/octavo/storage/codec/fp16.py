@@ -3,7 +3,7 @@
     code    | s eeeee mmmmmmmmmm |
     fields  none
 
-Read by the reference alone.
+Read by the Triton kernels and the reference.
 """
 
 from octavo.storage.codec.floats import FloatCodec

@@ -1,7 +1,7 @@
 """The two 8-bit floating types of the OCP specification (Micikevicius et al. 2022), saturating.
 
-A code times the head's scale is the number. Numbers beyond the largest code are stored as it, and so is what is no
-number: the token that it was computed for has no finite logits either.
+A number is its code times the head's scale. Numbers beyond the largest code are clipped to it. NaN is stored as the
+largest code too: the token for which it was computed has no finite logits either.
 """
 
 from __future__ import annotations

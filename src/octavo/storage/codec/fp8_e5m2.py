@@ -1,9 +1,9 @@
 """fp8_e5m2: two bits of mantissa, up to ±57344 times the scale: the upper half of a float16.
 
     code    | s eeeee mm |      2^(e-15) (1 + m/4); e = 0: 2^-14 m/4
-    fields  none: one float32 scale a head, outside the blocks
+    fields  none: one float32 scale per head, outside the blocks
 
-Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
+Read by the C++ kernels (`csrc/level/coded_attention.h`), the Triton kernels and the reference.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""A randomised Hadamard rotation, which spreads what a few dimensions hold over all (QuaRot, Ashkboos et al. 2024).
+"""A randomised Hadamard rotation, which spreads outliers over all dimensions (QuaRot, Ashkboos et al. 2024).
 
     R = 1/√n H D        D: fixed random signs        H: Sylvester's matrix of n = 2^k, H[i][j] = (-1)^popcount(i & j)
 
-A head size that is no power of two gets one matrix for each power of two in it, 80 = 64 + 16. R is orthogonal, so
-scores of rotated queries and keys are those of the plain ones, and a sum of rotated values is rotated back once.
+A head size that is not a power of two gets one matrix for each power of two in it, 80 = 64 + 16. R is orthogonal, so
+rotated queries and keys have the same scores as plain ones, and a sum of rotated values is rotated back once.
 
-The order of additions is part of the definition, for the kernels to give the same bits: sixteen adjacent elements one
-after the other, as a register of sixteen lanes adds them, then butterflies over 16, 32, 64, …; then the factor.
+The order of additions is part of the definition, so that the kernels give the same bits: sixteen adjacent elements one
+after the other, as a register of sixteen lanes adds them, then butterflies over 16, 32, 64, …, and finally the factor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from functools import cache
 import torch
 
 _ADJACENT = 16
-# Bit i: the sign of dimension i. Drawn once, and part of what is stored: csrc/level/hadamard.h has the same.
+# Bit i is the sign of dimension i. The bits were drawn once and must not change; csrc/level/hadamard.h has the same.
 SIGN_BITS = (0x8A5CD789, 0xD4E9AC3F, 0x2D1B7F46, 0x61E80B95, 0xB7A39E12, 0x0C5D48F6, 0x93F2616B, 0x4E879AD0)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """R x of float32 [..., dim]."""
+    """Return R x for float32 [..., dim]."""
     return _transform(x * _signs(x.shape[-1], x.device))
 
 
 def rotate_back(x: torch.Tensor) -> torch.Tensor:
-    """The transpose of R, times x."""
+    """Return Rᵀ x."""
     return _transform(x) * _signs(x.shape[-1], x.device)
 
 
@@ -41,7 +41,7 @@ def _transform(x: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(dim: int) -> Iterator[int]:
-    """80 -> 64, 16."""
+    """Yield the powers of two that add up to `dim`, largest first: 80 -> 64, 16."""
     while dim:
         size = 1 << (dim.bit_length() - 1)
         yield size

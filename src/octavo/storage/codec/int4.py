@@ -1,20 +1,20 @@
 """int4: four bits, a scale and a zero point for each token and head, after a randomised Hadamard rotation.
 
     x' = R x                                             (`hadamard.py`; after RoPE and QK-norm)
-    s  = max((max - min) / 15, ε), rounded up            max and min of x', and of 0, so that one sign alone is no loss
+    s  = max((max - min) / 15, ε), rounded up            max and min of x' and 0, so that 0 is always in the range
     z  = round(-min / s), 0 .. 15
     code    c = round(x' / s) + z, 0 .. 15               x ≈ Rᵀ s (c - z)
     fields  | s: bfloat16 | z: byte |
 
-    bytes of keys, 8 dimensions a unit      | 0, 4 | 1, 5 | 2, 6 | 3, 7 |      low nibble, high nibble
+    bytes of keys, 8 dimensions per unit    | 0, 4 | 1, 5 | 2, 6 | 3, 7 |      low nibble, high nibble
     bytes of values                         | 0, n/2 | 1, n/2 + 1 | …
 
-Bytes of four tokens lie together among values, as in int8.
+For values, bytes of four tokens are adjacent, as in int8.
 
-A kernel need not rotate back what it reads: with q' = R q and Q = Σ q', a score is s (q'·c - z Q), and of values
-A = Σ p s c and b = Σ p s z make Rᵀ (A - b 1).
+A kernel need not rotate back what it reads. With q' = R q and Q = Σ q', a score is s (q'·c - z Q). For values, with
+A = Σ p s c and b = Σ p s z, the result is Rᵀ (A - b 1).
 
-Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
+Read by the C++ kernels (`csrc/level/coded_attention.h`), the Triton kernels and the reference.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _CODES = 15
 
 
 class Int4Codec(VectorCodec):
-    """
+    """Rotates, then rounds to four bits.
+
     Args:
-        half: dimensions between those of a byte's two nibbles; 0: half of all.
+        half: distance between the two dimensions in a byte; 0 means half of the dimensions.
     """
 
     format = formats.INT4

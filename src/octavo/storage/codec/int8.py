@@ -3,10 +3,10 @@
     code    c = round(x / s), -127 .. 127, ties to even        x ≈ s c
     fields  | s: bfloat16 |      s = max |x| / 127, rounded up
 
-Four dimensions of a token lie together among keys, and four tokens of a dimension among values: the operands of VNNI's
-products.
+For keys, four dimensions of a token are adjacent, and for values, four tokens of a dimension: the operands of VNNI
+instructions.
 
-Read by the C++ kernels (`csrc/level/coded_attention.h`) and the reference.
+Read by the C++ kernels (`csrc/level/coded_attention.h`), the Triton kernels and the reference.
 """
 
 from __future__ import annotations

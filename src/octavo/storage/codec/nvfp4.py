@@ -1,10 +1,10 @@
-"""nvfp4: NVIDIA's 4-bit floating type, a scale in e4m3 for each 16 elements, and a float32 scale a head.
+"""nvfp4: NVIDIA's 4-bit floating type, with an e4m3 scale per 16 elements and a float32 scale per head.
 
-    code    | s ee m |       0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; a byte: dimensions i and n/2 + i
+    code    | s ee m |       0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; a byte has dimensions i and n/2 + i
     fields  | t: e4m3 | for each 16 dimensions      t = max |x| / (6 scale)
             x ≈ scale t code
 
-Read by the reference alone.
+Read by the Triton kernels and the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.storage.codec.base import Coded, VectorCodec, padded, split_last
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MOST, _MOST_SCALE = 6.0, 448.0
-# The middles between the values. A tie goes to the even code: up from where the code below is odd.
+# The midpoints between the values. A tie goes to the even code, which is the upper one if the code below is odd.
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 

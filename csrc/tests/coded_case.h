@@ -1,4 +1,6 @@
-// Attention over coded keys and values, and their encoding.
+// Coded keys and values for tests: what a code stands for by definition, where it is stored, and batches over them.
+#pragma once
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -6,11 +8,9 @@
 
 #include "attention.h"
 #include "harness.h"
-#include "ops.h"
 #include "thread_pool.h"
 
 namespace octavo::test {
-namespace {
 
 struct Sequence {
     int context, queries;
@@ -19,14 +19,14 @@ struct Codes {
     Code key, value;
     const char* name;
 };
-constexpr Codes kCodes[] = {{kCodeE4m3, kCodeE4m3, "fp8_e4m3"},
+inline constexpr Codes kCodes[] = {{kCodeE4m3, kCodeE4m3, "fp8_e4m3"},
                             {kCodeE5m2, kCodeE5m2, "fp8_e5m2"},
                             {kCodeInt8, kCodeInt8, "int8"},
                             {kCodeInt8, kCodeInt4, "k8v4"},
                             {kCodeInt4, kCodeInt4, "int4"}};
-bool is_float8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
+inline bool is_float8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
 
-double decode_float8(Code code, uint8_t bits) {
+inline double decode_float8(Code code, uint8_t bits) {
     const int mantissa_bits = code == kCodeE4m3 ? 3 : 2, bias = code == kCodeE4m3 ? 7 : 15;
     const int exponent = (bits & 0x7f) >> mantissa_bits, fraction = bits & ((1 << mantissa_bits) - 1);
     if (code == kCodeE4m3 ? (bits & 0x7f) == 0x7f : exponent == 31) return NAN;
@@ -35,8 +35,8 @@ double decode_float8(Code code, uint8_t bits) {
     return bits & 0x80 ? -size : size;
 }
 
-// R x, as storage/codec/hadamard.py says; R^T x where `back`.
-void rotate(std::vector<double>& x, bool back) {
+// R x, as storage/codec/hadamard.py defines it; R^T x if `back`.
+inline void rotate(std::vector<double>& x, bool back) {
     constexpr uint32_t kSigns[] = {0x8A5CD789, 0xD4E9AC3F, 0x2D1B7F46, 0x61E80B95,
                                    0xB7A39E12, 0x0C5D48F6, 0x93F2616B, 0x4E879AD0};
     const auto flip = [&] {
@@ -59,7 +59,7 @@ void rotate(std::vector<double>& x, bool back) {
     if (back) flip();
 }
 
-// The keys or the values of a layer in buffers that are not a byte too long: codes, scales and zero points.
+// The keys or the values of a layer, in buffers of exactly their size: codes, scales and zero points.
 class Side {
   public:
     Side(Code code, bool keys, int64_t blocks, int heads, int dim, int block_size)
@@ -94,7 +94,7 @@ class Side {
     }
     int64_t head_stride() const { return block_size_ * bytes_; }
 
-    // Any codes that an encoder writes: no -128, none that is no number.
+    // Any codes that an encoder can write: no -128, and no NaN.
     void draw(int64_t block, int head, int offset) {
         for (int d = 0; d < dim_; ++d) {
             uint8_t bits = static_cast<uint8_t>(random_int(0, 255));
@@ -123,7 +123,7 @@ class Side {
         }
         return x;
     }
-    // What half a step of a code is worth, at a value of that size.
+    // Half the distance between codes, at a value of that size.
     double half_step(int64_t block, int head, int offset, double size) const {
         if (!is_float8(code_)) return 0.5 * bf16_to_float(scales.as<uint16_t>()[token(block, head, offset)]);
         const double scale = head_scales_[static_cast<size_t>(head)];
@@ -133,7 +133,7 @@ class Side {
 
   private:
     int64_t token(int64_t block, int head, int offset) const { return (block * heads_ + head) * block_size_ + offset; }
-    // Which byte a dimension is in; of int4, and which nibble.
+    // The byte that holds a dimension; for int4, `shift` selects the nibble.
     int64_t place(int64_t block, int head, int offset, int d, int& shift) const {
         const int64_t base = (block * heads_ + head) * block_size_ * bytes_;
         shift = 0;
@@ -170,7 +170,7 @@ class Side {
     const Buffer codes, scales, zeros;
 };
 
-// A batch over a shuffled pool. What nobody wrote is no number, where the format has one: codes of fp8, others' scales.
+// A batch over a shuffled pool. What has not been written is NaN if the format has one: codes of fp8, scales of others.
 class Batch {
   public:
     Codes code;
@@ -246,7 +246,7 @@ class Memory {
     int64_t block(size_t seq, int token) const {
         return tables_[seq * static_cast<size_t>(stride_) + static_cast<size_t>(token / batch_.block_size)];
     }
-    // Of the first sequence's queries [first, first + count) alone, with the context that the last of them sees.
+    // The call for the first sequence's queries [first, first + count) alone, with the context that the last one sees.
     AttentionCall part(int first, int count) {
         contexts_[0] = batch_.sequences[0].context - batch_.sequences[0].queries + first + count;
         start_ = {0, count};
@@ -301,7 +301,7 @@ class Memory {
         return (s.context + batch.block_size - 1) / batch.block_size;
     }
     static int64_t count_blocks(const Batch& batch) {
-        int64_t count = 2;  // the null block, and one of nobody
+        int64_t count = 2;  // the null block, and an unused one
         for (const Sequence& s : batch.sequences) count += blocks_of(batch, s);
         return count;
     }
@@ -321,173 +321,4 @@ class Memory {
     const Buffer query, out;
 };
 
-// The textbook's sums over what the codes stand for, one query row at a time.
-void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, int head) {
-    const Sequence s = batch.sequences[seq];
-    const int position = s.context - s.queries + query, kv_head = head / batch.group;
-    const int low = batch.window ? std::max(0, position - batch.window + 1) : 0;
-    const int64_t row = int64_t{memory.start(seq) + query} * batch.heads() + head;
-    std::vector<double> q, weights;
-    for (int d = 0; d < batch.key_dim; ++d)
-        q.push_back(load(memory.query.data(), row * batch.key_dim + d, batch.storage));
-    if (batch.code.key == kCodeInt4) rotate(q, false);
-    double top = -INFINITY, sum = 0;
-    for (int token = low; token <= position; ++token) {
-        const std::vector<double> key = memory.keys.decode(memory.block(seq, token), kv_head, token % batch.block_size);
-        double score = 0;
-        for (size_t d = 0; d < q.size(); ++d) score += q[d] * key[d];
-        score /= std::sqrt(static_cast<double>(batch.key_dim));
-        if (batch.softcap > 0) score = batch.softcap * std::tanh(score / batch.softcap);
-        weights.push_back(score);
-        top = std::max(top, score);
-    }
-    for (double& weight : weights) sum += weight = std::exp(weight - top);
-    std::vector<double> expected(static_cast<size_t>(batch.value_dim)), sizes(expected.size(), 1e-9);
-    for (int token = low; token <= position; ++token) {
-        const std::vector<double> value =
-            memory.values.decode(memory.block(seq, token), kv_head, token % batch.block_size);
-        for (size_t d = 0; d < value.size(); ++d) {
-            expected[d] += weights[static_cast<size_t>(token - low)] / sum * value[d];
-            sizes[d] += weights[static_cast<size_t>(token - low)] / sum * std::abs(value[d]);
-        }
-    }
-    double size = 0;  // a rotation spreads what one dimension is rounded by over all
-    for (const double of : sizes) size = std::max(size, of);
-    if (batch.code.value == kCodeInt4) rotate(expected, true);
-    for (int d = 0; d < batch.value_dim; ++d)
-        CHECK_NEAR(load(memory.out.data(), row * batch.value_dim + d, batch.storage), expected[static_cast<size_t>(d)],
-                   size * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11) +
-                       std::abs(expected[static_cast<size_t>(d)]) * rounding(batch.storage),
-                   "dimension " + std::to_string(d) + " of head " + std::to_string(head) + " of query " +
-                       std::to_string(query) + " of sequence " + std::to_string(seq));
-}
-
-TEST(attention_over_codes_agrees_with_float64) {
-    for (int i = cases(40); i > 0; --i) {
-        set_num_threads(random_int(1, 6));
-        const Batch batch;
-        const Memory memory(batch);
-        AttentionCall call = memory.call();
-        call.exact = i % 2 == 0;
-        describe_case(batch.describe());
-        attend(call);
-        for (size_t seq = 0; seq < batch.sequences.size(); ++seq)
-            for (int query = 0; query < batch.sequences[seq].queries; ++query)
-                for (int head = 0; head < batch.heads(); ++head)
-                    if (random_int(0, query + 1 == batch.sequences[seq].queries ? 3 : 30) == 0)
-                        check_row(batch, memory, seq, query, head);
-    }
-}
-
-TEST(attention_over_codes_has_the_same_bits_in_any_parts_and_on_any_number_of_threads) {
-    for (int i = cases(20); i > 0; --i) {
-        Batch batch;
-        const int context = random_int(0, 3) ? random_int(2, 200) : random_int(1025, 1500);
-        batch.sequences = {{context, std::min(context, random_int(2, 60))}};
-        Memory memory(batch);
-        set_num_threads(1);
-        attend(memory.call());
-        const std::vector<char> expected = memory.output();
-        std::memset(memory.out.data(), 0xff, static_cast<size_t>(memory.out.size()));
-        set_num_threads(random_int(1, 7));
-        describe_case(batch.describe());
-        for (int first = 0; first < batch.sequences[0].queries;) {
-            const int count = random_int(1, std::min(batch.sequences[0].queries - first, random_bool() ? 1 : 40));
-            attend(memory.part(first, count));
-            first += count;
-        }
-        CHECK(memory.output() == expected);
-    }
-}
-
-// A scale that is no number, of a token that later queries see and earlier ones do not.
-TEST(a_scale_that_a_query_does_not_see_leaves_its_bits) {
-    for (int i = cases(20); i > 0; --i) {
-        Batch batch;
-        do batch.code = random_of(kCodes);
-        while (is_float8(batch.code.key) || (batch.code.value == kCodeInt4 && batch.value_dim % 32));
-        const int context = random_int(2, 200);
-        batch.sequences = {{context, random_int(2, std::min(context, 60))}};
-        set_num_threads(random_int(1, 3));
-        Memory memory(batch);
-        attend(memory.call());
-        const std::vector<char> sound = memory.output();
-        const int queries = batch.sequences[0].queries, token = random_int(context - queries, context - 1);
-        describe_case(batch.describe() + ", token " + std::to_string(token));
-        for (int head = 0; head < batch.kv_heads; ++head)
-            for (Side* side : {&memory.keys, &memory.values})
-                side->set_scale(memory.block(0, token), head, token % batch.block_size, random_bool() ? NAN : INFINITY);
-        attend(memory.call());
-        const int64_t row_bytes = int64_t{batch.heads()} * batch.value_dim * element_bytes(batch.storage);
-        for (int query = 0; query < queries; ++query) {
-            const int position = context - queries + query;
-            if (token <= position && (!batch.window || token > position - batch.window)) continue;
-            CHECK(std::memcmp(memory.out.data() + query * row_bytes, &sound[static_cast<size_t>(query * row_bytes)],
-                              static_cast<size_t>(row_bytes)) == 0);
-        }
-    }
-}
-
-TEST(what_is_written_in_codes_is_within_half_a_step) {
-    for (int i = cases(30); i > 0; --i) {
-        Batch batch;
-        const int tokens = random_int(1, 40), block_size = batch.block_size, heads = random_int(1, 3);
-        const int64_t blocks = tokens / block_size + 2;
-        set_num_threads(random_int(1, 4));
-        describe_case(batch.describe() + ", " + std::to_string(tokens) + " tokens");
-        const Side keys(batch.code.key, true, blocks, batch.kv_heads, batch.key_dim, block_size),
-            values(batch.code.value, false, blocks, batch.kv_heads, batch.value_dim, block_size);
-        const int width = (heads + batch.kv_heads) * batch.key_dim + batch.kv_heads * batch.value_dim;
-        const Buffer qkv(int64_t{tokens} * width * element_bytes(batch.storage));
-        fill_normal(qkv, batch.storage);
-        LayerKV kv{};
-        kv.key = keys.codes.data();
-        kv.value = values.codes.data();
-        kv.key_head_stride = keys.head_stride();
-        kv.key_block_stride = batch.kv_heads * kv.key_head_stride;
-        kv.value_head_stride = values.head_stride();
-        kv.value_block_stride = batch.kv_heads * kv.value_head_stride;
-        kv.num_blocks = blocks;
-        kv.kv_heads = batch.kv_heads;
-        kv.key_units = batch.key_dim;
-        kv.value_dim = batch.value_dim;
-        kv.block_size = block_size;
-        kv.storage = batch.storage;
-        kv.key_side = keys.side();
-        kv.value_side = values.side();
-        std::vector<int64_t> slots, positions(static_cast<size_t>(tokens), 0);
-        for (int64_t slot = 0; slot < blocks * block_size; ++slot) slots.push_back(slot);
-        std::shuffle(slots.begin(), slots.end(), random_engine());
-        RopeTask task{};
-        task.qkv = qkv.data();
-        task.qkv_stride = int64_t{width} * element_bytes(batch.storage);
-        task.kv = &kv;
-        task.positions = positions.data();
-        task.slots = slots.data();
-        task.num_heads = heads;
-        task.key_dim = batch.key_dim;
-        rope_write(batch.storage, task, tokens);
-        const auto check = [&](const Side& side, Code code, int token, int head, int first, int dim) {
-            const int64_t slot = slots[static_cast<size_t>(token)], block = slot / block_size;
-            const int offset = static_cast<int>(slot % block_size);
-            const std::vector<double> found = side.decode(block, head, offset);
-            std::vector<double> expected;
-            for (int d = 0; d < dim; ++d)
-                expected.push_back(load(qkv.data(), int64_t{token} * width + first + head * dim + d, batch.storage));
-            if (code == kCodeInt4) rotate(expected, false);
-            for (size_t d = 0; d < expected.size(); ++d) {
-                // A zero point is rounded too, so that an end of int4's range may be cut by as much again.
-                const double step = side.half_step(block, head, offset, std::abs(expected[d]));
-                CHECK_NEAR(found[d], expected[d], step * (code == kCodeInt4 ? 2.01 : 1.001), "a decoded dimension");
-            }
-        };
-        for (int token = 0; token < tokens; ++token)
-            for (int head = 0; head < batch.kv_heads; ++head) {
-                check(keys, batch.code.key, token, head, heads * batch.key_dim, batch.key_dim);
-                check(values, batch.code.value, token, head, (heads + batch.kv_heads) * batch.key_dim, batch.value_dim);
-            }
-    }
-}
-
-}  // namespace
 }  // namespace octavo::test

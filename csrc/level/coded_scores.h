@@ -1,0 +1,198 @@
+// Scores of queries with coded keys: fp8 as floats times float32, integers as integers times integers.
+//
+// For the latter, a query is q ≈ s (256 h + l) with signed bytes h and l: the sums are exact, and only the query is
+// rounded (to 2^-15 of its largest element). Scores continue in float32, times their token's scale.
+#pragma once
+
+#include "level/coded_tile.h"
+
+namespace octavo::OCTAVO_LEVEL {
+
+// Loads a query row as float32, rotated if keys are.
+inline void load_query(const AttendTask& task, int head, int row, float* to) {
+    const LayerKV& kv = *task.kv;
+    const char* from = query_row(task, head, row);
+    for (int d = 0; d < kv.key_units; d += 16)
+        (kv.storage == kBf16 ? F16::load(reinterpret_cast<const bf16*>(from) + d)
+                             : F16::load(reinterpret_cast<const float*>(from) + d))
+            .store(to + d);
+    if (kv.key_side.code == kCodeInt4) rotate_head(to, kv.key_units);
+}
+
+// q ≈ scale (256 h + l).
+inline float split_query(const float* query, int dim, int8_t* high, int8_t* low) {
+    const U16 size = U16::set1(0x7fffffffu);
+    F16 most = F16::zero();
+    for (int d = 0; d < dim; d += 16) most = max(most, as_float(as_bits(F16::load(query + d)) & size));
+    const float largest = reduce_max(most);
+    const float scale = largest / 32512.0f;
+    const F16 inverse = F16::set1(scale > 1e-37f ? 1.0f / scale : 0.0f);
+    for (int d = 0; d < dim; d += 16) {
+        const F16 whole = F16::load(query + d) * inverse;
+        round_to_int8(whole * F16::set1(1.0f / 256.0f), high + d);
+        const F16 upper = F16::from_int(widen_signed(reinterpret_cast<const uint8_t*>(high + d)));
+        const F16 rest = whole - upper * F16::set1(256.0f);
+        round_to_int8(min(rest, F16::set1(127.0f)), low + d);
+    }
+    // An infinity or NaN must give NaN: a sum over bytes would hide it.
+    float check = 0.0f;
+    for (int d = 0; d < dim; ++d) check += query[d] * 0.0f;
+    return scale + check;
+}
+
+// [group of kMaxRows rows][dim][row] floats, or [group][dim / 4][row][2] four bytes of h and of l.
+inline void pack_coded_query(const AttendTask& task, int head, uint32_t* packed, AttendScratch& scratch) {
+    const LayerKV& kv = *task.kv;
+    const int dim = kv.key_units, num_rows = task.rows_per_head();
+    float query[kMaxHeadDim];
+    for (int first = 0; first < num_rows; first += kMaxRows, packed += dim * kMaxRows) {
+        const int count = min(num_rows - first, kMaxRows);
+        for (int r = 0; r < count; ++r) {
+            load_query(task, head, first + r, query);
+            if (is_fp8(kv.key_side.code)) {
+                for (int d = 0; d < dim; ++d) packed[d * count + r] = float_bits(query[d]);
+                continue;
+            }
+            int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+            const int row = head * num_rows + first + r;
+            scratch.query_scale[row] = split_query(query, dim, high, low);
+            int32_t sums[2] = {0, 0};
+            for (int d = 0; d < dim; ++d) sums[0] += high[d], sums[1] += low[d];
+            scratch.query_zero[2 * row] = sums[0];
+            scratch.query_zero[2 * row + 1] = sums[1];
+            for (int unit = 0; unit < dim / 4; ++unit) {
+                __builtin_memcpy(packed + (unit * count + r) * 2, high + unit * 4, 4);
+                __builtin_memcpy(packed + (unit * count + r) * 2 + 1, low + unit * 4, 4);
+            }
+        }
+    }
+}
+
+// Scores of rows [0, R) and vectors [first, first + N), not yet multiplied by any scale.
+template <Code C, int R, int N>
+inline void float_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+                         float* scores) {
+    F16 acc[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
+    for (int dim = 0; dim < kv.key_units; dim += 2, query += 2 * R) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            F16 even, odd;
+            decode32<C>(tiles.now.key[first + n] + dim * 16, even, odd);
+            if (dim % 4 == 0) __builtin_prefetch(tiles.next.key[first + n] + dim * 16, 0, 2);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
+                acc[r][n] = fma(odd, F16::set1(bits_to_float(query[R + r])), acc[r][n]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
+}
+
+// The same for integer codes: products with h and with l, as [h, l][row][64 tokens].
+template <Code C, int R, int N>
+inline void integer_scores(const LayerKV& kv, const CodedTilePair& tiles, int first, const uint32_t* query,
+                           const int32_t* query_zero, uint32_t* scores) {
+    U16 high[R][N], low[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            // int8 codes are multiplied as unsigned bytes, 128 larger.
+            high[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r] * -128 : 0));
+            low[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r + 1] * -128 : 0));
+        }
+    constexpr int kParts = C == kCodeInt8 ? 1 : 2;
+    const int units = kv.key_units / (4 * kParts);
+    for (int unit = 0; unit < units; ++unit, query += kParts * 2 * R) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const U16 codes = U16::load(tiles.now.key[first + n] + unit * 64);
+            __builtin_prefetch(tiles.next.key[first + n] + unit * 64, 0, 2);
+            if constexpr (C == kCodeInt8) {
+                const U16 bytes = codes ^ U16::set1(0x80808080u);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    high[r][n] = dot_bytes(high[r][n], bytes, U16::set1(query[2 * r]));
+                    low[r][n] = dot_bytes(low[r][n], bytes, U16::set1(query[2 * r + 1]));
+                }
+            } else {
+                const U16 mask = U16::set1(0x0f0f0f0fu);
+                const U16 first_half = codes & mask, second_half = shift_right<4>(codes) & mask;
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    high[r][n] = dot_small(high[r][n], first_half, U16::set1(query[2 * r]));
+                    low[r][n] = dot_small(low[r][n], first_half, U16::set1(query[2 * r + 1]));
+                    high[r][n] = dot_small(high[r][n], second_half, U16::set1(query[2 * (R + r)]));
+                    low[r][n] = dot_small(low[r][n], second_half, U16::set1(query[2 * (R + r) + 1]));
+                }
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            store(high[r][n], scores + r * kTile + (first + n) * 16);
+            store(low[r][n], scores + (R + r) * kTile + (first + n) * 16);
+        }
+}
+
+// Not inlined, so that there is one function per code and number of rows rather than per pair of codes: these functions
+// take most of the compile time of this file.
+template <Code K, int R>
+[[gnu::noinline]] void all_scores(const LayerKV& kv, const CodedTilePair& tiles, const Visible& visible,
+                                  const uint32_t* query, const int32_t* query_zero, float* scores) {
+    constexpr int N = kVectorsPerPass == 1 ? 1 : R <= (is_fp8(K) ? 6 : 2) ? 4 : 2;  // what fits into registers
+    const auto pass = [&]<int M>(int v) {
+        if constexpr (is_fp8(K))
+            float_scores<K, R, M>(kv, tiles, v, query, scores);
+        else
+            integer_scores<K, R, M>(kv, tiles, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
+    };
+    int v = visible.first_vector;
+    if constexpr (N > 1)
+        for (; v + N <= visible.end_vector; v += N) pass.template operator()<N>(v);
+    for (; v < visible.end_vector; ++v) pass.template operator()<1>(v);
+}
+
+// Scores in float32, from the sums in scratch.scores, which for integer codes are [h, l][R rows][64 tokens].
+template <Code K, int R> class TileScores {
+  public:
+    TileScores(const AttendTask& task, const CodedTile& tile, const Visible& visible, int head, int first_row,
+               const AttendScratch& scratch)
+        : scratch_(scratch), row_(head * task.rows_per_head() + first_row) {
+        const F16 head_scale = F16::set1(task.kv->key_side.scale(task.kv_head + head) * code_unit(K));
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+            scale_[v] = head_scale, zero_[v] = F16::zero();
+            if (v < visible.first_vector || v >= visible.end_vector) continue;
+            if constexpr (!is_fp8(K)) scale_[v] = token_scale(tile.key_field[v][0]);
+            if constexpr (K == kCodeInt4)
+                zero_[v] = F16::from_int(widen(reinterpret_cast<const uint8_t*>(tile.key_field[v][1])));
+        }
+    }
+    F16 operator()(int r, int v) const {
+        const float* at = scratch_.scores + r * kTile + v * 16;
+        if constexpr (is_fp8(K)) return F16::load(at) * scale_[v];
+        const F16 high = F16::from_int(U16::load(at)), low = F16::from_int(U16::load(at + R * kTile));
+        F16 sum = fma(high, F16::set1(256.0f), low);
+        const int32_t* zero = scratch_.query_zero + 2 * (row_ + r);
+        if constexpr (K == kCodeInt4) sum = sum - zero_[v] * F16::set1(static_cast<float>(zero[0] * 256 + zero[1]));
+        return sum * F16::set1(scratch_.query_scale[row_ + r]) * scale_[v];
+    }
+
+  private:
+    const AttendScratch& scratch_;
+    int row_;
+    F16 scale_[kVectors], zero_[kVectors];
+};
+
+}  // namespace octavo::OCTAVO_LEVEL

@@ -1,0 +1,70 @@
+// Encoding of new keys and values.
+#include "coded_case.h"
+#include "ops.h"
+
+namespace octavo::test {
+namespace {
+
+TEST(what_is_written_in_codes_is_within_half_a_step) {
+    for (int i = cases(30); i > 0; --i) {
+        Batch batch;
+        const int tokens = random_int(1, 40), block_size = batch.block_size, heads = random_int(1, 3);
+        const int64_t blocks = tokens / block_size + 2;
+        set_num_threads(random_int(1, 4));
+        describe_case(batch.describe() + ", " + std::to_string(tokens) + " tokens");
+        const Side keys(batch.code.key, true, blocks, batch.kv_heads, batch.key_dim, block_size),
+            values(batch.code.value, false, blocks, batch.kv_heads, batch.value_dim, block_size);
+        const int width = (heads + batch.kv_heads) * batch.key_dim + batch.kv_heads * batch.value_dim;
+        const Buffer qkv(int64_t{tokens} * width * element_bytes(batch.storage));
+        fill_normal(qkv, batch.storage);
+        LayerKV kv{};
+        kv.key = keys.codes.data();
+        kv.value = values.codes.data();
+        kv.key_head_stride = keys.head_stride();
+        kv.key_block_stride = batch.kv_heads * kv.key_head_stride;
+        kv.value_head_stride = values.head_stride();
+        kv.value_block_stride = batch.kv_heads * kv.value_head_stride;
+        kv.num_blocks = blocks;
+        kv.kv_heads = batch.kv_heads;
+        kv.key_units = batch.key_dim;
+        kv.value_dim = batch.value_dim;
+        kv.block_size = block_size;
+        kv.storage = batch.storage;
+        kv.key_side = keys.side();
+        kv.value_side = values.side();
+        std::vector<int64_t> slots, positions(static_cast<size_t>(tokens), 0);
+        for (int64_t slot = 0; slot < blocks * block_size; ++slot) slots.push_back(slot);
+        std::shuffle(slots.begin(), slots.end(), random_engine());
+        RopeTask task{};
+        task.qkv = qkv.data();
+        task.qkv_stride = int64_t{width} * element_bytes(batch.storage);
+        task.kv = &kv;
+        task.positions = positions.data();
+        task.slots = slots.data();
+        task.num_heads = heads;
+        task.key_dim = batch.key_dim;
+        rope_write(batch.storage, task, tokens);
+        const auto check = [&](const Side& side, Code code, int token, int head, int first, int dim) {
+            const int64_t slot = slots[static_cast<size_t>(token)], block = slot / block_size;
+            const int offset = static_cast<int>(slot % block_size);
+            const std::vector<double> found = side.decode(block, head, offset);
+            std::vector<double> expected;
+            for (int d = 0; d < dim; ++d)
+                expected.push_back(load(qkv.data(), int64_t{token} * width + first + head * dim + d, batch.storage));
+            if (code == kCodeInt4) rotate(expected, false);
+            for (size_t d = 0; d < expected.size(); ++d) {
+                // The zero point is rounded too, so that one end of int4's range may be cut off by as much again.
+                const double step = side.half_step(block, head, offset, std::abs(expected[d]));
+                CHECK_NEAR(found[d], expected[d], step * (code == kCodeInt4 ? 2.01 : 1.001), "a decoded dimension");
+            }
+        };
+        for (int token = 0; token < tokens; ++token)
+            for (int head = 0; head < batch.kv_heads; ++head) {
+                check(keys, batch.code.key, token, head, heads * batch.key_dim, batch.key_dim);
+                check(values, batch.code.value, token, head, (heads + batch.kv_heads) * batch.key_dim, batch.value_dim);
+            }
+    }
+}
+
+}  // namespace
+}  // namespace octavo::test

@@ -1,0 +1,172 @@
+"""What sequences hold: their block tables and hash chains, and what taking them away would cost and gain.
+
+The manager alone changes them; everybody else reads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from octavo.errors import CacheError
+from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
+from octavo.kvcache.hashing import FullBlocks, TokenChain
+from octavo.kvcache.pool import BlockPool
+from octavo.kvcache.prefix.base import PrefixCache
+from octavo.request import Request, Sequence, SequenceId
+
+
+class RestoreCost(NamedTuple):
+    """The cost and gain of taking a sequence's blocks away.
+
+    Attributes:
+        tokens: tokens to recompute, not counting those in leading blocks that other sequences share.
+        blocks: blocks that no other sequence holds, which become available, and are moved both ways if swapped.
+    """
+
+    tokens: int
+    blocks: int
+
+
+@dataclass(slots=True)
+class Holding:
+    """The blocks and hash chain of one sequence.
+
+    Attributes:
+        num_slid: leading table entries that a window has slid past, per group.
+        num_published: full blocks offered to the prefix cache so far.
+        next_full: number of computed tokens at which the next block is full.
+        room: length in tokens that the sequence may write to now: its tables have unshared blocks for them.
+    """
+
+    tables: list[BlockTable]
+    chain: TokenChain
+    num_slid: list[int]
+    num_published: int = 0
+    next_full: int = 0
+    room: int = 0
+
+    @classmethod
+    def empty(cls, chain: TokenChain, num_groups: int) -> Holding:
+        """Return the holding of a sequence without blocks."""
+        return cls([new_table() for _ in range(num_groups)], chain, [0] * num_groups)
+
+    def fork(self) -> Holding:
+        """Return a holding of the same blocks; the next write of either must check whether its block is shared."""
+        self.room = 0
+        tables = [table[:] for table in self.tables]
+        return Holding(tables, self.chain.copy(), self.num_slid.copy(), self.num_published)
+
+    def slide(self, num_computed: int, windows: Seq[int | None], block_size: int) -> Iterator[BlockTable]:
+        """Replace the blocks that windows have slid past by null blocks, and yield them, to be released."""
+        for group, window in enumerate(windows):
+            if window is None:
+                continue
+            table, slid = self.tables[group], self.num_slid[group]
+            first = min(max(0, num_computed - window + 1) // block_size, len(table))
+            if first > slid:
+                passed = table[slid:first]
+                table[slid:first] = new_table([NULL_BLOCK] * (first - slid))
+                self.num_slid[group] = first
+                yield passed
+
+    def empty_tables(self) -> list[BlockTable]:
+        """Take the blocks out, and return the tables that they stood in; the chain is kept."""
+        tables, num_groups = self.tables, len(self.tables)
+        self.tables = [new_table() for _ in range(num_groups)]
+        self.num_slid = [0] * num_groups
+        self.num_published = self.next_full = self.room = 0
+        return tables
+
+
+class Holdings:
+    """The holdings of all sequences that were matched or admitted and are not forgotten yet.
+
+    Args:
+        pool, prefix_cache: those of the device.
+        num_groups: number of groups of layers, each with a table per sequence.
+    """
+
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache[Any], block_size: int, num_groups: int) -> None:
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self._block_size = block_size
+        self._num_groups = num_groups
+        self._by_id: dict[SequenceId, Holding] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, seq: Sequence) -> Holding:
+        return self._by_id[seq.seq_id]
+
+    def get(self, seq: Sequence) -> Holding | None:
+        """Return a sequence's holding; None if it has none."""
+        return self._by_id.get(seq.seq_id)
+
+    def setdefault(self, seq: Sequence) -> Holding:
+        """Return a sequence's holding; it begins without blocks, and with the chain of the prompt's full blocks."""
+        holding = self._by_id.get(seq.seq_id)
+        if holding is None:
+            holding = Holding.empty(self.prompt_chain(seq.request), self._num_groups)
+            self._by_id[seq.seq_id] = holding
+        return holding
+
+    def add(self, seq: Sequence, holding: Holding) -> None:
+        """Add the holding of a sequence that has none. Raises CacheError if it has one."""
+        if seq.seq_id in self._by_id:
+            raise CacheError(f"sequence {seq.seq_id} is forked into while it holds blocks")
+        self._by_id[seq.seq_id] = holding
+
+    def pop(self, seq: Sequence) -> Holding | None:
+        """Forget a sequence, and return what it held; None if it held nothing."""
+        return self._by_id.pop(seq.seq_id, None)
+
+    def hash_prompt(self, request: Request) -> None:
+        """Pack and hash a request's prompt. Thread-safe."""
+        request.full_blocks = self._prefix_cache.full_blocks(request.prompt_token_ids, request.cache_scope)
+
+    def prompt_chain(self, request: Request) -> TokenChain:
+        """Return a chain that starts with the full blocks of the prompt, which are hashed here if not done before."""
+        if not isinstance(request.full_blocks, FullBlocks):
+            self.hash_prompt(request)
+        chain: TokenChain = self._prefix_cache.chain(request.cache_scope, cast(FullBlocks, request.full_blocks))
+        return chain
+
+    def matchable(self, seq: Sequence) -> tuple[TokenChain, int]:
+        """Return a sequence's chain, and how many of its blocks a hit may cover, which excludes its last token."""
+        chain = self.setdefault(seq).chain
+        chain.grow(seq.num_tokens, seq.tokens)
+        return chain, min(len(chain), (seq.num_tokens - 1) // self._block_size)
+
+    def tables(self) -> Iterator[BlockTable]:
+        """Iterate over the tables of all sequences."""
+        return (table for holding in self for table in holding.tables)
+
+    def of(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Holding]]:
+        """Iterate over the sequences of these requests that have a holding."""
+        for request in requests:
+            for seq in request.sequences:
+                if (holding := self.get(seq)) is not None:
+                    yield seq, holding
+
+    def num_freed_by(self, sequences: Iterable[Sequence]) -> int:
+        """Return how many blocks would become available if all of these sequences released theirs. O(their blocks)."""
+        counts, pins = self._pool.ref_counts, self._pool.pin_counts
+        held = Counter(block for seq in sequences for table in self[seq].tables for block in table)
+        held.pop(NULL_BLOCK, None)
+        return sum(counts[block] == references and not pins[block] for block, references in held.items())
+
+    def restore_cost(self, seq: Sequence) -> RestoreCost:
+        """Return the cost of preempting a sequence and the blocks it would free. O(blocks of the sequence)."""
+        counts, tables = self._pool.ref_counts, self[seq].tables
+        blocks = sum(block != NULL_BLOCK and counts[block] == 1 for table in tables for block in table)
+        # Lost are the first block that no other sequence holds or that a window has slid past, and all after it.
+        kept = min(next((i for i, block in enumerate(table) if counts[block] <= 1), len(table)) for table in tables)
+        return RestoreCost(max(0, seq.num_computed - kept * self._block_size), blocks)

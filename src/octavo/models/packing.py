@@ -1,0 +1,172 @@
+"""Weights packed as they are read, and linear layers over packed weights, for the C++ library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeVar, cast
+
+import torch
+from gguf import GGMLQuantizationType as GGMLType
+
+from octavo import kernels
+from octavo.checkpoint.gguf_requantize import kernel_type, requantize
+from octavo.checkpoint.model_config import ModelConfig
+from octavo.kernels import PackedWeight, WeightFormat
+from octavo.models.decoder import WeightReader, Weights
+from octavo.models.linear import Linear, make_linear
+from octavo.models.weights import RawTensor
+
+TILE = 16  # outputs per vector register
+# format, packed weight, outputs, inputs, bias
+NativePart = tuple[str, torch.Tensor, int, int, torch.Tensor | None]
+
+_L = TypeVar("_L", bound=Linear)
+
+
+@dataclass(slots=True)
+class _Part:
+    weight: PackedWeight
+    bias: torch.Tensor | None
+
+
+class SideBySide(Linear):
+    """Packed matrices with the same inputs, one for each run of equal formats: | Q4_0 q, k | Q8_0 v |."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self.nbytes = sum(part.weight.nbytes + (0 if part.bias is None else part.bias.nbytes) for part in parts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out, first = x.new_empty(x.shape[0], sum(part.weight.outputs for part in self.parts)), 0
+        for part in self.parts:
+            last = first + part.weight.outputs
+            part.weight.linear(x, part.bias, out[:, first:last])
+            first = last
+        return out
+
+
+class _Interleaved(SideBySide):
+    """Gate and up with outputs interleaved by 16, as gated products require; a call returns | gate | up |."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        sums = super().__call__(x)
+        return sums.view(x.shape[0], sums.shape[1] // (2 * TILE), 2, TILE).transpose(1, 2).flatten(1)
+
+
+def native_part(weight: PackedWeight, bias: torch.Tensor | None) -> NativePart:
+    """Return a weight as the library takes it."""
+    return weight.format, weight.packed, weight.outputs, weight.inputs, bias
+
+
+def native_parts(linear: Linear) -> list[NativePart]:
+    """Return the weights of a layer that `PackingReader` made."""
+    return [native_part(part.weight, part.bias) for part in cast(SideBySide, linear).parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix of the checkpoint that is read when it is packed.
+
+    Attributes:
+        format: the format to read it in.
+        raw: its stored bytes if they are quantised and shall stay so.
+    """
+
+    format: WeightFormat
+    outputs: int
+    raw: RawTensor | None
+    get: Callable[[], torch.Tensor]
+
+    def read(self) -> torch.Tensor:
+        """Return floats, or quantised bytes [outputs, bytes per output], converted if they are stored otherwise."""
+        if self.raw is None:
+            return self.get()
+        wanted = GGMLType[self.format]
+        return torch.from_numpy(requantize(self.raw.rows, self.raw.type, wanted, num_threads=kernels.num_threads()))
+
+
+class PackingReader(WeightReader):
+    """Packs each matrix as it is read, so that loading needs memory for only one more matrix."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, quantised: bool) -> None:
+        super().__init__(config, weights, dtype, torch.device("cpu"), make_linear)
+        self._quantised = quantised
+
+    def embedding_and_head(self) -> tuple[torch.Tensor | PackedWeight, Linear]:
+        config = self._config
+        shape = (config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            # One copy serves both, because rows are looked up in the packed head.
+            tied = self._pack(["model.embed_tokens.weight"], [shape[0]], shape[1])
+            return tied.parts[0].weight, self._count(tied)
+        head = self.linear(["lm_head"], [shape[0]], shape[1], bias=False)
+        if not self._stored("model.embed_tokens.weight", *shape):
+            return self.tensor("model.embed_tokens.weight", *shape), head
+        return self._count(self._pack(["model.embed_tokens.weight"], [shape[0]], shape[1])).parts[0].weight, head
+
+    def linear(self, names: list[str], out_features: list[int], in_features: int, *, bias: bool) -> Linear:
+        packed = self._pack([f"{name}.weight" for name in names], out_features, in_features)
+        if bias:
+            biases = torch.cat([self.get(f"{name}.bias", rows) for name, rows in zip(names, out_features, strict=True)])
+            first = 0
+            for part in packed.parts:
+                part.bias = biases[first : first + part.weight.outputs].clone()
+                first += part.weight.outputs
+        return self._count(SideBySide(packed.parts))
+
+    def gate_up(self, names: list[str], inner: int, hidden: int, *, bias: bool) -> Linear:
+        matrices = [self._matrix(f"{name}.weight", inner, hidden) for name in names]
+        if len({matrix.format for matrix in matrices}) > 1:
+            # One product cannot combine different formats.
+            quantised = all(matrix.raw is not None for matrix in matrices)
+            matrices = [replace(m, format="Q8_0") if quantised else self._floats(m) for m in matrices]
+        weight = PackedWeight.empty(matrices[0].format, 2 * inner, hidden)
+        for index, matrix in enumerate(matrices):
+            weight.put(matrix.read(), TILE * index, 2)
+        both = None
+        if bias:
+            biases = [self.get(f"{name}.bias", inner).view(-1, TILE) for name in names]
+            both = torch.stack(biases, dim=1).flatten()
+        return self._count(_Interleaved([_Part(weight.compact(), both)]))
+
+    def _pack(self, names: list[str], out_features: list[int], in_features: int) -> SideBySide:
+        """Pack each run of matrices of one format into one."""
+        matrices = [self._matrix(name, rows, in_features) for name, rows in zip(names, out_features, strict=True)]
+        parts: list[_Part] = []
+        for format, run in groupby(matrices, key=attrgetter("format")):
+            together = list(run)
+            weight, first = PackedWeight.empty(format, sum(matrix.outputs for matrix in together), in_features), 0
+            for matrix in together:
+                weight.put(matrix.read(), first)
+                first += matrix.outputs
+            parts.append(_Part(weight.compact(), None))
+        return SideBySide(parts)
+
+    def _count(self, linear: _L) -> _L:
+        self.nbytes += linear.nbytes
+        return linear
+
+    def _matrix(self, name: str, outputs: int, inputs: int) -> _Matrix:
+        matrix = _Matrix(self._float_format, outputs, None, partial(self.get, name, outputs, inputs))
+        if (raw := self._stored(name, outputs, inputs)) is None:
+            return matrix
+        return replace(matrix, format=kernel_type(raw.type).name, raw=raw)
+
+    def _floats(self, matrix: _Matrix) -> _Matrix:
+        return replace(matrix, format=self._float_format, raw=None)
+
+    @property
+    def _float_format(self) -> WeightFormat:
+        return kernels.FLOAT_FORMATS[self._dtype]
+
+    def _stored(self, name: str, rows: int, inputs: int) -> RawTensor | None:
+        """Return a matrix that stays quantised; None if it is stored as floats, or shall be dequantised."""
+        raw = self._weights.raw(name) if self._quantised and self._weights.has(name) else None
+        if raw is None or inputs % 32:
+            return None
+        self.check_shape(name, raw.shape, (rows, inputs))
+        return raw

@@ -1,0 +1,118 @@
+"""The life cycle of sequences, from the waiting line to their end. What a step computes is decided elsewhere.
+
+waiting ──admit──> running ──finish──> finished      by stop, length, abort or error, from any state
+  ^ ^               │    │
+  │ └────preempt────┘    ├──vacate──> parked         a beam without a next token
+  └────────resume─────── │ ────────────┘
+                         └──fork──> running          over the same blocks; parked if there is no place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.kvcache.manager import KVCacheManager
+from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
+from octavo.scheduler.parts import Parts
+from octavo.scheduler.plan_builder import PlanBuilder
+
+
+class Lifecycle:
+    """Forks, suspends, resumes and ends sequences: the `SequenceMoves` of every request's `Decoding`.
+
+    Args:
+        on_finish: called with each sequence that has ended.
+
+    Attributes:
+        parts: the running and waiting sequences; set by `Scheduler`, and replaced on a restart.
+        requests: the requests that have not ended.
+    """
+
+    parts: Parts
+
+    def __init__(
+        self, kv: KVCacheManager, builder: PlanBuilder, max_num_seqs: int, on_finish: Callable[[Sequence], None]
+    ) -> None:
+        self.requests: dict[RequestId, Request] = {}
+        self._kv = kv
+        self._builder = builder
+        self._max_num_seqs = max_num_seqs
+        self._on_finish = on_finish
+        self._failures: list[tuple[Request, Exception]] = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Fork `child` from `parent` over the same blocks; blocks that the child held are released.
+
+        If the parent has lost its blocks or all places are taken, the child is parked and will be recomputed.
+        """
+        running = self.parts.running
+        self._give_up_blocks(child)
+        child.become_child_of(parent)
+        child.status = SequenceStatus.PARKED
+        has_place = running.num_places < self._max_num_seqs
+        if parent.status is SequenceStatus.RUNNING and has_place:
+            self._kv.fork(parent, child)
+            self._builder.fork(parent, child)
+            child.status = SequenceStatus.RUNNING
+            running.fork(parent, child)
+        else:
+            child.num_computed = 0
+
+    def resume(self, seq: Sequence) -> None:
+        """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
+        if seq.status is SequenceStatus.PARKED:
+            self.parts.waiting.push(seq)
+
+    def vacate(self, seq: Sequence) -> None:
+        """Suspend a sequence without a next token: release its blocks and its place among the running."""
+        self._give_up_blocks(seq)
+        seq.num_computed = 0
+        seq.status = SequenceStatus.PARKED
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence and free its blocks; does nothing if it has already ended."""
+        if seq.finished:
+            return
+        if seq.status is SequenceStatus.WAITING:
+            self.parts.waiting.discard(seq)
+            self.parts.admission.forget(seq)
+        self._give_up_blocks(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.request.finished:
+            self.requests.pop(seq.request.request_id, None)
+        self._on_finish(seq)
+
+    def finish_request(self, request_id: RequestId, reason: FinishReason) -> Request | None:
+        """End every sequence of a request; None if the request is unknown or has ended."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        # In reverse, because `finish` checks whether all have ended, starting with the first.
+        waits = request.sequences[0].status is SequenceStatus.WAITING
+        for seq in reversed(request.sequences):
+            if waits and seq.status is SequenceStatus.FORK_PENDING:
+                # A fast path: it holds no blocks, and many requests are aborted while they wait.
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+            else:
+                self.finish(seq, reason)
+        return request
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request whose handling raised an exception; `take_failures` reports it."""
+        for seq in request.sequences:
+            self.finish(seq, FinishReason.ERROR)
+        self._failures.append((request, error))
+
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """Return the requests that `fail` has ended, each once."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _give_up_blocks(self, seq: Sequence) -> None:
+        """Release a sequence's blocks, and its place if it has one or was promised one."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.parts.running.leave(seq)
+        elif seq.status is SequenceStatus.FORK_PENDING:
+            self.parts.running.lose_sibling(seq.request.sequences[0])
+        self._kv.forget(seq)

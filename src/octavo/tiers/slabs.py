@@ -1,0 +1,170 @@
+"""The layout of the directory and the slab files that hold blocks on disk, and the lock of their only writer.
+
+    DIR/LOCK                          held by the one process that writes here
+    DIR/FINGERPRINT/model.json        the model that the blocks belong to, for people
+    DIR/FINGERPRINT/slab-00000.kv     | preamble, 4 KiB | headers, 112 B a slot | slot 0 | slot 1 | … |
+
+The preamble holds the number of slots in the slab and the size of a block. Slots begin at multiples of 4 KiB.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import ConfigError
+from octavo.tiers.base import LAYOUT_VERSION, Reason
+from octavo.tiers.header import HEADER_BYTES, Header, read_header
+
+ALIGNMENT = 4096
+
+_MAGIC = b"OCTAVOSL"
+_PREAMBLE = struct.Struct("<8sIIQQ")  # magic, layout version, reserved, bytes of a block, slots
+PREAMBLE_BYTES = _PREAMBLE.size
+
+
+@dataclass(frozen=True, slots=True)
+class SlabLayout:
+    """The positions of the headers and slots of a slab, in bytes from its start."""
+
+    block_bytes: int
+    num_slots: int
+
+    @classmethod
+    def within(cls, size: int, block_bytes: int) -> SlabLayout:
+        """Return the layout with the most slots, possibly 0, of a slab of at most `size` bytes."""
+        count = max(0, size - ALIGNMENT) // (_aligned(block_bytes) + HEADER_BYTES)
+        while count and cls(block_bytes, count).slab_bytes > size:
+            count -= 1
+        return cls(block_bytes, count)
+
+    @classmethod
+    def unpack(cls, preamble: bytes) -> SlabLayout | Reason:
+        """Read the layout from a slab's preamble, or return why it is not valid."""
+        if len(preamble) < PREAMBLE_BYTES:
+            return Reason.TRUNCATED
+        magic, version, _, block_bytes, num_slots = _PREAMBLE.unpack(preamble)
+        return cls(block_bytes, num_slots) if magic == _MAGIC and version == LAYOUT_VERSION else Reason.LAYOUT
+
+    def pack(self) -> bytes:
+        """Return the preamble of a slab."""
+        return _PREAMBLE.pack(_MAGIC, LAYOUT_VERSION, 0, self.block_bytes, self.num_slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        return _aligned(self.block_bytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of all headers, which begin at `header_at(0)`."""
+        return self.num_slots * HEADER_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.payload_at(self.num_slots)
+
+    def header_at(self, index: int) -> int:
+        return ALIGNMENT + index * HEADER_BYTES
+
+    def payload_at(self, index: int) -> int:
+        return ALIGNMENT + _aligned(self.table_bytes) + index * self.slot_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def slab_path(folder: Path, number: int) -> Path:
+    """Return the path of one slab in a model's folder."""
+    return folder / f"slab-{number:05}.kv"
+
+
+def slab_paths(folder: Path) -> list[Path]:
+    """Return the slabs in a model's folder, in order."""
+    return sorted(folder.glob("slab-*.kv"))
+
+
+def slab_bytes_in(directory: Path) -> int:
+    """Return the total size of all models' slabs in bytes."""
+    return sum(path.stat().st_size for path in directory.glob("*/slab-*.kv"))
+
+
+def model_folders(directory: Path) -> list[Path]:
+    """Return the models' folders in a directory of slabs; anything else there is ignored."""
+    named = (path for path in directory.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
+
+
+def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header | Reason, bool]]:
+    """Yield every header in one model's folder, and whether its payload matches it; for `octavo cache`.
+
+    Slots that were never written are skipped.
+
+    Args:
+        prove: read and verify the payloads; otherwise all are assumed to match.
+    """
+    for path in slab_paths(folder):
+        with path.open("rb") as file:
+            layout = SlabLayout.unpack(file.read(PREAMBLE_BYTES))
+            if isinstance(layout, Reason):
+                yield layout, False
+                continue
+            if layout.slab_bytes != path.stat().st_size:
+                yield Reason.TRUNCATED, False
+                continue
+            file.seek(layout.header_at(0))
+            table = file.read(layout.table_bytes)
+            for index in range(layout.num_slots):
+                header = read_header(table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
+                if header is Reason.ABSENT:
+                    continue
+                if isinstance(header, Reason):
+                    yield header, False
+                    continue
+                if not prove:
+                    yield header, True
+                    continue
+                file.seek(layout.payload_at(index))
+                payload = file.read(layout.block_bytes)
+                yield header, len(payload) == header.length and header.proves(memoryview(payload))
+
+
+def lock_directory(directory: Path) -> int:
+    """Create a directory if it does not exist, and lock it until the returned file descriptor is closed.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    file = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        holder = (directory / "LOCK").read_text().strip() or "another process"
+        raise ConfigError(
+            f"kv_disk: {holder} writes to {directory}, and only one may; give this server another directory"
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} of {os.uname().nodename}\n".encode(), 0)
+    return file
+
+
+def lock_holder(directory: Path) -> str | None:
+    """Return the process that holds a directory's lock, as its lock file names it; None if there is none."""
+    path = directory / "LOCK"
+    if not path.exists():
+        return None
+    file = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return path.read_text().strip() or "another process"
+    finally:
+        os.close(file)
+    return None

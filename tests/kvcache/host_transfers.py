@@ -1,0 +1,35 @@
+"""A small host memory and its transfers, for tests."""
+
+from __future__ import annotations
+
+from octavo.kvcache.audit import problems
+from octavo.kvcache.block import BlockId
+from octavo.kvcache.eviction import make_eviction_policy
+from octavo.kvcache.host_memory import HostMemory
+from octavo.kvcache.host_transfers import HostTransfers
+from octavo.kvcache.label import Label
+
+
+def memory(num_swap_slots: int, num_prefix_slots: int) -> HostTransfers:
+    host = HostMemory(num_swap_slots + num_prefix_slots, num_swap_slots, 1, make_eviction_policy("lru"))
+    return HostTransfers(host)
+
+
+def label(number: int) -> Label:
+    return Label(number.to_bytes(16, "big"), b"parent", number.to_bytes(4, "little"))
+
+
+def faults(transfers: HostTransfers) -> list[str]:
+    return problems(transfers.host.check()) + problems(transfers.check())
+
+
+def step(transfers: HostTransfers) -> None:
+    transfers.take()
+    transfers.complete()
+    assert faults(transfers) == []
+
+
+def store(transfers: HostTransfers, *numbers: int) -> None:
+    for number in numbers:
+        transfers.store_prefix(BlockId(number), label(number), "")
+        step(transfers)

@@ -1,0 +1,28 @@
+"""Setting the clock changes nothing: what waits, expires or is tried again goes by the monotonic clock."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import octavo
+
+SOURCE = Path(octavo.__file__).parent
+WALL_CLOCK = re.compile(
+    r"\btime\.(time|time_ns|localtime|gmtime|strftime|ctime)\b|\b(datetime|date)\.(now|utcnow|today)\b"
+    r"|^from time import",
+    re.MULTILINE,
+)
+TELL_THE_TIME = {
+    "server/api.py",  # when a model was created
+    "server/generation.py",  # when an answer was created
+    "server/responses.py",  # when it was completed
+    "server/logs.py",
+    "observe/tracing.py",  # when a span began
+    "text/chat_template.py",  # strftime_now of templates
+}
+
+
+def test_only_what_tells_people_the_time_reads_a_clock_that_can_be_set() -> None:
+    readers = {str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if WALL_CLOCK.search(p.read_text())}
+    assert readers == TELL_THE_TIME
