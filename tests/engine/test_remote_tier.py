@@ -35,12 +35,12 @@ def test_two_engines_share_a_prefix_through_redis_and_give_the_same_tokens(
     warm = ask(second, PROMPT)
     assert warm.cached_by_tier == {"device": 0, "remote": 96}
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-    assert host_of(second).counters.filled == 6
     report = second.core.kv_report()["tiers"]["remote"]
     assert (report["loaded"], report["open"]) == (6, True)
     assert second.core.stats.stores[0].counters.loaded == 6
     assert second.core.stats.host.loaded == 6
     second.core.close()
+    assert host_of(second).counters.filled == 6
 
 
 def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
@@ -59,8 +59,8 @@ def test_what_redis_lacks_takes_no_host_memory_and_another_tenant_finds_nothing(
             core.step()
         assert request.num_cached_tokens == 0
     assert store.counters.read_misses == {Reason.ABSENT: 12}
-    assert host_of(second).num_free == host_of(second).num_slots
     core.close()
+    assert host_of(second).num_free == host_of(second).num_slots
 
 
 def test_the_disk_is_asked_before_redis(
