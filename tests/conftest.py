@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -66,6 +67,16 @@ def known_restore_speed() -> AbstractContextManager[Any]:
     return patch("octavo.engine.runner_builder.measure_restore_speed", return_value=speed)
 
 
+def without_deadlines(core: EngineCore) -> EngineCore:
+    """No load from a store is late, and closing waits for every write, however slow the machine is."""
+    if core.tiers is not None:
+        core.tiers._clock = lambda: 0.0
+        core.tiers.close = partial(core.tiers.close, 120.0)
+        for store in core.tiers.stores:
+            store._clock = lambda: 0.0
+    return core
+
+
 @pytest.fixture
 def restore_kernels() -> Iterator[None]:
     """The instruction-set level and the threads that a test leaves are those it found."""
@@ -109,6 +120,7 @@ def make_llm() -> Iterator[MakeLLM]:
         small = {"dtype": "float32", "device": "cpu", "num_threads": 1, "kv_cache_memory": "64MiB"}
         with known_restore_speed():
             made.append(LLM(str(model), **{**small, **options}))
+        without_deadlines(made[-1].core)
         return made[-1]
 
     threads = torch.get_num_threads()

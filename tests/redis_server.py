@@ -30,7 +30,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         # A busy machine may be slower than the default allows.
-        return f"unix://{self.socket}?db=0&socket_timeout=5"
+        return f"unix://{self.socket}?db=0&socket_timeout=60&socket_connect_timeout=60"
 
     def start(self) -> None:
         assert PROGRAM is not None
@@ -38,7 +38,7 @@ class RedisServer:
         self._process = subprocess.Popen(
             [PROGRAM, *options, "--dir", str(self._folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not self.socket.exists():
             assert self._process.poll() is None, "redis-server ended at once"
             assert time.monotonic() < until, "redis-server does not start"

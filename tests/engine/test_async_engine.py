@@ -21,7 +21,16 @@ from octavo.errors import ContextLengthError, EngineDeadError, RequestError, Unr
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate
-from tests.engine.tiny_engine import POISON, assert_drained, break_after, is_drained, poison, slow_down, tiny_core
+from tests.engine.tiny_engine import (
+    POISON,
+    assert_drained,
+    break_after,
+    is_drained,
+    poison,
+    slow_down,
+    step_for_news,
+    tiny_core,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +74,7 @@ async def collect(
     return ids
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "still not so"
@@ -76,8 +85,11 @@ async def test_many_callers_at_once_each_get_what_they_get_alone(core: EngineCor
     prompts = [[5 + i, 6, 7] * (1 + i % 7) for i in range(24)]
     async with started(core) as engine:
         alone = [await collect(engine, prompt, tokens(3 + i)) for i, prompt in enumerate(prompts)]
-        before = core.stats.num_steps
-        together = await asyncio.gather(*(collect(engine, p, tokens(3 + i)) for i, p in enumerate(prompts)))
+        before, go_on = core.stats.num_steps, step_for_news(engine)
+        tasks = [asyncio.ensure_future(collect(engine, p, tokens(3 + i))) for i, p in enumerate(prompts)]
+        await until(lambda: core.scheduler.num_running == len(prompts))
+        go_on()
+        together = await asyncio.gather(*tasks)
         assert together == alone
         assert core.stats.num_steps - before < sum(map(len, alone)) / 4  # they were computed side by side
         await until(lambda: is_drained(core))
@@ -140,27 +152,29 @@ async def test_a_request_whose_output_cannot_be_made_ends_alone(
 
 
 async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineCore) -> None:
-    slow_down(core, 0.01)
     async with started(core) as engine:
+        go_on = step_for_news(engine)
         other = asyncio.ensure_future(collect(engine, PROMPT, tokens(40)))
         async with aclosing(engine.generate([9] * 100, tokens(900))) as outputs:  # type: ignore[type-var]
             await anext(outputs)
-        steps = core.stats.num_steps
+            steps = core.stats.num_steps
         await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
         assert core.stats.num_steps - steps <= 1
+        go_on()
         assert len(await other) == 40
         await until(lambda: is_drained(core))
         assert_drained(core)
 
 
 async def test_a_request_can_be_given_up_before_it_was_ever_scheduled(core: EngineCore) -> None:
-    slow_down(core, 0.02)
     async with started(core) as engine:
+        go_on = step_for_news(engine)
         running = asyncio.ensure_future(collect(engine, PROMPT, tokens(5)))
-        await until(lambda: core.stats.num_running == 1)
+        await until(lambda: core.scheduler.num_running == 1)
         waiting = asyncio.ensure_future(collect(engine, PROMPT, tokens(5)))
         await asyncio.sleep(0)
         waiting.cancel()
+        go_on()
         assert len(await running) == 5
         await until(lambda: is_drained(core))
         assert_drained(core)
@@ -178,6 +192,7 @@ async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineC
         engine.abort("mine")  # it is over: nothing happens
         engine.abort("nobody's")
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
+        await until(lambda: is_drained(core))
         assert_drained(core)
 
 
@@ -207,12 +222,13 @@ async def test_arrivals_and_departures_each_delay_a_step_for_a_bounded_time(
 
 
 async def test_a_request_id_in_use_is_refused_and_its_holder_goes_on(core: EngineCore) -> None:
-    slow_down(core, 0.005)
     async with started(core) as engine:
+        go_on = step_for_news(engine)
         first = asyncio.ensure_future(collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine")))
-        await until(lambda: core.stats.num_running == 1)
+        await until(lambda: core.scheduler.num_running == 1)
         with pytest.raises(RequestError, match="'mine' is in use"):
             await collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine"))
+        go_on()
         assert len(await first) == 10
         assert len(await collect(engine, PROMPT, tokens(10), RequestContext(request_id="mine"))) == 10
 
@@ -224,10 +240,11 @@ async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_reque
             await anext(outputs)
         with pytest.raises(RequestError, match="'mine' is in use"):
             await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
-        await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
-        await asyncio.sleep(0.005)
+        await until(lambda: not engine._delivery)
+        assert core.stats.finished[FinishReason.ABORT] == 1
         again = await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
         assert again == await collect(engine, PROMPT, tokens(4))
+        await until(lambda: is_drained(core))
         assert_drained(core)
 
 
@@ -236,6 +253,7 @@ async def test_a_refused_request_leaves_nothing_behind(core: EngineCore) -> None
         with pytest.raises(ContextLengthError, match="1024"):
             await collect(engine, PROMPT, tokens(1022), RequestContext(request_id="mine"))
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
+        await until(lambda: is_drained(core))
         assert_drained(core)
 
 
@@ -269,12 +287,12 @@ async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, cap
 
 async def test_an_idle_engine_proves_its_accounting(core: EngineCore) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:
-        await collect(engine, PROMPT, tokens(3))
-        await until(lambda: core.stats.num_audits == 1)
-        await asyncio.sleep(0.1)
-        assert core.stats.num_audits == 1  # once is enough as long as nothing happens
-        await collect(engine, PROMPT, tokens(3))
-        await until(lambda: core.stats.num_audits == 2)
+        # It is idle from the start. Once is enough as long as nothing happens.
+        for audits in (1, 2, 3):
+            await until(lambda audits=audits: core.stats.num_audits == audits)  # type: ignore[misc]
+            await asyncio.sleep(0.1)
+            assert core.stats.num_audits == audits
+            await collect(engine, PROMPT, tokens(3))
     assert (core.stats.num_failed_audits, core.stats.audit_problem) == (0, None)
 
 
@@ -284,11 +302,11 @@ async def test_all_garbage_is_collected_once_the_engine_has_been_idle_for_a_whil
     collected: list[object] = []
     monkeypatch.setattr(async_engine.gc, "collect", lambda: collected.append(None))  # type: ignore[attr-defined]
     async with started(core, idle_audit_seconds=0.01, idle_collect_seconds=0.01) as engine:
-        for times in (1, 2):
-            assert len(await collect(engine, PROMPT, tokens(3))) == 3
+        for times in (1, 2, 3):  # it is idle from the start
             await until(lambda times=times: len(collected) == times)  # type: ignore[misc]
             await asyncio.sleep(0.05)
             assert len(collected) == times
+            assert len(await collect(engine, PROMPT, tokens(3))) == 3
 
 
 async def test_an_idle_audit_stops_for_a_request_and_begins_again(
@@ -305,9 +323,9 @@ async def test_an_idle_audit_stops_for_a_request_and_begins_again(
 
     monkeypatch.setattr(core.scheduler.kv, "auditor", endless)
     async with started(core, idle_audit_seconds=0.01) as engine:
-        for audits in range(1, 4):
-            assert len(await collect(engine, PROMPT, tokens(3))) == 3
+        for audits in range(1, 4):  # it is idle from the start
             await until(lambda audits=audits: len(slices) == audits and slices[-1] > 0)  # type: ignore[misc]
+            assert len(await collect(engine, PROMPT, tokens(3))) == 3
     assert core.stats.num_audits == 0
 
 
@@ -315,7 +333,7 @@ async def test_a_failed_audit_is_told_loudly_and_the_engine_goes_on(
     core: EngineCore, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with started(core, idle_audit_seconds=0.02) as engine:
-        await collect(engine, PROMPT, tokens(3))
+        await until(lambda: core.stats.num_audits == 1)  # so that the next one follows a request
         (lost,) = core.scheduler.kv.pool.allocate(1)  # a block that no table holds
         for failures in (1, 2):
             assert len(await collect(engine, PROMPT, tokens(3))) == 3
@@ -330,24 +348,25 @@ async def test_a_failed_audit_is_told_loudly_and_the_engine_goes_on(
 
 
 async def test_shutdown_lets_what_runs_finish(core: EngineCore) -> None:
-    slow_down(core, 0.005)
     async with started(core) as engine:
+        go_on = step_for_news(engine)
         running = asyncio.ensure_future(collect(engine, PROMPT, tokens(20)))
-        await until(lambda: core.stats.num_running == 1)
-        leaving = asyncio.ensure_future(engine.shutdown(10))
+        await until(lambda: core.scheduler.num_running == 1)
+        leaving = asyncio.ensure_future(engine.shutdown(60))
         await asyncio.sleep(0)
         with pytest.raises(EngineDeadError, match="shutting down"):
             await collect(engine, PROMPT, tokens(1))
+        go_on()
         assert len(await running) == 20
         await leaving
         assert_drained(core)
 
 
 async def test_shutdown_aborts_what_does_not_finish_in_time(core: EngineCore) -> None:
-    slow_down(core, 0.005)
     async with started(core) as engine:
+        step_for_news(engine)
         running = asyncio.ensure_future(collect(engine, PROMPT, tokens(900)))
-        await until(lambda: core.stats.num_running == 1)
+        await until(lambda: core.scheduler.num_running == 1)
         await engine.shutdown(0.05)
         with pytest.raises(EngineDeadError, match="shutting down"):
             await running
@@ -367,7 +386,7 @@ async def test_a_stop_is_never_missed(core: EngineCore) -> None:
         async with started(core) as engine:
             await collect(engine, PROMPT, tokens(1))
             await asyncio.sleep(delay * 2e-5)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await engine.shutdown(0)
 
 

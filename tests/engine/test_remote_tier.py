@@ -83,7 +83,7 @@ def test_the_disk_is_asked_before_redis(
 def test_a_redis_that_stands_still_or_dies_changes_no_token(
     make_llm: MakeLLM, tiny_llama: Path, redis_server: RedisServer
 ) -> None:
-    quick = {"kv_remote": redis_server.url.replace("socket_timeout=5", "socket_timeout=0.1")}
+    quick = {"kv_remote": redis_server.url.replace("socket_timeout=60", "socket_timeout=0.1")}
     first = make_llm(tiny_llama, **options(redis_server))
     prompts = [PROMPT, PROMPT[::-1]]
     cold = [ask(first, prompt) for prompt in prompts]

@@ -207,7 +207,7 @@ def test_a_late_load_is_computed_instead_and_delays_no_other_request(
     read, go = store.medium.read, threading.Event()
 
     def slowly(*args: Any) -> Any:
-        assert go.wait(20.0)
+        assert go.wait(60.0)
         return read(*args)
 
     store.medium.read = slowly

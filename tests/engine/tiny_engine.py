@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from octavo.config import EngineConfig
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
 from octavo.engine.core import EngineCore
-from tests.conftest import assert_idle, known_restore_speed
+from octavo.request import SequenceId
+from tests.conftest import assert_idle, known_restore_speed, without_deadlines
 from tests.models.tiny import write_hf_model
 
 VOCAB_SIZE = 320
@@ -44,7 +47,7 @@ def tiny_core(**options: Any) -> Iterator[EngineCore]:
     config = EngineConfig.from_options({"model": str(tiny_model()), **defaults, **options})
     try:
         with known_restore_speed():
-            core = build_engine(config)
+            core = without_deadlines(build_engine(config))
         yield core
     finally:
         torch.set_num_threads(threads)
@@ -67,6 +70,30 @@ def slow_down(core: EngineCore, seconds: float) -> Callable[[], None]:
 
     core.runner.execute = slowly
     return hurry
+
+
+def step_for_news(engine: AsyncEngine) -> Callable[[], None]:
+    """Let a step wait until its engine is sent a message or stopped, unless it is the first of a sequence.
+
+    What runs so goes on running for as long as a test takes, however slow the machine is, until what is returned is
+    called.
+    """
+    core, seen, is_free = engine.core, set[SequenceId](), threading.Event()
+    execute = core.runner.execute
+
+    def waiting(plan: Any) -> Any:
+        is_first = not seen.issuperset(plan.seq_ids)
+        seen.update(plan.seq_ids)
+        while not (is_first or is_free.is_set() or engine._inbox or engine._stopping):
+            is_free.wait(0.001)
+        return execute(plan)
+
+    def go_on() -> None:
+        is_free.set()
+        core.runner.execute = execute
+
+    core.runner.execute = waiting
+    return go_on
 
 
 def break_after(core: EngineCore, steps: int) -> None:

@@ -15,7 +15,7 @@ from octavo.tiers.store import Store
 
 FINGERPRINT = b"f" * 16
 BLOCK_BYTES = 5000
-SECONDS = 20.0
+SECONDS = 60.0
 
 MEDIA: dict[str, Callable[[Path], Medium]] = {
     "files": lambda folder: BlockFiles(folder, FINGERPRINT),

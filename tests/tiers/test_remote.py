@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium, without_password
 from octavo.tiers.store import Store
+from tests.ports import free_port
 from tests.redis_server import PROGRAM, RedisServer
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload, put, remote
 
@@ -177,9 +179,9 @@ def test_a_time_to_live_runs_from_the_last_use(open_store: Open, client: Any) ->
     (name,) = client.keys()
     assert 0 < client.ttl(name) <= 1000
     for use in (lambda: get(store, [label(1)]), lambda: put(store, 1)):
-        client.expire(name, 5)
+        client.expire(name, 500)
         use()
-        assert client.ttl(name) > 5
+        assert client.ttl(name) > 500
     forever = open_store(fingerprint=b"g" * 16)
     put(forever, 1)
     (other,) = set(client.keys()) - {name}
@@ -196,9 +198,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run([openssl, "req", "-x509", "-nodes", *curve, *files, *name], check=True, capture_output=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
     options = ["--port", "0", "--tls-port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
     server = subprocess.Popen([PROGRAM, *options, *tls], stdout=subprocess.PIPE, text=True)
@@ -210,7 +210,7 @@ def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
             break
     else:
         pytest.skip(f"Redis over TLS is not tested: this redis-server was built without it: {said}")
-    yield f"rediss://127.0.0.1:{port}/0?socket_timeout=5", certificate
+    yield f"rediss://127.0.0.1:{port}/0?socket_timeout=60&socket_connect_timeout=60", certificate
     server.kill()
     server.communicate()
 
@@ -267,8 +267,9 @@ def test_a_redis_that_dies_is_left_alone_and_used_again_once_it_lives(
 
 
 def test_a_redis_that_answers_too_slowly_is_a_miss(open_store: Open, redis_server: RedisServer, client: Any) -> None:
-    store = open_store(redis_server.url.replace("socket_timeout=5", "socket_timeout=0.05"))
-    put(store, 1)
+    put(open_store(), 1)
+    url = redis_server.url.replace("socket_timeout=60", "socket_timeout=0.05")
+    store = open_store(url, most_faults=10**6)
     redis_server.stand_still()
     try:
         assert ask(store, 1) == [Reason.IO_ERROR]
@@ -277,7 +278,11 @@ def test_a_redis_that_answers_too_slowly_is_a_miss(open_store: Open, redis_serve
     finally:
         redis_server.go_on()
     client.ping()
-    assert get(store, [label(1)]) == ([None], [payload(1)])
+    # On a busy machine it may go on answering too slowly for a while.
+    ends = time.monotonic() + SECONDS
+    while (found := get(store, [label(1)])) != ([None], [payload(1)]):
+        assert found == ([Reason.IO_ERROR], [bytearray(BLOCK_BYTES)])
+        assert time.monotonic() < ends, "it is used no more"
 
 
 def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_server: RedisServer) -> None:
@@ -302,9 +307,10 @@ def test_what_answers_but_is_no_redis_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot use redis://"):
-            remote(f"redis://127.0.0.1:{listener.getsockname()[1]}/0")
-        thread.join(10.0)
+            remote(f"redis://{address}/0?socket_timeout=60&socket_connect_timeout=60")
+        thread.join(SECONDS)
 
 
 def test_the_secret_and_the_address_come_from_the_environment_and_are_in_no_printed_options(

@@ -184,9 +184,10 @@ def buffer(num_bytes: int = 1) -> memoryview:
 
 
 def test_more_reads_than_may_wait_are_refused_at_once() -> None:
-    medium = Held()
+    medium = Busy()
     store = Store(medium, num_threads=1, most_waiting=2)
     store.put(label(0), buffer())
+    assert medium.begun.acquire(timeout=SECONDS), "else the thread may take a read first"
     transfers = [store.get([label(n)], [buffer()], SECONDS) for n in range(3)]
     assert transfers[2].done
     assert transfers[2].outcomes == [Reason.BUSY]
