@@ -5,7 +5,7 @@
 Each cycle forks a process that stores blocks, or an engine that serves and stores, and kills it with SIGKILL at a
 random moment. Then a bit may be flipped, a slab truncated, two slots or two headers swapped, a block half overwritten,
 or the fingerprint or layout changed. A restart loads every block that was ever stored: each must be right to the last
-byte, or a miss with a reason. In half of the cycles, and in all in which reads or writes fail or the file system is
+byte, or a miss with a reason. In a share of the cycles, and in all in which reads or writes fail or the file system is
 full or read-only, an engine follows: its answers must be those that it computes without a cache.
 """
 
@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 from fault_cycles import (
     SHARE_KILLED_SERVING,
-    SHARE_SERVED,
     WRONG_BLOCKS,
     count_faults,
     count_misses,
@@ -122,7 +121,7 @@ def _failing(call: Callable[..., Any], code: int, rng: random.Random) -> Callabl
     return fail
 
 
-def cycle(folder: Path, models: list[TinyModel], rng: random.Random, totals: Counter[str]) -> None:
+def cycle(folder: Path, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]) -> None:
     killed = rng.choice(models)
     if rng.random() < SHARE_KILLED_SERVING:
         work = serving(killed, lambda: open_engine(folder, killed))
@@ -134,7 +133,7 @@ def cycle(folder: Path, models: list[TinyModel], rng: random.Random, totals: Cou
     damage(folder, fault, models, rng)
     model = rng.choice(models)
     read_all(folder, model, totals)
-    if fault not in ERRORS and rng.random() > SHARE_SERVED:
+    if fault not in ERRORS and rng.random() > served:
         return
     with open_engine(folder, model) as llm:
         with trouble(fault, rng):
@@ -145,6 +144,8 @@ def cycle(folder: Path, models: list[TinyModel], rng: random.Random, totals: Cou
 def read_all(folder: Path, model: TinyModel, totals: Counter[str]) -> None:
     """Load and check every block that was ever stored."""
     medium = open_disk(folder, model)
+    for reason, count in medium.open_misses.items():
+        totals[f"dropped when opened: {reason.value}"] += count
     try:
         for label, content in model.blocks:
             buffer = bytearray(BLOCK_BYTES)
@@ -157,14 +158,14 @@ def read_all(folder: Path, model: TinyModel, totals: Counter[str]) -> None:
         medium.close()
 
 
-def run(cycles: int, seed: int) -> Counter[str]:
+def run(cycles: int, seed: int, served: float) -> Counter[str]:
     """Run the cycles; returns counts of what happened."""
     rng, totals = random.Random(seed), Counter[str]()
     # Small slabs for engines as well, so that there are several.
     small = patch.dict(DiskMedium.__init__.__kwdefaults__, slab_bytes=SLAB_BYTES)
     with tiny_models(0, 1) as models, small, tempfile.TemporaryDirectory(prefix="octavo-disk-") as folder:
         for _ in range(cycles):
-            cycle(Path(folder), models, rng, totals)
+            cycle(Path(folder), models, rng, served, totals)
     return totals
 
 

@@ -24,8 +24,8 @@ from octavo.tiers.store import Store
 from tiny_models import WRONG_ANSWERS, TinyModel
 
 WRONG_BLOCKS = "wrong blocks given"
-# Shares of all cycles: in which an engine is killed rather than just a store; in which an engine serves afterwards.
-SHARE_KILLED_SERVING, SHARE_SERVED = 0.25, 0.5
+# Share of all cycles in which an engine is killed rather than just a store.
+SHARE_KILLED_SERVING = 0.25
 
 Work = Callable[[random.Random], Iterator[object]]
 """What a process does until it is killed; it yields after each piece of work."""
@@ -90,30 +90,35 @@ def tiny_models(*seeds: int) -> Iterator[list[TinyModel]]:
         yield [TinyModel(Path(folder) / str(seed), seed) for seed in seeds]
 
 
-def count_faults(title: str, doc: str, run: Callable[[int, int], Counter[str]]) -> None:
+def count_faults(title: str, doc: str, run: Callable[[int, int, float], Counter[str]]) -> None:
     """Run many cycles, print what happened, and end the process with 1 if a block or an answer was wrong.
 
     Args:
         doc: the script's docstring; its first line is the help text.
-        run: takes the number of cycles and the seed, and returns how often each event happened.
+        run: takes the number of cycles, the seed and the share of cycles in which an engine serves afterwards, and
+            returns how often each event happened.
     """
     script = Path(sys.argv[0])
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--served", type=float, default=0.5, help="share of cycles in which an engine serves afterwards"
+    )
     parser.add_argument("--out", type=Path, help=f"folder for {script.stem}.md")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # from stores that give up, which is counted as misses
     began = time.perf_counter()
-    totals = run(options.cycles, options.seed)
+    totals = run(options.cycles, options.seed, options.served)
     wrong = {name: totals.pop(name, 0) for name in (WRONG_BLOCKS, WRONG_ANSWERS)}
     lines = [
         f"# {title}",
         "",
-        f"`python benchmarks/{script.name} --cycles {options.cycles} --seed {options.seed}`, "
+        f"`python benchmarks/{script.name} --cycles {options.cycles} --seed {options.seed} "
+        f"--served {options.served:g}`, "
         f"{time.perf_counter() - began:.0f} s. After each cycle every block was read again and compared with what was "
-        "stored. In half of them an engine that found the store so answered three requests: their tokens were compared "
-        "with those of the same requests computed cold.",
+        f"stored. In {options.served:.0%} of them an engine that found the store so answered three requests: their "
+        "tokens were compared with those of the same requests computed cold.",
         "",
         "| what | times |",
         "|---|---:|",
@@ -129,6 +134,7 @@ def count_misses(llm: LLM, totals: Counter[str]) -> None:
     """Count why the stores of an engine did not return or accept blocks."""
     assert llm.core.tiers is not None
     for store in llm.core.tiers.stores:
-        for misses in (store.counters.read_misses, store.counters.write_misses):
-            for reason, count in misses.items():
-                totals[f"miss of an engine: {reason.value}"] += count
+        for reason, count in (store.counters.read_misses + store.counters.write_misses).items():
+            totals[f"miss of an engine: {reason.value}"] += count
+        for reason, count in store.counters.open_misses.items():
+            totals[f"dropped when opened: {reason.value}"] += count

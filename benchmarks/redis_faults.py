@@ -24,7 +24,6 @@ import redis
 
 from fault_cycles import (
     SHARE_KILLED_SERVING,
-    SHARE_SERVED,
     WRONG_BLOCKS,
     count_faults,
     count_misses,
@@ -123,7 +122,9 @@ def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -
             server.start()
 
 
-def cycle(server: RedisProcess, client: Any, models: list[TinyModel], rng: random.Random, totals: Counter[str]) -> None:
+def cycle(
+    server: RedisProcess, client: Any, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]
+) -> None:
     killed, model = rng.choice(models), rng.choice(models)
     fault = rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
@@ -139,7 +140,7 @@ def cycle(server: RedisProcess, client: Any, models: list[TinyModel], rng: rando
     if fault in DAMAGE:
         damage(client, fault, server, models, rng)
     store = Store(open_remote(server, model), num_threads=1, most_faults=2)
-    if rng.random() > SHARE_SERVED:
+    if rng.random() > served:
         with trouble(server, client, fault, rng):
             read_all(store, model, fault, totals)
     else:
@@ -170,12 +171,12 @@ def read_all(store: Store, model: TinyModel, fault: str, totals: Counter[str]) -
             totals[f"miss: {reason.value}"] += 1
 
 
-def run(cycles: int, seed: int) -> Counter[str]:
+def run(cycles: int, seed: int, served: float) -> Counter[str]:
     """Run the cycles; returns counts of what happened."""
     rng, totals = random.Random(seed), Counter[str]()
     with tiny_models(0, 1) as models, redis_process() as server, redis.Redis.from_url(server.url) as client:
         for _ in range(cycles):
-            cycle(server, client, models, rng, totals)
+            cycle(server, client, models, rng, served, totals)
             if rng.random() < 0.02:
                 client.flushall()
     return totals

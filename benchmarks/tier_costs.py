@@ -103,7 +103,7 @@ def disk_of(arguments: argparse.Namespace) -> Iterator[tuple[Path, DiskMedium, l
         content = bytearray(random.Random(0).randbytes(BLOCK_BYTES))
         for number, each in enumerate(labels):
             content[:8] = number.to_bytes(8, "little")
-            if (reason := medium.write(each, memoryview(content))) is not None:
+            if (reason := medium.write(each, memoryview(content), "")) is not None:
                 raise SystemExit(f"the store is not filled: {reason}")
         yield folder, medium, labels
 
@@ -292,7 +292,7 @@ def fill(folder: Path, block_bytes: int) -> None:
     with truncate, mock.patch("octavo.tiers.disk._write_all", write):
         medium = DiskMedium(folder, FULL_STORE, fingerprint, block_bytes)
         while not medium.num_evicted:
-            medium.write(label(number), zeros)
+            medium.write(label(number), zeros, "")
             number += 1
         medium.close()
 

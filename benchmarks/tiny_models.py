@@ -111,7 +111,7 @@ class _InMemory:
             buffer[:] = self.blocks[label.key][1]
         return [None] * len(labels)
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         self.blocks[label.key] = (label, bytes(payload))
         return None
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from octavo.tiers.store import Store
 from tests.commands.conftest import OctavoCommand
-from tests.tiers.stores import FINGERPRINT, disk, put
+from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, disk, put
 
 
 def test_blocks_are_counted_proven_and_removed(octavo_command: OctavoCommand, tmp_path: Path) -> None:
     store = Store(disk(tmp_path))
-    put(store, 1, 2, 3)
+    put(store, 1, 2)
+    put(store, 3, tenant="ada")
     code, _, err = octavo_command("cache", "purge", str(tmp_path))
     assert code != 0
     assert "in use by process" in err
@@ -20,6 +21,8 @@ def test_blocks_are_counted_proven_and_removed(octavo_command: OctavoCommand, tm
     code, out, _ = octavo_command("cache", "info", str(tmp_path), "--json")
     (model,) = json.loads(out.splitlines()[-1])["models"]
     assert (code, model["fingerprint"], model["blocks"], model["damaged"]) == (0, FINGERPRINT.hex(), 3, {})
+    assert model["bytes_by_tenant"] == {"": 2 * BLOCK_BYTES, "ada": BLOCK_BYTES}
+    assert "of ada: 0.0 MiB" in out
     medium = disk(tmp_path)
     at = medium._payload_at(1)
     medium.close()

@@ -156,6 +156,8 @@ def test_a_restart_finds_its_prefixes_on_disk_and_gives_the_same_tokens(
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     tiers = second.core.kv_report()["tiers"]
     assert tiers["disk"]["read_bytes"] == 6 * block_bytes(second.core)
+    assert tiers["disk"]["read_by_tenant"] == tiers["disk"]["tenants"] == {"": 6 * block_bytes(second.core)}
+    assert tiers["disk"]["open_misses"] == {}
     assert sum(tiers["host"]["tenants"].values()) + tiers["host"]["free_bytes"] == tiers["host"]["space_bytes"]
     second.core.close()
     assert host_of(second).counters.filled == 6

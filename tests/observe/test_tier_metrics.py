@@ -32,7 +32,7 @@ def test_each_tier_tells_its_hits_bytes_times_and_misses_by_reason(tmp_path: Pat
         assert value(families, family, f"{family}_total", tier="disk") == disk
     misses = families["octavo:tier_misses"].samples
     assert {s.labels["reason"]: s.value for s in misses if s.labels["operation"] == "read" and s.value} == {"absent": 1}
-    assert len(misses) == 2 * len(Reason), "every reason has a series from the start, and there are no others"
+    assert len(misses) == 3 * len(Reason), "every reason has a series from the start, and there are no others"
     seconds = "octavo:tier_transfer_seconds"
     for operation, count, total in (
         ("read", 1, store.counters.read_seconds),

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.stats import EngineStats
 from octavo.server import quota
 from octavo.server.tenant_metrics import TenantCollector
+from octavo.tiers.store import Store
 from tests.server.conftest import Running, wait_until
+from tests.tiers.stores import BLOCK_BYTES, disk, put
 
 KEYS = """
 [tenants.ada]
@@ -151,4 +154,29 @@ def test_floors_and_caps_are_shown_under_a_bounded_number_of_names(monkeypatch: 
         ("octavo:tenant_kv_floor_bytes", "ada"): 10,
         ("octavo:tenant_kv_floor_bytes", "other"): 60,
         ("octavo:tenant_kv_cap_bytes", "other"): 110,
+    }
+
+
+def test_what_tenants_have_below_the_device_is_shown_by_tier(tmp_path: Path) -> None:
+    stats = EngineStats(max_model_len=100)
+    stats.host, stats.block_bytes = HostCounters(), 100
+    stats.host.slots.update({"ada": 2, "bob": 1, "gone": 0})
+    store = Store(disk(tmp_path))
+    put(store, 1, 2, tenant="ada")
+    put(store, 3, tenant="eve")
+    stats.stores = (store,)
+    quotas = quota.Quotas()
+    quotas.show("ada")
+    told = {
+        (sample.labels["tenant"], sample.labels["tier"]): sample.value
+        for metric in TenantCollector(quotas, stats, "m").collect()
+        for sample in metric.samples
+        if sample.name == "octavo:tenant_tier_bytes"
+    }
+    store.close()
+    assert told == {
+        ("ada", "host"): 200,
+        ("other", "host"): 100,
+        ("ada", "disk"): 2 * BLOCK_BYTES,
+        ("other", "disk"): BLOCK_BYTES,
     }

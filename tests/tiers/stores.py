@@ -47,8 +47,8 @@ def payload(number: int) -> bytearray:
     return bytearray((number * 37 + i * i) % 251 for i in range(BLOCK_BYTES))
 
 
-def put(store: Store, *numbers: int) -> list[Reason | None]:
-    transfers = [store.put(label(number), memoryview(payload(number))) for number in numbers]
+def put(store: Store, *numbers: int, tenant: str = "") -> list[Reason | None]:
+    transfers = [store.put(label(number), memoryview(payload(number)), tenant) for number in numbers]
     return [outcome for transfer in transfers if transfer.wait(SECONDS) for outcome in transfer.outcomes]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,22 @@ from octavo.tiers import disk as disk_module
 from octavo.tiers import slabs
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.disk import DiskMedium
-from octavo.tiers.header import HEADER_BYTES
+from octavo.tiers.header import HEADER_BYTES, MAGIC, make_header, tenant_digest
 from octavo.tiers.slabs import ALIGNMENT
 from octavo.tiers.store import Store
-from tests.tiers.stores import FINGERPRINT, disk, fill, get, label, overwrite, payload, payload_at, put, slab
+from tests.tiers.stores import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    disk,
+    fill,
+    get,
+    label,
+    overwrite,
+    payload,
+    payload_at,
+    put,
+    slab,
+)
 
 
 def load(folder: Path, *numbers: int) -> list[Reason | None]:
@@ -281,3 +294,69 @@ def test_the_disk_gives_up_slots_by_the_policy_of_the_options(tmp_path: Path) ->
             assert isinstance(store.medium._eviction, policy)  # type: ignore[attr-defined]
         finally:
             store.close()
+
+
+def test_what_is_found_damaged_when_a_directory_is_opened_is_counted_under_its_reason(tmp_path: Path) -> None:
+    fill(tmp_path, *range(20))
+    first, second = sorted(tmp_path.glob("*/slab-*.kv"))
+    headers = [
+        b"?" * HEADER_BYTES,
+        make_header(b"g" * 16, label(1), memoryview(payload(1))),
+        make_header(FINGERPRINT, label(2), memoryview(payload(2))[:-1]),
+        struct.pack("<8sI", MAGIC, LAYOUT_VERSION + 1).ljust(HEADER_BYTES, b"x"),
+    ]
+    overwrite(first, ALIGNMENT, b"".join(headers))
+    os.truncate(second, 20_000)
+    store = Store(disk(tmp_path))
+    assert store.counters.open_misses == {
+        Reason.CHECKSUM: 1,
+        Reason.FINGERPRINT: 1,
+        Reason.TRUNCATED: 2,  # a block, and a slab
+        Reason.LAYOUT: 1,
+    }
+    assert get(store, [label(n) for n in range(20)])[0] == [Reason.ABSENT] * 4 + [None] * 11 + [Reason.ABSENT] * 5
+    store.close()
+    fill(tmp_path / "whole", *range(20))
+    whole = Store(disk(tmp_path / "whole"))
+    assert not whole.counters.open_misses
+    whole.close()
+
+
+def test_bytes_are_accounted_to_tenants_across_restarts_evictions_and_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(disk(tmp_path, size=128 << 10))
+    assert put(store, *range(10), tenant="ada") == [None] * 10
+    assert put(store, *range(10, 15), tenant="bob") == [None] * 5
+    assert put(store, 20, 21, 22) == [None] * 3, "for ada's oldest"
+    held = {"ada": 7 * BLOCK_BYTES, "bob": 5 * BLOCK_BYTES, "": 3 * BLOCK_BYTES}
+    assert store.bytes_by_tenant() == held
+    assert store.counters.written_by_tenant == held | {"ada": 10 * BLOCK_BYTES}
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", lambda *args: 1 / 0)
+        assert put(store, 30, tenant="eve") == [Reason.IO_ERROR]
+    assert store.bytes_by_tenant() == held
+    store.close()
+    again = Store(disk(tmp_path, size=128 << 10))
+    assert again.bytes_by_tenant() == held
+    assert put(again, *range(40, 55), tenant="eve") == [None] * 15
+    assert again.bytes_by_tenant() == {"eve": 15 * BLOCK_BYTES}
+    again.close()
+    last = Store(disk(tmp_path, size=128 << 10))
+    (names,) = tmp_path.glob("*/tenants.jsonl")
+    assert names.read_text() == '"eve"\n', "names without blocks are forgotten"
+    names.write_text("?\n3\n")
+    assert get(last, [label(40)])[0] == [None], "a name is not what a block is proven by"
+    last.close()
+    nameless = disk(tmp_path, size=128 << 10)
+    assert nameless.bytes_by_tenant() == {tenant_digest("eve").hex(): 15 * BLOCK_BYTES}
+    nameless.close()
+
+
+def test_a_tenants_name_that_cannot_be_written_costs_no_block(tmp_path: Path) -> None:
+    store = Store(disk(tmp_path))
+    (tmp_path / FINGERPRINT.hex() / "tenants.jsonl").mkdir()
+    assert put(store, 1, tenant="ada") == [None]
+    assert store.bytes_by_tenant() == {"ada": BLOCK_BYTES}
+    store.close()
+    assert load(tmp_path, 1) == [None]

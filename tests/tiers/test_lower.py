@@ -40,7 +40,7 @@ class Shelf:
         self.num_read += len(labels)
         return [Reason.ABSENT if label.key in self.lacks else None for label in labels]
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         return None
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ def test_what_was_stored_is_loaded_to_the_last_byte(store: Store) -> None:
     assert buffers == [payload(3), payload(1), payload(2)]
     assert (store.counters.loaded, store.counters.stored) == (3, 3)
     assert store.counters.read_bytes == 3 * BLOCK_BYTES
+    assert store.counters.read_by_tenant == store.counters.written_by_tenant == {"": 3 * BLOCK_BYTES}
     assert sum(store.counters.read_latency) == 1
 
 
@@ -92,7 +93,7 @@ class Held:
             raise self.error
         return [None] * len(buffers)
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         self.read([label], [payload])
         return None
 
@@ -217,7 +218,7 @@ class Busy:
         self.done.append("ask")
         return [None] * len(labels)
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         self.begun.release()
         assert self.go.wait(SECONDS)
         self.done.append("write")

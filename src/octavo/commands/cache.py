@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=["info", "verify", "purge"],
-        help="info: list the models and their blocks; verify: also read every block; exit code 1 if one is damaged; "
-        "purge: delete all",
+        help="info: list the models, their blocks and whose they are; verify: also read every block; "
+        "exit code 1 if one is damaged; purge: delete all",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory of `octavo serve --kv-disk`")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     for model in models:
         named = model["model"] or "a model of unknown name"
         print(f"{model['fingerprint']}  {named}: {model['blocks']} blocks, {model['bytes'] / 2**20:.1f} MiB of slabs")
+        for tenant, size in sorted(model["bytes_by_tenant"].items(), key=lambda entry: -entry[1]):
+            print(f"  of {tenant or 'no tenant'}: {size / 2**20:.1f} MiB")
         if model["damaged"]:
             print("  misses: " + ", ".join(f"{count} {reason}" for reason, count in sorted(model["damaged"].items())))
     if not models:
@@ -49,21 +51,32 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: Path, *, prove: bool) -> dict[str, Any]:
     from octavo.tiers.base import Reason
     from octavo.tiers.slabs import stored_blocks
+    from octavo.tiers.tenant_names import read_tenant_names
 
-    blocks, damaged = 0, dict[str, int]()
+    blocks, damaged, by_tenant = 0, dict[str, int](), dict[str, int]()
+    names = read_tenant_names(folder)
     for header, whole in stored_blocks(folder, prove=prove):
-        reason = header if isinstance(header, Reason) else None if whole else Reason.CHECKSUM
-        if reason is None:
-            blocks += 1
-        else:
+        if isinstance(header, Reason) or not whole:
+            reason = header if isinstance(header, Reason) else Reason.CHECKSUM
             damaged[reason.value] = damaged.get(reason.value, 0) + 1
+            continue
+        blocks += 1
+        tenant = names.get(header.tenant, header.tenant.hex())
+        by_tenant[tenant] = by_tenant.get(tenant, 0) + header.length
     try:
         described = json.loads((folder / "model.json").read_text())
     except (OSError, ValueError):
         described = {}
     name = described.get("model") if isinstance(described, dict) else None
     size = sum(path.stat().st_size for path in folder.glob("slab-*.kv"))
-    return {"fingerprint": folder.name, "model": name, "blocks": blocks, "bytes": size, "damaged": damaged}
+    return {
+        "fingerprint": folder.name,
+        "model": name,
+        "blocks": blocks,
+        "bytes": size,
+        "bytes_by_tenant": by_tenant,
+        "damaged": damaged,
+    }
 
 
 def _purge(directory: Path, holder: str | None) -> int:

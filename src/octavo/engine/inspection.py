@@ -134,7 +134,10 @@ def limits_in_bytes(limits: KVLimits, block_bytes: int) -> dict[str, int | None]
 
 
 def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) -> dict[str, Any]:
-    """Report on host memory and the stores below: bytes, blocks moved since the start, misses by reason."""
+    """Report on host memory and the stores below: bytes, blocks moved since the start, misses by reason.
+
+    What lies in a tier by tenant is `tenants`, which Redis cannot tell; the sums are exact.
+    """
     counters = host.counters
     by_tenant = {tenant: count * block_bytes for tenant, count in sorted(host.by_tenant().items())}
     report: dict[str, Any] = {
@@ -158,6 +161,10 @@ def tiers_report(host: HostMemory, stores: Sequence[Store], block_bytes: int) ->
             "stored": store.counters.stored,
             "read_bytes": store.counters.read_bytes,
             "written_bytes": store.counters.written_bytes,
+            "tenants": dict(sorted((store.bytes_by_tenant() or {}).items())),
+            "read_by_tenant": dict(sorted(store.counters.read_by_tenant.items())),
+            "written_by_tenant": dict(sorted(store.counters.written_by_tenant.items())),
+            "open_misses": {reason.value: count for reason, count in store.counters.open_misses.items()},
             "read_misses": {reason.value: count for reason, count in store.counters.read_misses.items()},
             "write_misses": {reason.value: count for reason, count in store.counters.write_misses.items()},
             "closings": {work.value: count for work, count in store.num_closings.items()},

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, KeysView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from typing import NewType
@@ -46,7 +46,7 @@ class Slot(Enum):
 
 @dataclass(slots=True)
 class HostCounters:
-    """Totals of prefixes since the start, in blocks."""
+    """Totals of prefixes since the start, in blocks, and who has slots now. Any thread may read."""
 
     stored: int = 0  # from the device
     filled: int = 0  # from a store
@@ -54,6 +54,7 @@ class HostCounters:
     evicted: int = 0
     refused: int = 0  # no slot was free or evictable
     lost: int = 0  # the step failed
+    slots: Counter[str] = field(default_factory=Counter)  # in use, by tenant
 
 
 class HostMemory:
@@ -137,10 +138,8 @@ class HostMemory:
         return self._labels.keys()
 
     def by_tenant(self) -> dict[str, int]:
-        """Return the number of slots in use by tenant. O(slots)."""
-        return Counter(
-            tenant for tenant, state in zip(self._tenants, self._states, strict=True) if state is not Slot.FREE
-        )
+        """Return the number of slots in use by tenant."""
+        return {tenant: count for tenant, count in self.counters.slots.items() if count}
 
     # Looking up and holding
 
@@ -165,6 +164,10 @@ class HostMemory:
     def origin(self, slot: HostBlockId) -> str:
         """Return the tier that a slot's bytes came from; after their first use it is the host."""
         return self._origins[slot]
+
+    def tenant(self, slot: HostBlockId) -> str:
+        """Return the tenant that a slot is accounted to."""
+        return self._tenants[slot]
 
     def is_held(self, slot: HostBlockId) -> bool:
         return self._holds[slot] > 0
@@ -266,7 +269,7 @@ class HostMemory:
         Every slot is in exactly one state, and evictable if and only if ready and not held.
         """
         num_used = len(self._states)
-        free = bytearray(num_used)
+        free, tenants = bytearray(num_used), Counter[str]()
         for slot in self._free:
             if free[slot]:
                 yield f"slot {slot} of host memory stands twice in its free list"
@@ -285,6 +288,7 @@ class HostMemory:
                     yield f"slot {slot} of host memory is {state.value}, free list: {bool(free[slot])}"
                 if (slot in writing) != (state in (Slot.STORING, Slot.FILLING)):
                     yield f"slot {slot} of host memory is {state.value}, being written: {slot in writing}"
+                tenants[self._tenants[slot]] += state is not Slot.FREE
                 if idle != (state is Slot.READY and holds == 0):
                     yield f"slot {slot} of host memory is {state.value} with {holds} holds, idle: {idle}"
                 if state is Slot.FREE and holds:
@@ -295,6 +299,8 @@ class HostMemory:
                 if state in written and slot not in written[state]:
                     yield f"slot {slot} of host memory is {state.value}, and nobody writes it"
             yield None
+        if self.by_tenant() != +tenants:
+            yield f"slots of host memory by tenant are {dict(+tenants)}, counted are {self.by_tenant()}"
         for slot, label in self._labels.items():
             if label is not None and self._index.get(label.key) != slot:
                 yield f"slot {slot} of host memory is being written with a key that the index does not have"
@@ -321,11 +327,13 @@ class HostMemory:
         elif len(self._eviction):
             slot = HostBlockId(self._eviction.evict() - 1)
             self._index.remove(slot)
+            self.counters.slots[self._tenants[slot]] -= 1
             self.counters.evicted += 1
         else:
             return None
         self._states[slot] = state
         self._tenants[slot] = tenant
+        self.counters.slots[tenant] += 1
         if label is not None and not self._index.put_new(label.key, slot):
             label = None
         self._labels[slot] = label
@@ -365,4 +373,5 @@ class HostMemory:
             self._unname(slot)
             del self._labels[slot]
         self._states[slot] = Slot.FREE
+        self.counters.slots[self._tenants[slot]] -= 1
         self._free.append(slot)

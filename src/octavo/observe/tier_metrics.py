@@ -1,7 +1,7 @@
 """Metrics of host memory and the stores below it, in Prometheus' format.
 
-Labels are `tier` (host, disk, remote), `operation` (read, write) and `reason` (the members of `Reason`), so that the
-number of series does not depend on requests.
+Labels are `tier` (host, disk, remote), `operation` (read, write; of misses also open) and `reason` (the members of
+`Reason`), so that the number of series does not depend on requests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class TierCollector(Collector):
             "octavo:tier_closings", "Times that errors in a row stopped it.", labels=[*labels, "operation"]
         )
         misses = CounterMetricFamily(
-            "octavo:tier_misses", "Blocks not read or not written, by reason.", labels=[*labels, "operation", "reason"]
+            "octavo:tier_misses",
+            "Blocks not read, not written, or damaged when opened, by reason.",
+            labels=[*labels, "operation", "reason"],
         )
         seconds = HistogramMetricFamily(
             "octavo:tier_transfer_seconds", "What a transfer of blocks took.", labels=[*labels, "operation"]
@@ -83,12 +85,17 @@ class TierCollector(Collector):
             usable.add_metric([*values, "write"], store.is_writable)
             for work, count in store.num_closings.items():
                 closings.add_metric([*values, work.value], count)
-            for operation, missed, counts, total in (
-                ("read", own.read_misses, own.read_latency, own.read_seconds),
-                ("write", own.write_misses, own.write_latency, own.write_seconds),
+            for operation, missed in (
+                ("open", own.open_misses),
+                ("read", own.read_misses),
+                ("write", own.write_misses),
             ):
                 for reason in Reason:
                     misses.add_metric([*values, operation, reason.value], missed[reason])
+            for operation, counts, total in (
+                ("read", own.read_latency, own.read_seconds),
+                ("write", own.write_latency, own.write_seconds),
+            ):
                 buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(counts))), strict=True))
                 seconds.add_metric([*values, operation], buckets, total)
         yield from (usable, closings, misses, seconds, latency, pace)

@@ -7,7 +7,7 @@ all others are summed as "other". No series contains a key, a request id or text
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -67,6 +67,7 @@ class TenantCollector(Collector):
             for tenant, own in waiting.items():
                 gauge.add_metric([self._model_name, tenant], getattr(own, attribute))
             yield gauge
+        yield self._in_tiers()
         for name, attribute, help in (
             ("kv_floor_bytes", "floor_bytes", "KV cache that is always kept available for the tenant."),
             ("kv_cap_bytes", "cap_bytes", "KV cache that the tenant may hold at most; of tenants with a cap."),
@@ -79,3 +80,24 @@ class TenantCollector(Collector):
             for tenant, amount in amounts.items():
                 gauge.add_metric([self._model_name, tenant], amount)
             yield gauge
+
+    def _in_tiers(self) -> Metric:
+        """Return what lies in each tier below the device; Redis cannot tell."""
+        stats = self._stats
+        tiers: dict[str, Mapping[str, int]] = {}
+        if stats.host is not None:
+            slots = stats.host.slots.copy()
+            tiers["host"] = {tenant: count * stats.block_bytes for tenant, count in slots.items() if count}
+        tiers |= {store.name: held for store in stats.stores if (held := store.bytes_by_tenant()) is not None}
+        amounts: Counter[tuple[str, str]] = Counter()
+        for tier, held in tiers.items():
+            for tenant, num_bytes in held.items():
+                amounts[self._quotas.shown_name(tenant), tier] += num_bytes
+        gauge = GaugeMetricFamily(
+            "octavo:tenant_tier_bytes",
+            "Bytes of the tenant's blocks in host memory and on disk.",
+            labels=["model_name", "tenant", "tier"],
+        )
+        for (tenant, tier), amount in amounts.items():
+            gauge.add_metric([self._model_name, tenant, tier], amount)
+        return gauge

@@ -6,20 +6,21 @@ makes it asynchronous:
     engine's thread                              store's threads
       Store.lookup(key) ───> MISS | HIT | HIT_PENDING
       Store.get(labels, buffers, seconds) ────>  medium.read, in pieces; each block's bytes are verified
-      Store.put(label, buffer) ───────────────>  medium.write
+      Store.put(label, buffer, tenant) ───────>  medium.write
       Store.ask(labels, seconds) ─────────────>  medium.ask, if lookup cannot tell
       Transfer.done, .outcomes <───────────────  None, or the reason of a miss
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Protocol, runtime_checkable
 
 from octavo.kvcache.label import Label
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Version of the layout of a block's bytes and of its verification; part of every key and header."""
 
 
@@ -65,8 +66,8 @@ class Medium(Protocol):
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
         """Fill the buffers and verify each; the outcome is None for a block that matches its label."""
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
-        """Store a block; another may be evicted for it."""
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
+        """Store a block that is accounted to a tenant; another may be evicted for it."""
 
     def close(self) -> None:
         """Close files and connections."""
@@ -81,3 +82,17 @@ class DistantMedium(Protocol):
 
         If the first block is missing, the others are reported missing without being looked up.
         """
+
+
+@runtime_checkable
+class LocalMedium(Protocol):
+    """The additional interface of a medium that knows all its blocks, because nobody else writes there.
+
+    Attributes:
+        open_misses: blocks that were found damaged when it was opened, and whole files of them, by reason.
+    """
+
+    open_misses: Counter[Reason]
+
+    def bytes_by_tenant(self) -> Mapping[str, int]:
+        """Return the bytes of the blocks stored, by the tenant that they are accounted to."""

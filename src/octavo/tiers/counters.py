@@ -20,6 +20,9 @@ class StoreCounters:
         self.stored = 0
         self.read_bytes = 0
         self.written_bytes = 0
+        self.read_by_tenant = Counter[str]()  # bytes
+        self.written_by_tenant = Counter[str]()  # bytes
+        self.open_misses = Counter[Reason]()  # of blocks that an earlier process had stored
         self.read_misses = Counter[Reason]()  # including those of `ask`
         self.write_misses = Counter[Reason]()
         self.read_latency = [0] * (len(LATENCY_BOUNDS) + 1)  # transfers
@@ -38,9 +41,11 @@ class StoreCounters:
                 elif wrote:
                     self.stored += 1
                     self.written_bytes += buffer.nbytes
+                    self.written_by_tenant[transfer.tenant] += buffer.nbytes
                 elif transfer.work is Work.READ:
                     self.loaded += 1
                     self.read_bytes += buffer.nbytes
+                    self.read_by_tenant[transfer.tenant] += buffer.nbytes
 
     def time(self, work: Work, seconds: float) -> None:
         """Record how long the medium took for a read or a write."""

@@ -13,7 +13,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octavo.errors import ConfigError
@@ -32,6 +33,7 @@ from octavo.tiers.slabs import (
     slab_path,
     slab_paths,
 )
+from octavo.tiers.tenant_names import TenantNames
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,10 @@ class DiskMedium:
     Raises:
         ConfigError: another process writes there, the directory cannot be created, or the size is too small for a
             block.
+
+    Attributes:
+        num_evicted: blocks that have made room for others.
+        open_misses: see `LocalMedium`; a slab that is cut short or of another layout counts once.
     """
 
     name = "disk"
@@ -81,11 +87,13 @@ class DiskMedium:
         self._slots: dict[bytes, int] = {}
         self._headers: dict[int, bytes] = {}
         self._readers: dict[int, int] = {}
+        self._num_blocks_of = Counter[bytes]()  # by digest of the tenant
         self._free: list[int] = []
         self._files: list[int] = []
         self._number = 0
         self._may_grow_at = 0.0
         self.num_evicted = 0
+        self.open_misses = Counter[Reason]()
         try:
             self._lock_file: int | None = lock_directory(folder)
             self._folder = folder / fingerprint.hex()
@@ -97,7 +105,9 @@ class DiskMedium:
         except OSError as error:
             raise ConfigError(f"kv_disk: cannot write to {folder}: {error.strerror}") from error
         try:
+            self._names = TenantNames(self._folder)
             self._open_all()
+            self._names.keep(self._num_blocks_of)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -111,6 +121,11 @@ class DiskMedium:
     def num_blocks(self) -> int:
         return len(self._slots)
 
+    def bytes_by_tenant(self) -> dict[str, int]:
+        with self._lock:
+            counts = list(self._num_blocks_of.items())
+        return {self._names.name(digest): count * self._layout.block_bytes for digest, count in counts}
+
     def contains(self, key: bytes) -> bool:
         return key in self._slots
 
@@ -118,7 +133,7 @@ class DiskMedium:
         self._read_ahead(labels)
         return [self._read(label, buffer) for label, buffer in zip(labels, buffers, strict=True)]
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         with self._lock:
             if label.key in self._slots:
                 return None
@@ -128,7 +143,7 @@ class DiskMedium:
             slot, evicted = taken
             self._number += 1
             number = self._number
-        header = make_header(self._fingerprint, label, payload, number)
+        header = make_header(self._fingerprint, label, payload, number, self._names.digest(tenant))
         try:
             # The payload first: until its own header follows, the old one does not match it.
             _write_all(self._file(slot), payload, self._payload_at(slot))
@@ -142,7 +157,7 @@ class DiskMedium:
             if label.key in self._slots:
                 self._free.append(slot)
             else:
-                self._note(slot, label.key, header)
+                self._note(slot, header)
         return None
 
     def close(self) -> None:
@@ -185,7 +200,7 @@ class DiskMedium:
                     self._eviction.hit([BlockId(slot + 1)], 0)
                     self._eviction.add(BlockId(slot + 1))
                     if reason in (Reason.CHECKSUM, Reason.TRUNCATED) and self._slots.get(label.key) == slot:
-                        self._drop(label.key, slot)
+                        self._drop(slot)
         return reason
 
     def _read_slot(self, slot: int, raw: bytes, label: Label, buffer: memoryview) -> Reason | None:
@@ -212,30 +227,41 @@ class DiskMedium:
             if not len(self._eviction):
                 return None
             slot = self._eviction.evict() - 1
-            raw = self._headers.pop(slot)
-            del self._slots[_key_in(raw)]
+            raw = self._headers[slot]
+            self._forget(slot)
             return slot, raw
         return self._free.pop(), None
 
     def _put_back(self, slot: int, evicted: bytes | None) -> None:
         """Undo `_take_slot` after a failed write; if that has damaged the evicted block, its checksum will tell."""
-        if evicted is None or (key := _key_in(evicted)) in self._slots:
+        if evicted is None or _noted(evicted).key in self._slots:
             self._free.append(slot)
             return
-        self._slots[key] = slot
-        self._headers[slot] = evicted
+        self._enter(slot, evicted)
         self._eviction.restore(BlockId(slot + 1))
 
-    def _drop(self, key: bytes, slot: int) -> None:
+    def _drop(self, slot: int) -> None:
         self._eviction.remove(BlockId(slot + 1))
-        del self._slots[key], self._headers[slot]
+        self._forget(slot)
         self._free.append(slot)
 
-    def _note(self, slot: int, key: bytes, header: bytes) -> None:
-        self._slots[key] = slot
-        self._headers[slot] = header
-        self._eviction.publish(BlockId(slot + 1), 0, 0, key)
+    def _note(self, slot: int, raw: bytes) -> None:
+        self._enter(slot, raw)
+        self._eviction.publish(BlockId(slot + 1), 0, 0, _noted(raw).key)
         self._eviction.add(BlockId(slot + 1))
+
+    def _enter(self, slot: int, raw: bytes) -> None:
+        header = _noted(raw)
+        self._slots[header.key] = slot
+        self._headers[slot] = raw
+        self._num_blocks_of[header.tenant] += 1
+
+    def _forget(self, slot: int) -> None:
+        header = _noted(self._headers.pop(slot))
+        del self._slots[header.key]
+        self._num_blocks_of[header.tenant] -= 1
+        if not self._num_blocks_of[header.tenant]:
+            del self._num_blocks_of[header.tenant]
 
     def _grow(self) -> bool:
         """Add a slab if the total size allows it, after removing other models' slabs; return whether it was added."""
@@ -279,41 +305,53 @@ class DiskMedium:
 
     def _open_all(self) -> None:
         """Open the slabs of an earlier process and read their headers."""
-        layout = self._layout
-        found: list[tuple[int, int, Header, bytes]] = []
+        found: list[tuple[int, int, bytes]] = []
         for path in slab_paths(self._folder):
-            expected = slab_path(self._folder, len(self._files))
-            file = os.open(path, os.O_RDWR)
-            preamble = os.pread(file, PREAMBLE_BYTES, 0)
-            too_many = (len(self._files) + 1) * layout.slab_bytes > self._size
-            if preamble != layout.pack() or os.fstat(file).st_size != layout.slab_bytes or too_many:
-                logger.warning("disk: %s is of another layout or size, or cut short: it is removed", path)
-                os.close(file)
-                path.unlink()
-                continue
-            if path != expected:
-                path.rename(expected)  # a slab before it was removed
-            first = len(self._files) * layout.num_slots
-            self._add(file)
-            table = os.pread(file, layout.table_bytes, layout.header_at(0))
-            for index in range(layout.num_slots):
-                raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
-                header = read_header(raw)
-                if isinstance(header, Header) and header.fingerprint == self._fingerprint:
-                    found.append((header.number, first + index, header, raw))
-        found.sort(key=lambda entry: entry[0])
+            found += self._open_slab(path)
+        found.sort()
         taken: set[int] = set()
-        for number, slot, header, raw in found:
-            self._number = max(self._number, number)
-            if header.length != layout.block_bytes:
-                continue
-            if (old := self._slots.get(header.key)) is not None:
-                self._drop(header.key, old)
+        for number, slot, raw in found:
+            self._number = number
+            if (old := self._slots.get(_noted(raw).key)) is not None:
+                self._drop(old)
                 self._free.pop()
                 taken.discard(old)
-            self._note(slot, header.key, raw)
+            self._note(slot, raw)
             taken.add(slot)
         self._free = [slot for slot in self._free if slot not in taken]
+        if self.open_misses:
+            reasons = ", ".join(f"{count} {reason.value}" for reason, count in sorted(self.open_misses.items()))
+            logger.warning("disk: besides %d blocks, damaged ones were found and dropped: %s", self.num_blocks, reasons)
+
+    def _open_slab(self, path: Path) -> Iterator[tuple[int, int, bytes]]:
+        """Open a slab and yield its blocks as (number of the write, slot, header); a useless slab is removed."""
+        layout = self._layout
+        expected = slab_path(self._folder, len(self._files))
+        file = os.open(path, os.O_RDWR)
+        found = SlabLayout.unpack(os.pread(file, PREAMBLE_BYTES, 0), os.fstat(file).st_size)
+        if found != layout or (len(self._files) + 1) * layout.slab_bytes > self._size:
+            logger.warning("disk: %s is of another layout or size, or cut short: it is removed", path)
+            if found != layout:
+                self.open_misses[found if isinstance(found, Reason) else Reason.LAYOUT] += 1
+            os.close(file)
+            path.unlink()
+            return
+        if path != expected:
+            path.rename(expected)  # a slab before it was removed
+        first = len(self._files) * layout.num_slots
+        self._add(file)
+        table = os.pread(file, layout.table_bytes, layout.header_at(0))
+        for index in range(layout.num_slots):
+            raw = table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+            header = read_header(raw)
+            if isinstance(header, Header):
+                reason = header.belongs(self._fingerprint.hex(), layout.block_bytes)
+            else:
+                reason = header
+            if reason is None:
+                yield _noted(raw).number, first + index, raw
+            elif reason is not Reason.ABSENT:
+                self.open_misses[reason] += 1
 
     def _file(self, slot: int) -> int:
         return self._files[slot // self._layout.num_slots]
@@ -325,11 +363,11 @@ class DiskMedium:
         return self._layout.payload_at(slot % self._layout.num_slots)
 
 
-def _key_in(raw: bytes) -> bytes:
-    """Return the key in a header that was valid when it was noted."""
+def _noted(raw: bytes) -> Header:
+    """Return the fields of a header that was valid when it was noted."""
     header = read_header(raw)
     assert isinstance(header, Header)
-    return header.key
+    return header
 
 
 def _write_all(file: int, payload: memoryview, at: int) -> None:

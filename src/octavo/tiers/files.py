@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.kvcache.label import Label
 from octavo.tiers.base import Reason
-from octavo.tiers.header import HEADER_BYTES, make_header, prove
+from octavo.tiers.header import HEADER_BYTES, make_header, prove, tenant_digest
 
 
 class BlockFiles:
@@ -26,10 +26,11 @@ class BlockFiles:
     def read(self, labels: Sequence[Label], buffers: Sequence[memoryview]) -> list[Reason | None]:
         return [self._read(label, buffer) for label, buffer in zip(labels, buffers, strict=True)]
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         path = self._path(label.key)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(make_header(self._fingerprint, label, payload) + payload)
+        header = make_header(self._fingerprint, label, payload, tenant=tenant_digest(tenant))
+        partial.write_bytes(header + payload)
         partial.replace(path)
         return None
 

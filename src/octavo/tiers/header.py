@@ -5,8 +5,9 @@
 32  key 16 | parent 16
 64  digest of the token ids 16
 80  length of the payload 8 | number of the write 8
-96  xxh3-128 over the 96 bytes above and the payload
-112 end
+96  digest of the name of the tenant that it is accounted to 16, or zeros: not part of what a block is
+112 xxh3-128 over the 112 bytes above and the payload
+128 end
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from octavo.kvcache.label import Label
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 
 MAGIC = b"OCTAVOKV"
-HEADER_BYTES = 112
-_FIELDS = struct.Struct("<8sII16s16s16s16sQQ")
+HEADER_BYTES = 128
+_FIELDS = struct.Struct("<8sII16s16s16s16sQQ16s")
+_NO_TENANT = bytes(16)
 
 
 class Header(NamedTuple):
@@ -34,6 +36,7 @@ class Header(NamedTuple):
     tokens: bytes
     length: int
     number: int
+    tenant: bytes
     checksum: bytes
 
     def matches(self, fingerprint: bytes, label: Label, length: int) -> Reason | None:
@@ -44,19 +47,25 @@ class Header(NamedTuple):
             return Reason.LABEL
         return None if self.length == length else Reason.TRUNCATED
 
+    def belongs(self, fingerprint: str, length: int) -> Reason | None:
+        """Return why this is no block of a model, whose fingerprint is given in hexadecimal; None if it may be one."""
+        if self.fingerprint.hex() != fingerprint:
+            return Reason.FINGERPRINT
+        return None if self.length == length else Reason.TRUNCATED
+
     def proves(self, payload: memoryview) -> bool:
         """Return whether the checksum matches the fields and this payload."""
         return self.checksum == _checksum(self.packed(), payload)
 
     def packed(self) -> bytes:
         """Return the fields as the bytes that the checksum covers, before the payload."""
-        return _FIELDS.pack(
-            MAGIC, LAYOUT_VERSION, 0, self.fingerprint, self.key, self.parent, self.tokens, self.length, self.number
-        )
+        return _FIELDS.pack(MAGIC, LAYOUT_VERSION, 0, *self[:-1])
 
 
-def make_header(fingerprint: bytes, label: Label, payload: memoryview, number: int = 0) -> bytes:
-    """Return the header of a block."""
+def make_header(
+    fingerprint: bytes, label: Label, payload: memoryview, number: int = 0, tenant: bytes = _NO_TENANT
+) -> bytes:
+    """Return the header of a block; `tenant` is a `tenant_digest`."""
     fields = _FIELDS.pack(
         MAGIC,
         LAYOUT_VERSION,
@@ -67,6 +76,7 @@ def make_header(fingerprint: bytes, label: Label, payload: memoryview, number: i
         token_digest(label.tokens),
         payload.nbytes,
         number,
+        tenant,
     )
     return fields + _checksum(fields, payload)
 
@@ -75,12 +85,12 @@ def read_header(raw: bytes) -> Header | Reason:
     """Read the fields of a header, or return why the bytes are not a header."""
     if len(raw) < HEADER_BYTES:
         return Reason.TRUNCATED
-    magic, version, reserved, fingerprint, key, parent, tokens, length, number = _FIELDS.unpack(raw[: _FIELDS.size])
+    magic, version, reserved, *fields = _FIELDS.unpack(raw[: _FIELDS.size])
     if magic != MAGIC:
         return Reason.ABSENT if not any(raw[: _FIELDS.size]) else Reason.CHECKSUM
     if version != LAYOUT_VERSION or reserved:
         return Reason.LAYOUT
-    return Header(fingerprint, key, parent, tokens, length, number, raw[_FIELDS.size : HEADER_BYTES])
+    return Header._make((*fields, raw[_FIELDS.size : HEADER_BYTES]))
 
 
 def prove(raw: bytes, fingerprint: bytes, label: Label, payload: memoryview) -> Reason | None:
@@ -97,6 +107,11 @@ def prove(raw: bytes, fingerprint: bytes, label: Label, payload: memoryview) -> 
 def token_digest(tokens: bytes) -> bytes:
     """Return the digest of packed token ids."""
     return blake2b(tokens, digest_size=16).digest()
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """Return what stands for a tenant's name in a header."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"octavo-kv-tenant").digest()
 
 
 def _checksum(fields: bytes, payload: memoryview) -> bytes:

@@ -225,7 +225,8 @@ class LowerTiers:
                 missing.append(label)
                 slots.append(slot)
             if slots:
-                transfer = store.get(missing, [self._row(slot) for slot in slots], self._load_seconds)
+                rows = [self._row(slot) for slot in slots]
+                transfer = store.get(missing, rows, self._load_seconds, fetch.tenant)
                 fetch.transfers.append((store, transfer, slots))
         fetch.deadline = self._clock() + self._load_seconds
 
@@ -261,7 +262,8 @@ class LowerTiers:
         for store in self.stores:
             if store.wants(label.key):
                 self._host.hold(slot)
-                self._writing.append((store.put(label, self._row(slot)), slot))
+                transfer = store.put(label, self._row(slot), self._host.tenant(slot))
+                self._writing.append((transfer, slot))
 
     def _is_worth(self, store: Store, num_blocks: int, seconds_to_compute: float | None) -> bool:
         expected = store.expected_seconds(num_blocks * self._block_bytes)

@@ -1,6 +1,6 @@
 """Blocks in Redis or Valkey, which several servers of one model share.
 
-    octavo:NAMESPACE:KEY  ->  | header, 112 B | payload | with a secret: BLAKE2b keyed with it, 32 B |
+    octavo:NAMESPACE:KEY  ->  | header, 128 B | payload | with a secret: BLAKE2b keyed with it, 32 B |
 
 The namespace is the fingerprint or, with a secret, the fingerprint hashed with the secret as key. So servers of other
 models, or with another secret, neither find nor overwrite each other's blocks. Anybody who can write to Redis could
@@ -115,11 +115,12 @@ class RemoteMedium:
         self._clean_up(labels, values, outcomes)
         return outcomes
 
-    def write(self, label: Label, payload: memoryview) -> Reason | None:
+    def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
         name = self._name(label.key)
         there = self._redis.exists(name) if self._ttl is None else self._redis.expire(name, self._ttl)
         if there:
             return None
+        # Without the tenant: who can read that Redis is not to learn whose blocks are whose.
         header = make_header(self._fingerprint, label, payload)
         signature = b"" if self._key is None else _sign(self._key, header, payload)
         try:

@@ -2,7 +2,8 @@
 
     DIR/LOCK                          held by the one process that writes here
     DIR/FINGERPRINT/model.json        the model that the blocks belong to, for people
-    DIR/FINGERPRINT/slab-00000.kv     | preamble, 4 KiB | headers, 112 B a slot | slot 0 | slot 1 | … |
+    DIR/FINGERPRINT/tenants.jsonl     the names of the tenants that blocks are accounted to (`tenant_names.py`)
+    DIR/FINGERPRINT/slab-00000.kv     | preamble, 4 KiB | headers, 128 B a slot | slot 0 | slot 1 | … |
 
 The preamble holds the number of slots in the slab and the size of a block. Slots begin at multiples of 4 KiB.
 """
@@ -44,12 +45,15 @@ class SlabLayout:
         return cls(block_bytes, count)
 
     @classmethod
-    def unpack(cls, preamble: bytes) -> SlabLayout | Reason:
-        """Read the layout from a slab's preamble, or return why it is not valid."""
+    def unpack(cls, preamble: bytes, size: int) -> SlabLayout | Reason:
+        """Read the layout from the preamble of a slab of `size` bytes, or return why the slab cannot be used."""
         if len(preamble) < PREAMBLE_BYTES:
             return Reason.TRUNCATED
         magic, version, _, block_bytes, num_slots = _PREAMBLE.unpack(preamble)
-        return cls(block_bytes, num_slots) if magic == _MAGIC and version == LAYOUT_VERSION else Reason.LAYOUT
+        if magic != _MAGIC or version != LAYOUT_VERSION:
+            return Reason.LAYOUT
+        layout = cls(block_bytes, num_slots)
+        return layout if layout.slab_bytes == size else Reason.TRUNCATED
 
     def pack(self) -> bytes:
         """Return the preamble of a slab."""
@@ -110,12 +114,9 @@ def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header 
     """
     for path in slab_paths(folder):
         with path.open("rb") as file:
-            layout = SlabLayout.unpack(file.read(PREAMBLE_BYTES))
+            layout = SlabLayout.unpack(file.read(PREAMBLE_BYTES), path.stat().st_size)
             if isinstance(layout, Reason):
                 yield layout, False
-                continue
-            if layout.slab_bytes != path.stat().st_size:
-                yield Reason.TRUNCATED, False
                 continue
             file.seek(layout.header_at(0))
             table = file.read(layout.table_bytes)
@@ -123,6 +124,8 @@ def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header 
                 header = read_header(table[index * HEADER_BYTES : (index + 1) * HEADER_BYTES])
                 if header is Reason.ABSENT:
                     continue
+                if isinstance(header, Header):
+                    header = header.belongs(folder.name, layout.block_bytes) or header
                 if isinstance(header, Reason):
                     yield header, False
                     continue
@@ -131,7 +134,7 @@ def stored_blocks(folder: Path, *, prove: bool = True) -> Iterator[tuple[Header 
                     continue
                 file.seek(layout.payload_at(index))
                 payload = file.read(layout.block_bytes)
-                yield header, len(payload) == header.length and header.proves(memoryview(payload))
+                yield header, header.proves(memoryview(payload))
 
 
 def lock_directory(directory: Path) -> int:

@@ -6,11 +6,11 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from octavo.kvcache.label import Label
-from octavo.tiers.base import DistantMedium, LookupResult, Medium, Reason
+from octavo.tiers.base import DistantMedium, LocalMedium, LookupResult, Medium, Reason
 from octavo.tiers.breaker import Breaker
 from octavo.tiers.counters import StoreCounters
 from octavo.tiers.speed import LoadSpeed
@@ -58,6 +58,8 @@ class Store:
         self.name = medium.name
         self.must_ask = isinstance(medium, DistantMedium)
         self.counters = StoreCounters()
+        if isinstance(medium, LocalMedium):
+            self.counters.open_misses.update(medium.open_misses)
         self.on_done: Callable[[], None] = lambda: None
         self._reading = Breaker(self.name, "reads", most_faults, retry_seconds, clock)
         self._writing = Breaker(self.name, "writes", most_faults, retry_seconds, clock)
@@ -94,6 +96,10 @@ class Store:
         """The number of bytes that wait to be written."""
         return self._queue.num_write_bytes
 
+    def bytes_by_tenant(self) -> Mapping[str, int] | None:
+        """Return the bytes of the blocks stored, by tenant; None if the medium cannot tell, as others write there."""
+        return self.medium.bytes_by_tenant() if isinstance(self.medium, LocalMedium) else None
+
     def lookup(self, key: bytes) -> LookupResult:
         """Return what is known about a key, without waiting."""
         if not self.is_open:
@@ -126,15 +132,15 @@ class Store:
         """Find out which blocks are there; the outcome is None for those that are."""
         return self._submit(Transfer(Work.ASK, labels, [memoryview(b"")] * len(labels), self._clock() + seconds))
 
-    def get(self, labels: Sequence[Label], buffers: Sequence[memoryview], seconds: float) -> Transfer:
-        """Load blocks; those that have not been started after `seconds` are LATE."""
-        return self._submit(Transfer(Work.READ, labels, buffers, self._clock() + seconds))
+    def get(self, labels: Sequence[Label], buffers: Sequence[memoryview], seconds: float, tenant: str = "") -> Transfer:
+        """Load blocks for a tenant; those that have not been started after `seconds` are LATE."""
+        return self._submit(Transfer(Work.READ, labels, buffers, self._clock() + seconds, tenant))
 
-    def put(self, label: Label, payload: memoryview, seconds: float = 30.0) -> Transfer:
-        """Store a block; it is LATE if it has not been started after `seconds`."""
+    def put(self, label: Label, payload: memoryview, tenant: str = "", seconds: float = 30.0) -> Transfer:
+        """Store a block of a tenant; it is LATE if it has not been started after `seconds`."""
         with self._lock:
             self._coming.add(label.key)
-        return self._submit(Transfer(Work.WRITE, [label], [payload], self._clock() + seconds))
+        return self._submit(Transfer(Work.WRITE, [label], [payload], self._clock() + seconds, tenant))
 
     def close(self, seconds: float = 10.0) -> None:
         """Finish the requested transfers within `seconds`, and close the medium."""
@@ -198,7 +204,7 @@ class Store:
             return [stopped]
         began = self._clock()
         label, payload = transfer.labels[0], transfer.buffers[0]
-        outcomes = self._tried(self._writing, 1, lambda: [self.medium.write(label, payload)])
+        outcomes = self._tried(self._writing, 1, lambda: [self.medium.write(label, payload, transfer.tenant)])
         self.counters.time(Work.WRITE, self._clock() - began)
         return outcomes
 

@@ -22,14 +22,17 @@ class Work(Enum):
 class Transfer:
     """A question about blocks, or a read or write of them. `outcomes` has an entry for each block once it is `done`.
 
-    The buffers belong to the store until then, however late that is.
+    The buffers belong to the store until then, however late that is. The bytes are accounted to `tenant`.
     """
 
-    def __init__(self, work: Work, labels: Sequence[Label], buffers: Sequence[memoryview], deadline: float) -> None:
+    def __init__(
+        self, work: Work, labels: Sequence[Label], buffers: Sequence[memoryview], deadline: float, tenant: str = ""
+    ) -> None:
         self.work = work
         self.labels = labels
         self.buffers = buffers
         self.deadline = deadline
+        self.tenant = tenant
         self.outcomes: list[Reason | None] = []
         self._done = threading.Event()
         self._cancelled = False
