@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,6 +38,16 @@ MakeLLM = Callable[..., Any]
 def pytest_collection_finish() -> None:
     """A million objects of imported modules and collected tests stay: no garbage collection looks at them again."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test draws the same numbers, fixtures included, whichever tests ran before it in its process."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 def runner_of(core: EngineCore) -> ModelRunner:
