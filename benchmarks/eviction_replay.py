@@ -23,7 +23,7 @@ from typing import Any
 
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
 from octavo.config import EngineConfig
-from octavo.kvcache.block import BlockId
+from octavo.kvcache.block import BlockId, BlockIds
 from octavo.kvcache.eviction import EVICTION_POLICIES, EvictionPolicy, RecomputeCost, make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
@@ -181,6 +181,21 @@ class Recorder:
     def evict(self) -> BlockId:
         self.operations.append(("evict", ()))
         return self._inner.evict()
+
+    def reserve(self, num_blocks: int) -> None:
+        self.operations.append(("reserve", (num_blocks,)))
+        self._inner.reserve(num_blocks)
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        return [self.evict() for _ in range(count)]
+
+    def add_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.add(block_id)
+
+    def remove_all(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self.remove(block_id)
 
     def restore(self, block_id: BlockId) -> None:
         self.operations.append(("restore", (block_id,)))

@@ -14,6 +14,7 @@ import gc
 import itertools
 import json
 import logging
+import random
 import statistics
 import sys
 import time
@@ -268,6 +269,33 @@ def head_that_does_not_fit() -> Figures:
     seconds = [step(scheduler)[0] for _ in range(9)]
     assert (scheduler.num_running, scheduler.num_waiting) == (7, 1)
     return {"a head that does not fit, 1 M tokens of it cached: schedule": ms(statistics.median(seconds))}
+
+
+def full_cache() -> Figures:
+    """The time to plan a step of 2,048 prompt tokens that evicts 128 blocks, and to process its result.
+
+    Two prompts in three are new, the third is one of those before it, so that evicted blocks come back too.
+    """
+    found = {}
+    for prefix_cache in ("hashed", "radix"):
+        kv = make_kv(8193, prefix_cache=prefix_cache)
+        scheduler = make_scheduler(kv, seqs=8, budget=2048)
+        rng, prompts = random.Random(0), list[list[int]]()
+        seconds: list[float] = []
+        with as_in_a_server():
+            while len(seconds) < 200:
+                is_new = len(prompts) % 3 or len(prompts) < 32
+                prompts.append([rng.randrange(VOCAB) for _ in range(8192)] if is_new else prompts[-30])
+                scheduler.add(make_request(prompts[-1], max_tokens=1))
+                while scheduler.has_work:
+                    before = kv.num_evicted
+                    took = sum(step(scheduler))
+                    if kv.num_evicted - before == 128:
+                        seconds.append(took)
+        what = f"a full cache ({prefix_cache}): a step that evicts 128 blocks and publishes as many"
+        found[f"{what}, median"] = ms(statistics.median(seconds))
+        found[f"{what}, longest"] = ms(max(seconds))
+    return found
 
 
 class _Holds(NamedTuple):
@@ -531,6 +559,7 @@ ROWS: dict[str, Callable[[], Figures]] = {
     "admission": admission,
     "waiting": waiting_with_pins,
     "head": head_that_does_not_fit,
+    "full": full_cache,
     "long": long_request,
     "fork": fork,
     "tables": block_tables,

@@ -53,7 +53,7 @@ def _remember_what_is_gone(kv: KVCacheManager) -> None:
 def _lose_a_key(kv: KVCacheManager) -> None:
     index = kv.prefix_cache._index  # type: ignore[attr-defined]
     entry = next(iter(index)) + 1
-    index._keys[16 * entry] ^= 255
+    index._keys[2 * entry] ^= 255
 
 
 def _forget_a_store(kv: KVCacheManager) -> None:

@@ -4,41 +4,70 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 
-from octavo.kvcache.eviction import EVICTION_POLICIES, AdaptiveEviction
+from octavo.kvcache.eviction import EVICTION_POLICIES, AdaptiveEviction, LruEviction
 from octavo.kvcache.manager import KVCacheManager
-from octavo.kvcache.spec import ADAPTIVE_EVICTION_BYTES, eviction_bytes
+from octavo.kvcache.spec import eviction_bytes
 from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 
 # What does not grow with the pool.
 FIXED_BYTES = 24_000
 CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "cost")]
+ODD_SIZES = (1500, 2900, 3001, 4096)
 
 
-# Just over a power of two, lists and dicts have grown and are half empty: no other number takes more for each block.
+# The fixed part counts most in small pools. The other sizes are those after which lists and tables would have grown.
 @pytest.mark.parametrize(
     ("prefix_cache", "eviction", "num_blocks"),
-    [*((*cache, 2049) for cache in CACHES), ("radix", "cost", 3000), ("hashed", "adaptive", 4096)],
+    [*((*cache, 2049) for cache in CACHES), ("radix", "cost", 3000), *(("hashed", "adaptive", n) for n in ODD_SIZES)],
 )
 def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
     caching: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    used(65, caching)  # what is made once, what a measurement of line coverage keeps included
-    gc.collect()
-    tracemalloc.start()
-    try:
-        manager = used(num_blocks, caching)
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    taken, manager = measured(lambda num_blocks: used(num_blocks, caching), num_blocks)
     manager.audit()
     assert manager.pool.num_cached >= num_blocks - 2 - num_blocks // 8
     planned = manager.spec.bookkeeping_bytes + eviction_bytes(eviction)
+    assert planned <= 300
     assert taken <= planned * num_blocks + FIXED_BYTES
+
+
+def test_blocks_of_an_answer_take_no_more_than_those_of_a_prompt() -> None:
+    taken, manager = measured(answered, 2049)
+    assert manager.pool.num_cached >= 2000
+    assert taken <= (manager.spec.bookkeeping_bytes + eviction_bytes("adaptive")) * 2049 + FIXED_BYTES
+
+
+def measured(make: Callable[[int], KVCacheManager], num_blocks: int) -> tuple[int, KVCacheManager]:
+    """The memory that a pool of this size takes, and the pool."""
+    make(65)  # what is made once, what a measurement of line coverage keeps included
+    gc.collect()
+    tracemalloc.start()
+    try:
+        manager = make(num_blocks)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], manager
+    finally:
+        tracemalloc.stop()
+
+
+def answered(num_blocks: int) -> KVCacheManager:
+    """A pool that two sequences filled one after the other, block by block as they grew."""
+    manager = make_manager(num_blocks, 16, eviction="adaptive")
+    for first in (1, 2):
+        seq = make_sequence([first] * 16)
+        admit_and_compute(manager, seq)
+        for k in range(num_blocks - 2):
+            seq.output_token_ids.extend([k] * 16)
+            assert manager.extend(seq, 16) is not None
+            seq.num_computed += 16
+            manager.commit(seq)
+        manager.forget(seq)
+    return manager
 
 
 def used(num_blocks: int, caching: dict[str, Any]) -> KVCacheManager:
@@ -53,4 +82,5 @@ def used(num_blocks: int, caching: dict[str, Any]) -> KVCacheManager:
 
 
 def test_the_plan_counts_ghosts_and_keys_of_adaptive_eviction() -> None:
-    assert ADAPTIVE_EVICTION_BYTES == AdaptiveEviction.BYTES_PER_BLOCK
+    assert eviction_bytes("adaptive") == AdaptiveEviction.BYTES_PER_BLOCK
+    assert eviction_bytes("lru") == LruEviction.BYTES_PER_BLOCK

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.errors import ConfigError
+from octavo.kvcache.audit import problems
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.kvcache.eviction import (
     EVICTION_POLICIES,
@@ -28,6 +29,7 @@ from octavo.kvcache.eviction import (
 )
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.eviction.ranked import RankedEviction
+from octavo.kvcache.hashing import key_prefix
 
 NAMES = sorted(EVICTION_POLICIES)
 
@@ -91,6 +93,39 @@ def test_a_restored_block_is_the_next_victim_again(policy: EvictionPolicy) -> No
     assert policy.evict() == second
     policy.restore(first)
     assert policy.evict() == first
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str) -> None:
+    rng = random.Random(0)
+    together, alone = make_eviction_policy(name), make_eviction_policy(name)
+    for policy in (together, alone):
+        policy.reserve(600)
+    free, keys = [*range(599, 0, -1)], itertools.count(1)
+    for _ in range(300):
+        count = rng.choice([1, 2, 30, 70])
+        if len(free) < count:
+            wanted = min(len(alone), rng.choice([1, 2, 5, 80]))
+            victims = together.evict_many(wanted)
+            assert victims == [alone.evict() for _ in range(wanted)]
+            free.extend(victims)
+            continue
+        blocks = [free.pop() for _ in range(count)]
+        again = rng.sample(sorted(alone), min(len(alone), rng.randrange(20)))
+        # Some of the keys are those of blocks that were evicted before.
+        named = [(block, max(1, next(keys) - rng.choice([0, 500]))) for block in blocks]
+        priority = rng.randrange(3)
+        for policy in (together, alone):
+            for block, key in named:
+                policy.publish(BlockId(block), key % 50, priority, key.to_bytes(16, "little"))
+            use(policy, *again, priority=priority)
+            for block in blocks:
+                policy.add(BlockId(block))
+    with pytest.raises(KeyError):
+        together.evict_many(len(together) + 1)
+    assert evict_all(together) == evict_all(alone)
+    with pytest.raises(KeyError):
+        together.evict_many(1)
 
 
 def test_null_blocks_in_a_hit_are_passed_over(policy: EvictionPolicy) -> None:
@@ -351,11 +386,12 @@ def test_adaptive_chooses_as_before_when_its_clock_is_set_back(monkeypatch: pyte
     assert policy._clock <= 4000
 
 
-def test_a_ghost_takes_at_most_32_bytes_and_is_found_once() -> None:
+def test_a_ghost_takes_20_bytes_and_is_found_once() -> None:
     ghosts = GhostList(4)
-    assert GhostList.BYTES_EACH <= 32
-    assert sum(len(a) * getattr(a, "itemsize", 1) for a in (ghosts._used, ghosts._index._slots)) == 4 * 12
-    assert len(ghosts._index._keys) == (4 + 1) * 8
+    assert GhostList.BYTES_EACH == 20
+    index = ghosts._keys.index
+    held = sum(len(a) * a.itemsize for a in (ghosts._used, index._heads, index._after, index._keys))
+    assert held == 4 * GhostList.BYTES_EACH + 4 + 8  # the places of no key
     for i in range(4):
         assert ghosts.add(bytes([i]) * 16, Ghost(10 + i, i % 2)) is None
     assert ghosts.add(b"x" * 16, Ghost(20, 1)) == Ghost(10, 0)
@@ -363,6 +399,23 @@ def test_a_ghost_takes_at_most_32_bytes_and_is_found_once() -> None:
     assert ghosts.take(bytes([1]) * 16) is None
     assert ghosts.add(b"y" * 16, Ghost(21, 0)) is None
     assert len(ghosts) == 4
+
+
+def test_ghosts_added_at_once_are_those_added_one_by_one() -> None:
+    rng = random.Random(0)
+    together, alone = GhostList(20), GhostList(20)
+    for number in range(60):
+        keys = [rng.randrange(40).to_bytes(16, "little") for _ in range(rng.choice([0, 1, 5, 20, 45]))]
+        ghosts = [Ghost(number, rng.randrange(2)) for _ in keys]
+        together.add_all([key_prefix(key) for key in keys], ghosts)
+        for key, ghost in zip(keys, ghosts, strict=True):
+            alone.add(key, ghost)
+        taken = rng.randrange(40).to_bytes(16, "little")
+        assert together.take(taken) == alone.take(taken)
+        assert len(together) == len(alone)
+    assert problems(together._keys.index.check()) == []
+    known = [key.to_bytes(16, "little") for key in range(40)]
+    assert [together.take(key) for key in known] == [alone.take(key) for key in known]
 
 
 class PolicyMachine(RuleBasedStateMachine):

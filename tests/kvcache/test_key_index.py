@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kvcache.audit import problems
-from octavo.kvcache.key_index import KeyIndex
+from octavo.kvcache.key_index import KeyIndex, LatestKeys
 
 # Few keys of few beginnings, so that they collide, move back over each other and wrap around.
 KEYS = [(i % 5).to_bytes(8, "little") + i.to_bytes(8, "little") for i in range(40)]
@@ -54,9 +54,38 @@ def test_any_history_leaves_what_a_dictionary_would_hold(
         assert index.find_leading(np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)).tolist() == leading
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    capacity=st.integers(1, 12),
+    factor=st.sampled_from([1, (1 << 64) - 1]),
+    batches=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 20), max_size=12)), max_size=30),
+)
+def test_the_latest_keys_are_those_of_a_bounded_list(
+    capacity: int, factor: int, batches: list[tuple[bool, list[int]]]
+) -> None:
+    latest = LatestKeys(capacity)
+    latest.index._factor = factor
+    places: dict[int, int] = {}  # the model: by key
+    following = 0
+    for is_batch, keys in batches:
+        keys = keys[:capacity]
+        if is_batch:
+            given_places, _ = latest.add_all(keys)
+        else:
+            given_places = [latest.add(key.to_bytes(8, "little")) for key in keys]
+        for key in keys:
+            places = {known: place for known, place in places.items() if place != following}
+            places[key] = following
+            following = (following + 1) % capacity
+        assert list(given_places) == [(following - len(keys) + i) % capacity for i in range(len(keys))]
+        assert problems(latest.index.check()) == []
+        assert {key: latest.index.get(key.to_bytes(8, "little")) for key in places} == places
+        assert len(latest.index) == len(places)
+
+
 def test_a_damaged_table_is_reported() -> None:
     index = KeyIndex(4)
     index._factor = 1 << 63 | 1  # the home is the beginning's lowest bit: not that of another key
     index.put(KEYS[3], 2)
-    index._keys[3 * 16 : 4 * 16] = KEYS[4]
+    index._keys[2 * 3] = int.from_bytes(KEYS[4][:8], "little")
     assert problems(index.check()) == ["id 2 is not found by its key"]

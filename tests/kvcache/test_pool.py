@@ -9,7 +9,7 @@ from octavo.kvcache.pool import BlockPool
 
 def make_pool(num_blocks: int = 8) -> tuple[BlockPool, list[BlockId]]:
     evicted: list[BlockId] = []
-    return BlockPool(num_blocks, LruEviction(), evicted.append), evicted
+    return BlockPool(num_blocks, LruEviction(), evicted.extend), evicted
 
 
 def test_a_new_pool_has_every_block_but_the_null_block_free() -> None:

@@ -28,8 +28,8 @@ class Demotion(Protocol):
     def hit(self, block_ids: Seq[BlockId]) -> None:
         """Called when a request has found these blocks on the device."""
 
-    def evicted(self, block_id: BlockId) -> None:
-        """Called when a block is evicted; its memory does not change before the next step."""
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
+        """Called when blocks are evicted; their memory does not change before the next step."""
 
 
 class NoDemotion:
@@ -41,7 +41,7 @@ class NoDemotion:
     def hit(self, block_ids: Seq[BlockId]) -> None:
         return
 
-    def evicted(self, block_id: BlockId) -> None:
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
         return
 
 
@@ -58,7 +58,7 @@ class DemoteAll:
     def hit(self, block_ids: Seq[BlockId]) -> None:
         return
 
-    def evicted(self, block_id: BlockId) -> None:
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
         return
 
 
@@ -83,7 +83,7 @@ class DemoteEvicted:
         self._tenants = [""] * num_blocks
         self._used_again = bytearray(num_blocks)
         # Keys of evicted blocks that were used once; if one is published again, that is its second use.
-        self._gone_once = GhostList(1 << max(4, 2 * num_blocks).bit_length())
+        self._gone_once = GhostList(4 * num_blocks)
 
     def published(self, blocks: Seq[tuple[BlockId, int, int]], chain: TokenChain, tenant: str) -> None:
         for block_id, index, group in blocks:
@@ -98,7 +98,11 @@ class DemoteEvicted:
         for block_id in block_ids:
             self._used_again[block_id] = 1
 
-    def evicted(self, block_id: BlockId) -> None:
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
+        for block_id in block_ids:
+            self._demote(block_id)
+
+    def _demote(self, block_id: BlockId) -> None:
         at = block_id * DIGEST_BYTES
         key = bytes(self._keys[at : at + DIGEST_BYTES])
         if self._used_twice and not self._used_again[block_id]:

@@ -29,6 +29,9 @@ from octavo.kvcache.block import BlockHash
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
+PREFIX_BYTES = 8
+"""A prefix of a key for uses where a collision does no harm: among a million keys, the chance of one is 1 in 37
+million."""
 # Tokens packed and hashed before other threads get the GIL, which takes about half a millisecond.
 _SLICE_TOKENS = 4096
 
@@ -64,6 +67,11 @@ def _packed(token_ids: Sequence[int]) -> array[int]:
     packed = array("i", token_ids)
     packed.byteswap()
     return packed
+
+
+def key_prefix(key: bytes) -> int:
+    """Return the first `PREFIX_BYTES` of a key as a number."""
+    return int.from_bytes(key[:PREFIX_BYTES], "little")
 
 
 def child_hash(parent: BlockHash, block_token_bytes: bytes) -> BlockHash:
@@ -141,12 +149,27 @@ class TokenChain:
 
     Args:
         prompt: the blocks that the sequence starts with, which are shared rather than copied.
+
+    Attributes:
+        source: what the ledger notes of each block that the sequence publishes.
     """
 
-    __slots__ = ("_keys", "_last", "_length", "_num_shared", "_shared", "_tokens", "_width", "block_size", "root")
+    __slots__ = (
+        "_keys",
+        "_last",
+        "_length",
+        "_num_shared",
+        "_shared",
+        "_tokens",
+        "_width",
+        "block_size",
+        "root",
+        "source",
+    )
 
     def __init__(self, prompt: FullBlocks) -> None:
         self.root = prompt.root
+        self.source: object = None
         self.block_size = prompt.block_size
         self._shared = prompt
         self._num_shared = len(prompt)
@@ -180,7 +203,7 @@ class TokenChain:
         twin = type(self)(self._shared)
         twin._tokens = self._tokens[:]
         twin._keys = self._keys[:]
-        twin._length, twin._last = self._length, self._last
+        twin._length, twin._last, twin.source = self._length, self._last, self.source
         return twin
 
     def key(self, length: int) -> BlockHash:
@@ -194,6 +217,12 @@ class TokenChain:
             return BlockHash(bytes(self._shared.keys[start : start + DIGEST_BYTES]))
         start -= self._num_shared * DIGEST_BYTES
         return BlockHash(bytes(self._keys[start : start + DIGEST_BYTES]))
+
+    def key_prefixes(self, first: int, last: int) -> list[int]:
+        """Return the first 8 bytes, as numbers, of the keys of the first `first`, …, `last` full blocks."""
+        if first == 0:
+            return [key_prefix(self.root), *self.key_prefixes(1, last)]
+        return [prefix for keys, _ in self.rows(first - 1, last) for prefix in keys[:, 0].tolist()]
 
     def tokens(self, start: int, end: int) -> bytes:
         """Return the packed token ids of full blocks `start .. end`."""

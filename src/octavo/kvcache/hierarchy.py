@@ -72,10 +72,10 @@ class CacheHierarchy:
         """Called when a request has found these blocks on the device."""
         self._demotion.hit(table)
 
-    def evicted(self, block_id: BlockId) -> None:
-        """Called when a cached block is evicted; its memory does not change before the next step."""
-        self._demotion.evicted(block_id)
-        self.preempted.evicted(block_id)
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
+        """Called when cached blocks are evicted; their memory does not change before the next step."""
+        self._demotion.evicted(block_ids)
+        self.preempted.evicted(block_ids)
 
     # Finding and loading blocks
 

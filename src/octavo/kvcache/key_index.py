@@ -1,24 +1,26 @@
 """A hash table from 16-byte keys to small ids in flat memory, without an object per entry for the garbage collector.
 
-    slots  [ 0 | 5 | 0 | 2 | 7 | 0 | … ]       id + 1 at the key's home or in the next slots after it, 0 for none
-    keys   [ – | key of 0 | key of 1 | … ]     by id + 1
+    heads  [ 0 | 5 | 0 | 2 | … ]            by home: id + 1 of the key put last there, 0 for none
+    after  [ – | 0 | 4 | 0 | 0 | 0 | … ]    by id + 1: the next key of the same home, 0 for none
+    keys   [ – | key of 0 | key of 1 | … ]  by id + 1
 
-It uses linear probing at a load of at most one half; a removal moves displaced entries back, so it leaves no
-tombstones. A key's home depends on a random secret of the process, so that clients cannot choose keys that collide.
+There are as many homes as ids, so a home has at most one key on average, whatever their number. A key's home depends on
+a random secret of the process, so that clients cannot choose keys that collide.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.kvcache.audit import Findings, in_slices
 from octavo.kvcache.block import BlockIds
-from octavo.kvcache.hashing import DIGEST_BYTES, KEY_HALF, Keys
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, Keys, key_prefix
 
 _MASK64 = (1 << 64) - 1
 # Keys looked up at once: few at first, because most prompts miss early, then a growing number, up to what stays in the
@@ -28,24 +30,19 @@ _PIECE_GROWTH = 8
 _LARGEST_PIECE = 8192
 
 
-PREFIX_BYTES = 8
-"""A prefix of a key for uses where a collision does no harm: among a million keys, the chance of one is 1 in 37
-million."""
-
-
 class KeyIndex:
     """Keys of ids 0 .. capacity - 1. Each id has at most one key, each key at most one id.
 
     Args:
         capacity: initial capacity. It doubles when an id exceeds it, which moves every entry, so pass it if known.
-        width: bytes of a key that are stored and compared; `find_leading` requires all of them.
+        width: bytes of a key that are stored and compared, 8 or 16; `find_leading` requires 16, `replace_all` 8.
     """
 
-    # Per id of the capacity: 16 bytes for its key, and 4 for each of two to four slots.
-    BYTES_PER_ID = DIGEST_BYTES + 16
+    # Per id of the capacity: its key, and 4 bytes each for a home and for the next key.
+    BYTES_PER_ID = DIGEST_BYTES + 8
 
     def __init__(self, capacity: int = 16, width: int = DIGEST_BYTES) -> None:
-        self._width = width
+        self._halves = width // PREFIX_BYTES
         self._factor = secrets.randbits(64) | 1
         self._length = 0
         self._allocate(capacity)
@@ -55,24 +52,32 @@ class KeyIndex:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over all ids that have a key."""
-        return (entry - 1 for entry in self._slots if entry)
+        after = self._after
+        for entry in self._heads:
+            while entry:
+                yield entry - 1
+                entry = after[entry]
 
     def get(self, key: bytes) -> int | None:
         """Return the id of a key, or None."""
-        slots, keys, width = self._slots, self._keys, self._width
-        slot = (int.from_bytes(key[:8], "little") * self._factor & _MASK64) >> self._shift
-        key = key[:width]
-        while entry := slots[slot]:
-            at = entry * width
-            if keys[at : at + width] == key:
-                return entry - 1
-            slot = (slot + 1) & self._mask
-        return None
+        first = int.from_bytes(key[:8], "little")
+        entry = self._heads[((first * self._factor & _MASK64) >> 32) * self._capacity >> 32]
+        if not entry:
+            return None
+        keys, after = self._keys, self._after
+        if self._halves == 1:
+            while entry and keys[entry] != first:
+                entry = after[entry]
+        else:
+            second = int.from_bytes(key[8:16], "little")
+            while entry and (keys[2 * entry] != first or keys[2 * entry + 1] != second):
+                entry = after[entry]
+        return entry - 1 if entry else None
 
     def key(self, entry_id: int) -> bytes:
         """Return the stored part of the key last put for an id."""
-        at = (entry_id + 1) * self._width
-        return bytes(self._keys[at : at + self._width])
+        at = (entry_id + 1) * self._halves
+        return b"".join(half.to_bytes(8, "little") for half in self._keys[at : at + self._halves])
 
     def put(self, key: bytes, entry_id: int) -> None:
         """Map a key to an id that has no key yet; a previous id of this key is forgotten."""
@@ -85,38 +90,75 @@ class KeyIndex:
     def _put(self, key: bytes, entry_id: int, *, replaces: bool) -> bool:
         if entry_id >= self._capacity:
             self._grow(entry_id + 1)
-        slots, keys, width, entry = self._slots, self._keys, self._width, entry_id + 1
-        slot = (int.from_bytes(key[:8], "little") * self._factor & _MASK64) >> self._shift
-        key = key[:width]
-        while other := slots[slot]:
-            at = other * width
-            if keys[at : at + width] == key:
-                if not replaces:
-                    return False
-                self._length -= 1
-                break
-            slot = (slot + 1) & self._mask
-        keys[entry * width : (entry + 1) * width] = key
-        slots[slot] = entry
+        heads, keys, halves, entry = self._heads, self._keys, self._halves, entry_id + 1
+        first, second = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:16], "little")
+        home = ((first * self._factor & _MASK64) >> 32) * self._capacity >> 32
+        other = heads[home]
+        while other and (keys[halves * other] != first or (halves == 2 and keys[2 * other + 1] != second)):
+            other = self._after[other]
+        if other:
+            if not replaces:
+                return False
+            self.discard_all((other - 1,))
+        keys[halves * entry] = first
+        if halves == 2:
+            keys[2 * entry + 1] = second
+        self._after[entry], heads[home] = heads[home], entry
         self._length += 1
         return True
 
     def remove(self, entry_id: int) -> None:
         """Forget an id and its key. Raises KeyError if the id has no key."""
-        slots, mask, entry = self._slots, self._mask, entry_id + 1
-        slot = self._home(entry)
-        while slots[slot] != entry:
-            if not slots[slot]:
-                raise KeyError(entry_id)
-            slot = (slot + 1) & mask
-        hole = slot
-        while other := slots[slot := (slot + 1) & mask]:
-            # It may move back to the hole, unless its home lies after the hole.
-            if (slot - self._home(other)) & mask >= (slot - hole) & mask:
-                slots[hole] = other
-                hole = slot
-        slots[hole] = 0
-        self._length -= 1
+        if not self.discard_all((entry_id,)):
+            raise KeyError(entry_id)
+
+    def discard_all(self, entry_ids: Iterable[int]) -> int:
+        """Forget these ids and their keys; returns how many of them had one."""
+        heads, after, keys, halves = self._heads, self._after, self._keys, self._halves
+        factor, size, removed = self._factor, self._capacity, 0
+        for entry_id in entry_ids:
+            entry = entry_id + 1
+            if entry > size:
+                continue
+            home = ((keys[halves * entry] * factor & _MASK64) >> 32) * size >> 32
+            other = heads[home]
+            if other == entry:
+                heads[home] = after[entry]
+            else:
+                while other and (following := after[other]) != entry:
+                    other = following
+                if not other:
+                    continue
+                after[other] = after[entry]
+            removed += 1
+        self._length -= removed
+        return removed
+
+    def replace_all(self, prefixes: Sequence[int], entry_ids: Sequence[int]) -> list[int]:
+        """Give each id a new key of 8 bytes, in place of the one that it had, if any.
+
+        Returns:
+            The ids that have lost their key because another has it now.
+        """
+        heads, after, keys = self._heads, self._after, self._keys
+        factor, size, displaced = self._factor, self._capacity, list[int]()
+        self.discard_all(entry_ids)
+        for first, entry_id in zip(prefixes, entry_ids, strict=True):
+            entry = entry_id + 1
+            home = ((first * factor & _MASK64) >> 32) * size >> 32
+            head = other = heads[home]
+            if other and keys[other] == first:
+                displaced.append(other - 1)
+                head = after[other]
+            elif other:
+                while (following := after[other]) and keys[following] != first:
+                    other = following
+                if following:
+                    displaced.append(following - 1)
+                    after[other] = after[following]
+            keys[entry], after[entry], heads[home] = first, head, entry
+        self._length += len(entry_ids) - len(displaced)
+        return displaced
 
     def find_leading(self, keys: Keys, flip: int = 0) -> BlockIds:
         """Return the ids of the leading keys, up to the first key that has none.
@@ -124,13 +166,13 @@ class KeyIndex:
         Args:
             flip: bits to flip in each key's second half before looking it up.
         """
-        slots = np.frombuffer(self._slots, np.int32)
+        heads, after = np.frombuffer(self._heads, np.int32), np.frombuffer(self._after, np.int32)
         found: list[npt.NDArray[np.int32]] = []
-        elsewhere: list[npt.NDArray[np.intp]] = []  # keys whose home holds another key
+        elsewhere: list[npt.NDArray[np.intp]] = []  # keys whose home has another key first
         start, end, is_missing = 0, min(len(keys), _FIRST_PIECE), False
         while start < end and not is_missing:
             piece = _flipped(keys[start:end], flip)
-            at = slots.take(self._homes(piece))
+            at = heads.take(self._homes(piece))
             if is_missing := not at.all():
                 at = at[: int((at == 0).argmax())]
                 piece = piece[: len(at)]
@@ -140,31 +182,31 @@ class KeyIndex:
         if not found:
             return np.empty(0, np.int32)
         ids, open_ = np.concatenate(found), np.concatenate(elsewhere)
-        # Probe the next slot until each key has found its entry or an empty slot. All keys are probed together, because
-        # the fixed cost of a round exceeds the work for a few keys.
+        # Go on to the next key of the same home until each key has found its entry or the end. All keys go together,
+        # because the fixed cost of a round exceeds the work for a few keys.
         some = _flipped(keys.take(open_, axis=0), flip)
-        slot = self._homes(some)
+        there = ids.take(open_)
         while open_.size:
-            slot += 1
-            slot &= self._mask
-            ids[open_] = there = slots.take(slot)
+            ids[open_] = there = after.take(there)
             still = np.flatnonzero(self._differ(there, some) & (there != 0))
-            open_, slot, some = open_.take(still), slot.take(still), some.take(still, axis=0)
+            open_, there, some = open_.take(still), there.take(still), some.take(still, axis=0)
         if not ids.all():
             ids = ids[: int((ids == 0).argmax())]
         ids -= 1
         return ids
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.int64]:
-        """Return the home slot of each key."""
+        """Return the home of each key."""
         # In place, because a long prompt has tens of thousands of keys.
         home = keys[:, 0] * np.uint64(self._factor)
-        home >>= np.uint64(self._shift)
+        home >>= np.uint64(32)
+        home *= np.uint64(self._capacity)
+        home >>= np.uint64(32)
         return home.view(np.int64)
 
     def _differ(self, entries: npt.NDArray[np.int32], keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which entries have a key other than the given one."""
-        parts = np.frombuffer(self._keys, KEY_HALF).reshape(-1, 2).take(entries, axis=0)
+        parts = np.frombuffer(cast(Any, self._keys), np.uint64).reshape(-1, 2).take(entries, axis=0)
         parts ^= keys
         differ: npt.NDArray[np.bool_] = (parts[:, 0] | parts[:, 1]) != 0
         return differ
@@ -177,26 +219,23 @@ class KeyIndex:
     def check(self) -> Findings:
         """Check the table's own invariants. O(capacity)."""
         length = 0
-        for entries in in_slices(self._slots):
-            for entry in entries:
-                length += entry != 0
-                if entry and self.get(self.key(entry - 1)) != entry - 1:
-                    yield f"id {entry - 1} is not found by its key"
+        for heads in in_slices(self._heads):
+            for entry in heads:
+                while entry and length <= self._capacity:
+                    length += 1
+                    if self.get(self.key(entry - 1)) != entry - 1:
+                        yield f"id {entry - 1} is not found by its key"
+                    entry = self._after[entry]
             yield None
         if length != self._length:
-            yield f"{length} entries stand in the slots, {self._length} are counted"
-
-    def _home(self, entry: int) -> int:
-        at = entry * self._width
-        return (int.from_bytes(self._keys[at : at + 8], "little") * self._factor & _MASK64) >> self._shift
+            yield f"{length} ids have a key, {self._length} are counted"
 
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity
-        bits = max(3, (2 * capacity - 1).bit_length())
-        self._mask = (1 << bits) - 1
-        self._shift = 64 - bits
-        self._slots = array("i", bytes(4 << bits))
-        self._keys = bytearray((capacity + 1) * self._width)
+        # Repeated, because an array made of bytes takes a sixteenth more than they do.
+        self._heads = array("i", [0]) * capacity
+        self._after = array("i", [0]) * (capacity + 1)
+        self._keys = array("Q", [0]) * (self._halves * (capacity + 1))
 
     def _grow(self, capacity: int) -> None:
         known = [(entry_id, self.key(entry_id)) for entry_id in self]
@@ -204,6 +243,32 @@ class KeyIndex:
         self._allocate(max(capacity, 2 * self._capacity))
         for entry_id, key in known:
             self.put(key, entry_id)
+
+
+class LatestKeys:
+    """The latest keys, each with a place in a ring, in flat memory. Keys with the same prefix count as one."""
+
+    def __init__(self, capacity: int) -> None:
+        self.index = KeyIndex(capacity, PREFIX_BYTES)
+        self.capacity = capacity
+        self._next = 0
+
+    def add(self, key: bytes) -> int:
+        """Add a key as the newest, in place of the oldest; returns its place."""
+        places, _ = self.add_all((key_prefix(key),))
+        return places[0]
+
+    def add_all(self, prefixes: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+        """Add at most `capacity` keys, the newest last, in place of the oldest.
+
+        Returns:
+            Their places, and other places whose key was the same as one of these, which is gone from there.
+        """
+        start, size = self._next, self.capacity
+        end = start + len(prefixes)
+        places = range(start, end) if end <= size else [*range(start, size), *range(end - size)]
+        self._next = end % size
+        return places, self.index.replace_all(prefixes, places)
 
 
 def _flipped(keys: Keys, flip: int) -> Keys:

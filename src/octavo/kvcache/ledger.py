@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from octavo.errors import CacheError
 from octavo.kvcache.audit import Findings, in_slices
-from octavo.kvcache.block import NULL_BLOCK, BlockHash, BlockId, BlockState, BlockTable
-from octavo.kvcache.hashing import DIGEST_BYTES, TOKEN_BYTES, TokenChain, child_hash
+from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockState, BlockTable
+from octavo.kvcache.hashing import DIGEST_BYTES, PREFIX_BYTES, TOKEN_BYTES, TokenChain
 from octavo.kvcache.host_memory import HostBlockId
-from octavo.kvcache.key_index import PREFIX_BYTES, KeyIndex
+from octavo.kvcache.key_index import KeyIndex, LatestKeys
 from octavo.kvcache.pool import BlockPool
 from octavo.request import CacheOutcome, CacheReport, Request, RequestId
 
@@ -34,7 +34,7 @@ _BLOCKS_PER_FIRST = 8
 
 
 class _Source(NamedTuple):
-    """The request that computed a published block; one object is shared by all blocks of a request's step."""
+    """The request that computed a published block; one object is shared by all blocks of a sequence."""
 
     tenant: str
     scope: str
@@ -46,40 +46,24 @@ class _Eviction(NamedTuple):
     tenant: str
 
 
-class _LatestKeys:
-    """The latest keys, each with a place in a ring, in flat memory. Keys with the same prefix count as one."""
-
-    def __init__(self, capacity: int) -> None:
-        self.index = KeyIndex(capacity, PREFIX_BYTES)
-        self._capacity = capacity
-        self._next = 0
-
-    def add(self, key: bytes) -> int:
-        """Add a key as the newest, in place of the oldest; returns its place."""
-        index, place = self.index, self._next
-        if (known := index.get(key)) is not None:
-            index.remove(known)
-        if index.get(index.key(place)) == place:
-            index.remove(place)
-        index.put(key, place)
-        self._next = (place + 1) % self._capacity
-        return place
-
-
 class _Evictions:
     """The latest evictions by key."""
 
     def __init__(self, capacity: int) -> None:
-        self._keys = _LatestKeys(capacity)
-        self._at = array("d", bytes(8 * capacity))
+        self._keys = LatestKeys(capacity)
+        self._at = array("d", [0]) * capacity
         self._tenants = [""] * capacity
 
     def __len__(self) -> int:
         return len(self._keys.index)
 
-    def add(self, key: bytes, at: float, tenant: str) -> None:
-        place = self._keys.add(key)
-        self._at[place], self._tenants[place] = at, tenant
+    def add_all(self, prefixes: Seq[int], at: float, tenants: Seq[str]) -> None:
+        """Add evictions of the blocks whose keys have these prefixes."""
+        size = self._keys.capacity
+        for start in range(0, len(prefixes), size):
+            places, _ = self._keys.add_all(prefixes[start : start + size])
+            for place, tenant in zip(places, tenants[start : start + size], strict=True):
+                self._at[place], self._tenants[place] = at, tenant
 
     def get(self, key: bytes) -> _Eviction | None:
         place = self._keys.index.get(key)
@@ -93,8 +77,8 @@ class _FirstBlocks:
     """The first blocks of the latest prompts, by tokens regardless of scope, and the requests that computed them."""
 
     def __init__(self, capacity: int) -> None:
-        self._keys = _LatestKeys(capacity)
-        self._blocks = array("i", bytes(4 * capacity))
+        self._keys = LatestKeys(capacity)
+        self._blocks = array("i", [0]) * capacity
         self._sources: list[_Source | None] = [None] * capacity
 
     def add(self, key: bytes, block_id: BlockId, source: _Source) -> None:
@@ -191,7 +175,8 @@ class CacheLedger:
         self.totals: dict[str, CacheTotals] = {}  # by tenant, so bounded by the number of API keys
         self._tokens_of = tokens_of
         self._clock = clock
-        self._continued = KeyIndex(num_blocks)  # the latest block that continues each prefix
+        self._continued = KeyIndex(num_blocks, PREFIX_BYTES)  # the latest block that continues each prefix
+        self._keys = array("Q", [0]) * num_blocks  # the key of each published block, its prefix
         self._firsts = _FirstBlocks(min(num_blocks, max(_FEWEST_FIRSTS, num_blocks // _BLOCKS_PER_FIRST)))
         self._sources: list[_Source | None] = [None] * num_blocks
         self._evictions = _Evictions(min(num_blocks, MAX_EVICTIONS))
@@ -203,13 +188,22 @@ class CacheLedger:
 
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
         """Record full blocks of the chain, each with its index, that a request has computed and published."""
-        source = _Source(request.tenant, request.cache_scope, request.request_id)
-        sources, continued = self._sources, self._continued
+        if not blocks:
+            return
+        source = chain.source
+        if not isinstance(source, _Source):
+            chain.source = source = _Source(request.tenant, request.cache_scope, request.request_id)
+        indices = [index for _, index in blocks]
+        first = min(indices)
+        prefixes = chain.key_prefixes(first, max(indices) + 1)
+        sources, keys = self._sources, self._keys
         for block_id, index in blocks:
             sources[block_id] = source
-            continued.put(chain.key(index), block_id)
+            keys[block_id] = prefixes[index + 1 - first]
             if index == 0:
                 self._firsts.add(_first_key(chain), block_id, source)
+        parents = [prefixes[index - first] for index in indices]
+        self._continued.replace_all(parents, [block_id for block_id, _ in blocks])
 
     def owner(self, block_id: BlockId) -> str | None:
         """Return the id of the request that computed a published block; None if it is not published."""
@@ -222,15 +216,16 @@ class CacheLedger:
             (BlockId(block_id), source.tenant) for block_id, source in enumerate(self._sources) if source is not None
         )
 
-    def evicted(self, block_id: BlockId) -> None:
-        """Record the eviction of a cached block, while its tokens are still known."""
-        source = self._sources[block_id]
-        assert source is not None  # the pool evicts nothing that was not published
-        self._sources[block_id] = None
-        parent = BlockHash(self._continued.key(block_id))
-        if self._continued.get(parent) == block_id:
-            self._continued.remove(block_id)
-        self._evictions.add(child_hash(parent, self._tokens_of(block_id)), self._clock(), source.tenant)
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
+        """Record the eviction of cached blocks."""
+        sources, keys, tenants = self._sources, self._keys, list[str]()
+        for block_id in block_ids:
+            source = sources[block_id]
+            assert source is not None  # the pool evicts nothing that was not published
+            tenants.append(source.tenant)
+            sources[block_id] = None
+        self._continued.discard_all(block_ids)
+        self._evictions.add_all([keys[block_id] for block_id in block_ids], self._clock(), tenants)
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:
         """Explain why a prompt's cached prefix ends after `cached_blocks` blocks."""
@@ -346,7 +341,7 @@ class NullLedger(CacheLedger):
     def published(self, blocks: Seq[tuple[BlockId, int]], chain: TokenChain, request: Request) -> None:
         """See `CacheLedger.published`."""
 
-    def evicted(self, block_id: BlockId) -> None:
+    def evicted(self, block_ids: Seq[BlockId]) -> None:
         """See `CacheLedger.evicted`."""
 
     def explain(self, request: Request, chain: TokenChain, cached_blocks: int) -> CacheReport:

@@ -371,12 +371,12 @@ class KVCacheManager:
         yield from self.ledger.check(self.pool)
         yield from self.hierarchy.check()
 
-    def _on_evict(self, block_id: BlockId) -> None:
-        self._num_evicted += 1
-        # First, while the contents of the block are still known.
-        self.hierarchy.evicted(block_id)
-        self.ledger.evicted(block_id)
-        self.prefix_cache.drop(block_id)
+    def _on_evict(self, block_ids: Seq[BlockId]) -> None:
+        self._num_evicted += len(block_ids)
+        # First, while the contents of the blocks are still known.
+        self.hierarchy.evicted(block_ids)
+        self.ledger.evicted(block_ids)
+        self.prefix_cache.drop(*block_ids)
 
     def _give_back(self, holding: Holding) -> None:
         for table in holding.empty_tables():

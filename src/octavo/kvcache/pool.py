@@ -39,20 +39,23 @@ class BlockPool:
         num_published_ever: how often a block was published since the start.
     """
 
-    def __init__(self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[BlockId], None]) -> None:
+    def __init__(
+        self, num_blocks: int, eviction: EvictionPolicy, on_evict: Callable[[Sequence[BlockId]], None]
+    ) -> None:
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
         self.num_blocks = num_blocks
-        self.ref_counts = array("i", bytes(4 * num_blocks))
+        self.ref_counts = array("i", [0]) * num_blocks
         self.owners: BlockOwners | None = None
         self.num_freed = 0
         self.num_published_ever = 0
         self.num_with_pins = 0
         self._num_pinned = 0
-        self._pins = array("i", bytes(4 * num_blocks))
+        self._pins = array("i", [0]) * num_blocks
         self._published = bytearray(num_blocks)
         self._free = array("i", range(num_blocks - 1, 0, -1))
         self._eviction = eviction
+        eviction.reserve(num_blocks)
         self._on_evict = on_evict
         # Array views of the same memory.
         self._count_of = np.frombuffer(cast(Any, self.ref_counts), np.int32)
@@ -120,10 +123,13 @@ class BlockPool:
             if self.owners is not None:
                 self.owners.took(taken, tenant)
             return taken
-        for _ in range(count):
-            block_id = BlockId(free.pop()) if free else self._evict()
-            self.ref_counts[block_id] = 1
-            taken.append(block_id)
+        counts = self.ref_counts
+        for _ in range(min(count, len(free))):
+            taken.append(BlockId(free.pop()))
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        for block_id in taken:
+            counts[block_id] = 1
         if self.owners is not None:
             self.owners.took(taken, tenant)
         return taken
@@ -271,8 +277,8 @@ class BlockPool:
     def evict_all_cached(self) -> int:
         """Turn every cached block into a free one, and return their number."""
         count = len(self._eviction)
-        for _ in range(count):
-            self._free.append(self._evict())
+        if count:
+            self._free.extend(self._evict(count))
         return count
 
     def state(self, block_id: BlockId) -> BlockState:
@@ -350,11 +356,12 @@ class BlockPool:
         """Return the blocks that have no pin."""
         return where(self._pins_of.take(block_ids) == 0, block_ids) if self.num_with_pins else block_ids
 
-    def _evict(self) -> BlockId:
-        block_id = self._eviction.evict()
-        self._published[block_id] = 0
-        self._on_evict(block_id)
-        return block_id
+    def _evict(self, count: int) -> list[BlockId]:
+        victims = self._eviction.evict_many(count)
+        for block_id in victims:
+            self._published[block_id] = 0
+        self._on_evict(victims)
+        return victims
 
 
 def check_references(pool: BlockPool, tables: Iterable[BlockTable], published_blocks: Iterable[BlockId]) -> Findings:

@@ -146,8 +146,13 @@ class Preempted:
         if seq_id in self._left:
             self._forget(seq_id)
 
-    def evicted(self, block_id: BlockId) -> None:
-        """Claim a copy of an evicted block in host memory, for the sequences that need it."""
+    def evicted(self, block_ids: Iterable[BlockId]) -> None:
+        """Claim copies of evicted blocks in host memory, for the sequences that need them."""
+        if self._hoped_for:
+            for block_id in block_ids:
+                self._claim_copy(block_id)
+
+    def _claim_copy(self, block_id: BlockId) -> None:
         for seq_id, place in self._hoped_for.pop(block_id, {}).items():
             left = self._left[seq_id]
             del left.cached[place]

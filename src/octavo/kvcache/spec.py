@@ -16,16 +16,17 @@ from dataclasses import dataclass, replace
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import ALIGNMENT, KVFormat, layer_formats
 
-# Measured with both prefix caches at their least favourable number of blocks, and checked by a test.
-BOOKKEEPING_BYTES = 180
+# Measured with both prefix caches at several numbers of blocks, and checked by a test.
+BOOKKEEPING_BYTES = 112
 TOKEN_ID_BYTES = 4
-# `AdaptiveEviction`: places, stamps, keys, and ghosts of evicted blocks.
-ADAPTIVE_EVICTION_BYTES = 152
+# Ranked policies keep up to 36 bytes in arrays, which grow by an eighth.
+_RANKED_BYTES = 42
+_EVICTION_BYTES = {"lru": 8, "adaptive": 109}
 
 
 def eviction_bytes(policy: str) -> int:
     """Return the host memory that an eviction policy takes per block, beyond `bookkeeping_bytes`."""
-    return ADAPTIVE_EVICTION_BYTES if policy == "adaptive" else 0
+    return _EVICTION_BYTES.get(policy, _RANKED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds, as_indices, wher
 from octavo.kvcache.eviction.ghosts import Ghost, GhostList
 from octavo.kvcache.eviction.recency import SPARE, LruEviction
 from octavo.kvcache.eviction.return_rates import Ages, Kinds, ReturnRates
-from octavo.kvcache.key_index import PREFIX_BYTES
+from octavo.kvcache.hashing import PREFIX_BYTES
 
 _ONCE, _AGAIN = 0, 1
 _GHOSTS_PER_BLOCK = 4
@@ -21,7 +22,6 @@ _SAMPLE = 4096
 # before an older block that was used once only if its rate is less than half of that block's.
 _ORPHANS = 0.5
 _MANY = 32  # number of hits from which arrays are faster than a loop
-_NO_KEY = bytes(PREFIX_BYTES)
 _LATEST = 1 << 30
 
 
@@ -29,7 +29,7 @@ class AdaptiveEviction:
     """Evicts from two classes, blocks used once and blocks that came back, each in order of last use. The victim is the
     oldest block of the class with the lower rate of return.
 
-        once   oldest <─> … <─> newest       ghosts: keys of evicted blocks, about four times as many as blocks
+        once   oldest <─> … <─> newest       ghosts: keys of evicted blocks, four times as many as blocks
         again  oldest <─> … <─> newest
 
     ARC (Megiddo and Modha 2003) moves a boundary between two such lists with every ghost that is hit. Here, ghosts
@@ -40,29 +40,40 @@ class AdaptiveEviction:
     The rates are recomputed from a sample after as many uses as there are blocks, so that each operation is O(1).
     """
 
-    # Two rings, a stamp, a key's prefix, a class, and spare capacity of the arrays; and at most 6 ghosts.
-    BYTES_PER_BLOCK = (2 * LruEviction.BYTES_PER_BLOCK + 4 + PREFIX_BYTES + 1) * (SPARE + 1) // SPARE + (
-        6 * GhostList.BYTES_EACH
-    )
+    # Two rings, a stamp, a key's prefix, a class, and the ghosts.
+    BYTES_PER_BLOCK = 2 * LruEviction.BYTES_PER_BLOCK + 4 + PREFIX_BYTES + 1 + _GHOSTS_PER_BLOCK * GhostList.BYTES_EACH
 
     def __init__(self) -> None:
         self._rings = (LruEviction(), LruEviction())
         self._kinds = bytearray()
         self._stamps = array("i")
-        self._prefixes = bytearray()  # of keys
+        self._prefixes = array("Q")  # of keys
         self._highest = 0  # highest block id: the pool's size, once anything is evicted
         self._clock = 0
         self._ghosts: GhostList | None = None
         self._due = 0
         self._model: ReturnRates | None = None  # from the first eviction on, like the ghosts
 
+    def reserve(self, num_blocks: int) -> None:
+        for ring in self._rings:
+            ring.reserve(num_blocks)
+        missing = num_blocks - len(self._kinds)
+        if missing > 0:
+            self._highest = num_blocks - 1
+            # New arrays, because growing one may allocate more than that.
+            self._kinds = self._kinds + bytes(missing)
+            self._stamps = self._stamps + array("i", [0]) * missing
+            self._prefixes = self._prefixes + array("Q", [0]) * missing
+
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
-        self._reserve(block_id)
-        self._keep_time()
+        if block_id >= len(self._kinds):
+            self._reserve(block_id)
+        if self._clock >= _LATEST:
+            self._keep_time()
         ghost = self._ghosts.take(key) if key and self._ghosts is not None else None
         if ghost is not None:
             self._note(ghost, returned=True)
-        self._prefixes[block_id * PREFIX_BYTES : (block_id + 1) * PREFIX_BYTES] = key[:PREFIX_BYTES] or _NO_KEY
+        self._prefixes[block_id] = int.from_bytes(key[:PREFIX_BYTES], "little")
         self._kinds[block_id] = _ONCE if ghost is None else _AGAIN
         self._clock += 1
         self._stamps[block_id] = self._clock
@@ -105,19 +116,24 @@ class AdaptiveEviction:
                 ring.remove_all(run)
 
     def evict(self) -> BlockId:
-        once, again = self._rings
-        if not len(once) or (len(again) and self._leaves_first(again.oldest, once.oldest)):
-            victim = again.evict()
-        else:
-            victim = once.evict()
-        self._remember(victim)
-        if self._clock >= self._due:
-            self._learn()
-        return victim
+        return self.evict_many(1)[0]
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        if count > len(self):
+            raise KeyError(f"{count} blocks requested, {len(self)} held")
+        victims: list[BlockId] = []
+        while len(victims) < count:
+            # Once the rates are learned again, another choice may be better for the rest.
+            some = self._choose(1 if self._clock >= self._due else count - len(victims))
+            self._remember(some)
+            if self._clock >= self._due:
+                self._learn()
+            victims += some
+        return victims
 
     def restore(self, block_id: BlockId) -> None:
         if self._ghosts is not None:
-            self._ghosts.take(self._prefix(block_id))
+            self._ghosts.take(self._prefixes[block_id].to_bytes(PREFIX_BYTES, "little"))
         self._rings[self._kinds[block_id]].restore(block_id)
 
     def __len__(self) -> int:
@@ -154,6 +170,18 @@ class AdaptiveEviction:
         self._clock -= uses
         self._due -= uses
 
+    def _choose(self, most: int) -> list[BlockId]:
+        """Evict at most `most` blocks that leave first by the current rates."""
+        once, again = self._rings
+        if not len(once) or not len(again):
+            ring = once if len(once) else again
+            return ring.evict_many(min(most, len(ring)))
+        ring = again if self._leaves_first(again.oldest, once.oldest) else once
+        # Blocks last used together, of the same class, are the same to the rates.
+        stamps, stamp = self._stamps, self._stamps[ring.oldest]
+        together = takewhile(lambda block_id: stamps[block_id] == stamp, islice(ring, most))
+        return ring.evict_many(sum(1 for _ in together))
+
     def _leaves_first(self, again: BlockId, once: BlockId) -> bool:
         """Whether the victim is `again` rather than `once`, the oldest blocks of the two classes."""
         stamps, now = self._stamps, self._clock
@@ -165,20 +193,31 @@ class AdaptiveEviction:
                 return ours < theirs
         return stamps[again] < stamps[once]
 
-    def _remember(self, victim: BlockId) -> None:
-        wanted = _power_of_two(_GHOSTS_PER_BLOCK * self._highest)
-        if self._ghosts is None or self._ghosts.capacity < wanted:
-            self._begin(wanted)
-        assert self._ghosts is not None
-        ghost = Ghost(self._stamps[victim], self._kinds[victim])
-        if (forgotten := self._ghosts.add(self._prefix(victim), ghost)) is not None:
-            self._note(forgotten, returned=False)
+    def _remember(self, victims: list[BlockId]) -> None:
+        ghosts = self._ghosts
+        # A pool reserves its size. Where ids only grow as they are used, a few more do not matter.
+        if ghosts is None or ghosts.capacity * (SPARE + 1) < _GHOSTS_PER_BLOCK * self._highest * SPARE:
+            ghosts = self._begin()
+        stamps, kinds, prefixes = self._stamps, self._kinds, self._prefixes
+        forgotten = ghosts.add_all(
+            [prefixes[block_id] for block_id in victims],
+            [Ghost(stamps[block_id], kinds[block_id]) for block_id in victims],
+        )
+        if len(forgotten) < _MANY:
+            for ghost in forgotten:
+                self._note(ghost, returned=False)
+        else:
+            assert self._model is not None
+            used, classes = np.array(forgotten).T
+            self._model.note_ends(classes, self._clock - used)
 
-    def _begin(self, num_ghosts: int) -> None:
-        """Start without observations, for a pool of this size."""
+    def _begin(self) -> GhostList:
+        """Start without observations, for a pool of the size known now."""
+        num_ghosts = _GHOSTS_PER_BLOCK * self._highest
         self._ghosts = GhostList(num_ghosts)
         self._model = ReturnRates(self._highest, num_ghosts + 2 * self._highest)
         self._due = self._clock + self._period
+        return self._ghosts
 
     @property
     def _period(self) -> int:
@@ -207,9 +246,6 @@ class AdaptiveEviction:
         again = np.frombuffer(self._kinds, np.uint8).take(block_ids) == _AGAIN
         return where(~again, block_ids), where(again, block_ids)
 
-    def _prefix(self, block_id: BlockId) -> bytes:
-        return bytes(self._prefixes[block_id * PREFIX_BYTES : (block_id + 1) * PREFIX_BYTES])
-
     def _reserve(self, block_id: int) -> None:
         self._highest = max(self._highest, block_id)
         missing = block_id + 1 - len(self._kinds)
@@ -217,10 +253,4 @@ class AdaptiveEviction:
             missing = max(missing, len(self._kinds) // SPARE)
             self._kinds.extend(bytes(missing))
             self._stamps.frombytes(bytes(4 * missing))
-            self._prefixes.extend(bytes(PREFIX_BYTES * missing))
-
-
-def _power_of_two(number: int) -> int:
-    """Return the nearest power of two, by ratio."""
-    below = 1 << max(1, number).bit_length() - 1
-    return below if number * number < 2 * below * below else 2 * below
+            self._prefixes.frombytes(bytes(PREFIX_BYTES * missing))

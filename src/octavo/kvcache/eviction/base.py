@@ -39,8 +39,14 @@ class EvictionPolicy(Protocol):
     def remove(self, block_id: BlockId) -> None:
         """Stop holding a block that is referenced again. Raises KeyError if it is not held."""
 
+    def reserve(self, num_blocks: int) -> None:
+        """Expect block ids below `num_blocks`, which is the size of the pool."""
+
     def evict(self) -> BlockId:
         """Choose, remove and return a victim. Raises KeyError if no block is held."""
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        """Call `evict` so many times. Raises KeyError, and evicts none, if fewer are held."""
 
     def add_all(self, block_ids: BlockIds) -> None:
         """Call `add` for each block in turn."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kvcache.key_index import PREFIX_BYTES, KeyIndex
+from octavo.kvcache.hashing import PREFIX_BYTES, key_prefix
+from octavo.kvcache.key_index import LatestKeys
 
 _NONE = (1 << 32) - 1
 
@@ -21,43 +23,46 @@ class Ghost(NamedTuple):
 
 
 class GhostList:
-    """A ring of evicted blocks in flat memory: the oldest makes room for the newest. O(1) per operation.
+    """A ring of evicted blocks in flat memory: the oldest makes room for the newest. O(1) per operation."""
 
-    Args:
-        capacity: should be a power of two, so that the index needs only two slots per key.
-    """
-
-    # A key's prefix, two slots of 4 bytes, and a stamp whose lowest bit is the class.
+    # A key's prefix, two entries of 4 bytes in the index, and a stamp whose lowest bit is the class.
     BYTES_EACH = PREFIX_BYTES + 8 + 4
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._index = KeyIndex(capacity, PREFIX_BYTES)
+        self._keys = LatestKeys(capacity)
         self._used = array("I", [_NONE]) * capacity
-        self._next = 0
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._keys.index)
 
     def add(self, key: bytes, ghost: Ghost) -> Ghost | None:
-        """Remember an evicted block; returns the ghost that it displaced, if any."""
-        displaced = self.take(key)
-        place = self._next
-        if (used := self._used[place]) != _NONE:
-            displaced = Ghost(used >> 1, used & 1)
-            self._index.remove(place)
-        self._index.put(key, place)
-        self._used[place] = ghost.stamp << 1 | ghost.kind
-        self._next = (place + 1) % self.capacity
-        return displaced
+        """Remember an evicted block; returns a ghost that it displaced, if any."""
+        displaced = self.add_all((key_prefix(key),), (ghost,))
+        return displaced[-1] if displaced else None
+
+    def add_all(self, prefixes: Sequence[int], ghosts: Sequence[Ghost]) -> list[Ghost]:
+        """Remember evicted blocks by the prefixes of their keys; returns the ghosts that they displaced."""
+        if len(prefixes) > self.capacity:
+            half = len(prefixes) // 2
+            return self.add_all(prefixes[:half], ghosts[:half]) + self.add_all(prefixes[half:], ghosts[half:])
+        used, displaced = self._used, list[int]()
+        places, twins = self._keys.add_all(prefixes)
+        for place, (stamp, kind) in zip(places, ghosts, strict=True):
+            displaced.append(used[place])
+            used[place] = stamp << 1 | kind
+        for twin in twins:
+            displaced.append(used[twin])
+            used[twin] = _NONE
+        return [Ghost(number >> 1, number & 1) for number in displaced if number != _NONE]
 
     def take(self, key: bytes) -> Ghost | None:
         """Find and forget a block; None if it is not remembered."""
-        place = self._index.get(key)
+        place = self._keys.index.get(key)
         if place is None:
             return None
         used = self._used[place]
-        self._index.remove(place)
+        self._keys.index.remove(place)
         self._used[place] = _NONE
         return Ghost(used >> 1, used & 1)
 

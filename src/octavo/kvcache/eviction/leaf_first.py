@@ -40,6 +40,9 @@ class LeafFirstEviction:
         self._parents = array("i")
         self._num_children = array("i")
 
+    def reserve(self, num_blocks: int) -> None:
+        self._inner.reserve(num_blocks)
+
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         self._inner.publish(block_id, position, priority, key)
         # The block may replace one that was evicted before its descendants.
@@ -77,6 +80,11 @@ class LeafFirstEviction:
                 self._leave(block_id)
                 return block_id
             self._aside.add(block_id)
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        if count > len(self):
+            raise KeyError(f"{count} blocks requested, {len(self)} held")
+        return [self.evict() for _ in range(count)]
 
     def restore(self, block_id: BlockId) -> None:
         self._inner.restore(block_id)

@@ -37,6 +37,9 @@ class RankedEviction(ABC):
         self._stamps = array("q")
         self._stamp = 0
 
+    def reserve(self, num_blocks: int) -> None:
+        return
+
     @abstractmethod
     def rank(self, block_id: BlockId) -> float:
         """Return the rank of a block that is about to be held."""
@@ -86,6 +89,11 @@ class RankedEviction(ABC):
         block_id = BlockId(self._heap[0])
         self._take_out(0)
         return block_id
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        if count > len(self._heap):
+            raise KeyError(f"{count} blocks requested, {len(self._heap)} held")
+        return [self.evict() for _ in range(count)]
 
     def restore(self, block_id: BlockId) -> None:
         self._heap.append(block_id)

@@ -30,6 +30,13 @@ class LruEviction:
         self._previous = array("i", [NULL_BLOCK])
         self._length = 0
 
+    def reserve(self, num_blocks: int) -> None:
+        missing = num_blocks - len(self._next)
+        if missing > 0:
+            more = array("i", [_ABSENT]) * missing
+            # New arrays, because growing one may allocate more than that.
+            self._next, self._previous = self._next + more, self._previous + more
+
     def publish(self, block_id: BlockId, position: int, priority: int, key: bytes = b"") -> None:
         return
 
@@ -93,6 +100,19 @@ class LruEviction:
         block_id = self.oldest
         self.remove(block_id)
         return block_id
+
+    def evict_many(self, count: int) -> list[BlockId]:
+        if count > self._length:
+            raise KeyError(f"{count} blocks requested, {self._length} held")
+        following, block_id, victims = self._next, self._next[NULL_BLOCK], list[BlockId]()
+        for _ in range(count):
+            victims.append(BlockId(block_id))
+            after = following[block_id]
+            following[block_id] = _ABSENT
+            block_id = after
+        following[NULL_BLOCK], self._previous[block_id] = block_id, NULL_BLOCK
+        self._length -= count
+        return victims
 
     def restore(self, block_id: BlockId) -> None:
         self._insert(NULL_BLOCK, block_id)

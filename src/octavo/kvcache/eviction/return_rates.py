@@ -81,6 +81,10 @@ class ReturnRates:
         self.ends += counts
         self.returns += counts
 
+    def note_ends(self, kinds: Kinds, ages: Ages) -> None:
+        """Call `note` for many blocks that did not return."""
+        self.ends += self._count(kinds, ages)
+
     def fit(self, waiting: Iterable[tuple[Kinds, Ages, float]]) -> None:
         """Fit the rates to times at rest that have ended, and to those that continue.
 

@@ -54,8 +54,8 @@ class PrefixCache(Protocol[ChainT]):
     def put(self, group: int, chain: ChainT, index: int, block_id: BlockId) -> bool:
         """Publish a computed block; False (and nothing changes) if an equal block is already published."""
 
-    def drop(self, block_id: BlockId) -> None:
-        """Forget a block that the pool evicts."""
+    def drop(self, *block_ids: BlockId) -> None:
+        """Forget blocks that the pool evicts."""
 
     def __iter__(self) -> Iterator[BlockId]:
         """Iterate over all published blocks, for audits."""
@@ -94,7 +94,7 @@ class NullPrefixCache:
     def put(self, group: int, chain: NullChain, index: int, block_id: BlockId) -> bool:
         return False
 
-    def drop(self, block_id: BlockId) -> None:
+    def drop(self, *block_ids: BlockId) -> None:
         return
 
     def __iter__(self) -> Iterator[BlockId]:

@@ -79,7 +79,7 @@ class HashedPrefixCache:
             self._index.reserve(num_blocks)
             self._tokens.extend(bytes(missing * self._width))
             self._published.extend(bytes(missing))
-            self._dropped.frombytes(bytes(self._dropped.itemsize * missing))
+            self._dropped = self._dropped + array("q", [0]) * missing
 
     def tokens(self, block_id: BlockId) -> bytes:
         if not self._published[block_id]:
@@ -140,11 +140,14 @@ class HashedPrefixCache:
         self._published[block_id] = 1
         return True
 
-    def drop(self, block_id: BlockId) -> None:
-        self._index.remove(block_id)
-        self._published[block_id] = 0
-        self._num_dropped += 1
-        self._dropped[block_id] = self._num_dropped
+    def drop(self, *block_ids: BlockId) -> None:
+        if self._index.discard_all(block_ids) != len(block_ids):
+            raise KeyError(f"not all of these blocks are published: {block_ids}")
+        published, dropped = self._published, self._dropped
+        for number, block_id in enumerate(block_ids, self._num_dropped + 1):
+            published[block_id] = 0
+            dropped[block_id] = number
+        self._num_dropped += len(block_ids)
 
     def __iter__(self) -> Iterator[BlockId]:
         return (BlockId(i) for i, published in enumerate(self._published) if published)

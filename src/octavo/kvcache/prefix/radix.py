@@ -161,7 +161,11 @@ class RadixPrefixCache:
         self._nodes[block_id], self._groups[block_id], self._indices[block_id] = node, group, index
         return True
 
-    def drop(self, block_id: BlockId) -> None:
+    def drop(self, *block_ids: BlockId) -> None:
+        for block_id in block_ids:
+            self._drop(block_id)
+
+    def _drop(self, block_id: BlockId) -> None:
         node, group, index = self._place(block_id)
         self._nodes[block_id] = None
         node.blocks[group][index - node.start] = NULL_BLOCK
