@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from octavo.bench.server_process import running_server
 
-VICTIM_KEY, ATTACKER_KEY = "a-key-of-the-victim", "a-key-of-the-attacker"
+VICTIM_KEY, ATTACKER_KEY, ADMIN_KEY = "a-key-of-the-victim", "a-key-of-the-attacker", "a-key-of-the-admin"
 # What the watched stream requests, again and again.
 STREAM = {"prompt": [7, 8, 9], "temperature": 0, "ignore_eos": True, "stream": True}
 _HEALTH_EVERY = 0.02
@@ -90,6 +92,29 @@ class Watched:
             if seen.tokens > 3 and max(seen.stream, seen.first) < 0.1:
                 return
 
+    def left_over(self, at_most: float = 30.0) -> list[str]:
+        """Stop watching, and say what is wrong with an idle server: blocks that are still active, a failed audit."""
+        self._watcher.kill()
+        until, audits = time.monotonic() + at_most, None
+        while time.monotonic() < until:
+            now = self._counters()
+            if now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0:
+                audits = now["octavo:audits_total"] if audits is None else audits
+                if now["octavo:audits_total"] > audits:
+                    break
+            time.sleep(0.3)
+        active = self._get("/debug/kv").json()["bytes"]["active"]
+        health = self._get("/health").json()
+        return [f"{active} bytes are still active"] * bool(active) + [f"health: {health}"] * (health["status"] != "ok")
+
+    def _counters(self) -> dict[str, float]:
+        lines = self._get("/metrics").text.splitlines()
+        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def _get(self, path: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", headers=headers, timeout=30).raise_for_status()
+
     def memory(self) -> Memory:
         """Resident memory by its use."""
         cache = _mapped_at_once(self.pid)
@@ -108,7 +133,7 @@ def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator
     Args:
         max_tokens: the length of the watched stream, which is then restarted.
     """
-    keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--no-access-log"]
+    keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--admin-key", ADMIN_KEY, "--no-access-log"]
     with running_server([*keys, *arguments]) as server:
         port = int(server.base_url.rpartition(":")[2])
         argv = [sys.executable, __file__, str(port), str(max_tokens)]

@@ -46,6 +46,11 @@ HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
         ({"prompt": "x", "min_tokens": 17}, "min_tokens", "must not exceed max_tokens"),
         ({"prompt": "x", "top_p": 0}, "top_p", "must be above 0"),
         ({"prompt": "x", "stop": [1, 2]}, "stop", "valid string"),
+        (
+            {"prompt": "x", "stop_token_ids": [1, "a"]},
+            "stop_token_ids",
+            "'stop_token_ids[1]': it should be a valid integer",
+        ),
         ({"prompt": "x", "stop": ""}, "stop", "non-empty strings"),
         (
             {"prompt": "x", "stop": ["a"] * 17},
@@ -106,7 +111,7 @@ def test_more_than_the_engine_can_ever_hold_is_refused(start_server: Any) -> Non
         (b'{"prompt": "x",}', "not valid JSON"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'{"prompt": "\\ud800"}', "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 100_000, "nested more than 201 levels deep"),
         (b'"prompt"', "must be a JSON object"),
         (b"[1]", "must be a JSON object"),
         (b"null", "must be a JSON object"),

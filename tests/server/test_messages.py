@@ -164,6 +164,23 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"container": {"skills": []}}, "container is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 'output_config.format must be {"type": "json_schema"'),
+        ({"output_config": {"effort": {}}}, "Invalid value for 'output_config.effort': it should be a valid string"),
+        ({"stop_sequences": [""]}, "stop_sequences must hold non-empty strings"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {"$ref": "#/none", "a": "x" * 70_000}}},
+            "output_config.format holds 70024 bytes of json",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content must be a string or a list of blocks"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}, "x"]}]},
+            "messages[0].content[1] is not an object",
+        ),
+        ({"system": [{"type": "text"}]}, "system[0].text must be a string"),
+        (
+            {"system": "s", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0] of type 'image'",
+        ),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "maximum context length"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"messages": [USER] * 4097}, "4097 messages, but at most 4096"),
     ],

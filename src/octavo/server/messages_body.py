@@ -11,9 +11,11 @@ cache_control         ->  kept in place: it pins the prefix up to there in the c
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
+from octavo.server.prompts import check_part
 from octavo.server.protocol import Objects, RequestBody, Texts
 
 
@@ -32,6 +34,14 @@ class CountTokensBody(RequestBody):
     mcp_servers: Any = None
     container: Any = None
 
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "structured_outputs": "output_config.format",
+        "continue_final_message": "messages",
+        "stop": "stop_sequences",
+        "prompt": "messages",
+    }
     bulky: ClassVar[tuple[str, ...]] = (
         "messages",
         "system",
@@ -63,6 +73,9 @@ class CountTokensBody(RequestBody):
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.system:
+            if isinstance(self.system, list):
+                for i, part in enumerate(self.system):
+                    check_part(part, f"system[{i}]")
             messages.append({"role": "system", "content": self.system})
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
@@ -98,8 +111,12 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
-    if not isinstance(content, list):
+    if isinstance(content, str):
         return [message]
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where}.content must be a string or a list of blocks, got {shown(content)}", param=f"{where}.content"
+        )
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -114,7 +131,8 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thinking.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            parts.append(block)  # anything but text is refused later, when parts are checked
+            check_part(block, at)
+            parts.append(block)
     told: dict[str, Any] = {"role": role, "content": parts}
     if calls:
         told["tool_calls"] = calls

@@ -7,7 +7,8 @@ is never overlooked.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeVar, get_args
@@ -15,13 +16,15 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from octavo.errors import shortened
+from octavo.errors import RequestError, shortened
 from octavo.server.errors import ApiError
 from octavo.server.foreign_fields import named, translate
 from octavo.server.protocol import RequestBody
 
 # How pydantic's messages describe a JSON object and a JSON array.
 _DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re.compile(r"\ba valid list\b")
+# The levels of nested objects and arrays that pydantic's JSON parser accepts.
+MOST_NESTED = 201
 # Maximum number of ignored fields that are noted per body.
 _MOST_NOTED = 64
 
@@ -41,6 +44,8 @@ def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Bo
     try:
         given = from_json(raw)
     except ValueError as error:
+        if str(error).startswith("recursion limit"):
+            raise _bad_request(f"The request body is nested more than {MOST_NESTED} levels deep.") from None
         raise _bad_request(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(given, dict):
         raise _bad_request("The request body must be a JSON object.")
@@ -52,12 +57,37 @@ def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Bo
         plural = "s" if len(unknown) > 1 else ""
         message = f"Unrecognized request argument{plural} supplied: {named(unknown)}"
         raise _bad_request(message, shortened(unknown[0]))
-    try:
-        body = body_type.model_validate(given)
-    except ValidationError as error:
-        raise _explain(error) from None
+    body = validated(body_type, given)
     body.note_ignored(tuple(map(shortened, unknown[:_MOST_NOTED])))
     return body
+
+
+def validated(body_type: type[Body], given: dict[str, Any]) -> Body:
+    """Return the fields as a body; raise `ApiError` for one of the wrong type."""
+    try:
+        return body_type.model_validate(given)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Make errors name fields as a client does who sent them under other names: `names` has these by ours."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        field = re.split(r"[.\[]", error.param or "")[0]
+        if field in names:
+            error.param = names[field] + (error.param or "").removeprefix(field)
+        # A word such as "stop" is also an ordinary one, except at the beginning.
+        words = "|".join(rf"(?<![\w.'-]){name}\b" if "_" in name else rf"^{name}\b" for name in names)
+        words = rf"(?<=^Invalid value for ')(?:{'|'.join(names)})\b|{words}"
+        if names:
+            message = re.sub(words, lambda found: names[found[0]], str(error))
+            error.args = (message,)
+            if isinstance(error, ApiError):
+                error.message = message
+        raise
 
 
 def _drop_unknown(body_type: type[BaseModel], given: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -87,13 +117,22 @@ def _explain(error: ValidationError) -> ApiError:
     where = tuple(shortened(str(part)) for part in first["loc"])
     if first["type"] == "missing":
         return _bad_request(f"Missing required parameter: '{'.'.join(where)}'.", ".".join(where))
+    # In a union, the alternative of which an element is wrong is the one that was meant.
+    if wrong := next((problem for problem in problems if _element(problem["loc"])), None):
+        problems = [wrong]
     # A union reports one problem for each of its members; together they say what would be valid.
     wishes = [
         _LIST.sub("a valid array", _DICTIONARY.sub("an object", p["msg"].removeprefix("Input should be ")))
         for p in problems
         if p["loc"] and shortened(str(p["loc"][0])) == where[0]
     ]
-    return _bad_request(f"Invalid value for '{where[0]}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
+    name = where[0] + _element(problems[0]["loc"])
+    return _bad_request(f"Invalid value for '{name}': it should be {' or '.join(dict.fromkeys(wishes))}.", where[0])
+
+
+def _element(location: tuple[int | str, ...]) -> str:
+    """Return the element of a list in which a problem was found, as in "[3]"; "" if it was in no list."""
+    return "".join(f"[{part}]" for part in location if isinstance(part, int))
 
 
 def _bad_request(message: str, param: str | None = None) -> ApiError:

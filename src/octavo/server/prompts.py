@@ -122,6 +122,11 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
+def check_part(part: Any, where: str) -> None:
+    """Raise `RequestError` for a content part that is not text."""
+    _part_text(part, where)
+
+
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Raise `RequestError` for a variable that only the server may set."""
     for name in variables:

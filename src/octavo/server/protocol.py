@@ -6,6 +6,7 @@ fields that are not declared here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -28,12 +29,14 @@ class RequestBody(BaseModel):
 
     Fields in `unsupported` are known, and refused unless they have no effect; those in `names` hold names and
     identifiers; those in `bulky` may be of any size, and are dropped once the body has been read.
+    `chat_names` says, for a body that is translated into a chat, what its client calls fields of that chat.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
     unsupported: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ("model",)
     bulky: ClassVar[tuple[str, ...]] = ()
+    chat_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     _ignored: tuple[str, ...] = PrivateAttr(())

@@ -23,7 +23,7 @@ from octavo.server.engine_client import TokenizerLike
 from octavo.server.errors import ModelMissingError
 from octavo.server.generation import json_bytes, new_id
 from octavo.server.messages_body import CountTokensBody, MessagesBody
-from octavo.server.parsing import parse_body
+from octavo.server.parsing import named_as, parse_body, validated
 from octavo.server.pinning import cache_marks
 from octavo.server.prompts import EncodedPrompt, checked_messages, split_prompts
 from octavo.server.protocol import (
@@ -220,7 +220,8 @@ class BodyReader:
     ) -> ChatRequest:
         earlier = _items(before)
         given = body.items()
-        self._limits.check_messages(len(earlier) + len(given), "items")
+        with named_as(body.chat_names):
+            self._limits.check_messages(len(earlier) + len(given), "items")
         request_id = new_id("resp")
         given = with_ids(resolved(given, chain(earlier, _items(referenced))), response_id_of(request_id), earlier)
         read = self._translated(body, model, body.chat(earlier + given))
@@ -234,7 +235,8 @@ class BodyReader:
 
     def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
         """Read the chat that another API's body was translated into; `origin` becomes that body."""
-        read = self._read_chat(ChatBody.model_validate({**chat, "model": model}), model)
+        with named_as(body.chat_names):
+            read = self._read_chat(validated(ChatBody, {**chat, "model": model}), model)
         return replace(read, origin=_without_bulk(body))
 
     def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:

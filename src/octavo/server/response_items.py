@@ -89,7 +89,9 @@ def with_ids(items: list[Item], response_id: str, earlier: Iterable[Item]) -> li
     for index, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not 0 < len(item_id) <= MAX_ID_LENGTH or item_id in known:
-            item_id = output_id(_PREFIXES.get(item.get("type", "message"), "item"), f"{response_id}i", index)
+            # A type that is not a string is refused later; it may not even be hashable.
+            kind = str(item.get("type", "message"))
+            item_id = output_id(_PREFIXES.get(kind, "item"), f"{response_id}i", index)
         known.add(item_id)
         result.append({**item, "id": item_id})
     return result

@@ -9,10 +9,12 @@ include (message.output_text.logprobs), top_logprobs      ->  logprobs, top_logp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
 from octavo.server.generation import json_bytes
+from octavo.server.prompts import ROLES
 from octavo.server.protocol import Objects, RequestBody, StreamOptions, Texts
 
 # Fields that have the same name and meaning in chat completions.
@@ -83,6 +85,16 @@ class ResponsesBody(RequestBody):
         *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include", "prompt_cache_options"),
     )
     unsupported: ClassVar[tuple[str, ...]] = ("background", "conversation", "prompt")
+
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+        "response_format": "text.format",
+        "structured_outputs": "text.format",
+        "messages": "input",
+        "prompt": "input",
+    }
 
     @property
     def streams(self) -> bool:
@@ -158,7 +170,9 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not isinstance(name := item.get("name"), str) or not name:
+                raise RequestError(f"{where}.name must be a function's name, got {shown(name)}", param=f"{where}.name")
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             answer().setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
@@ -174,7 +188,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             told["content"] = f"{told['content']}{_text(item.get('content'), where)}"
         elif kind == "message":
             open_answer = None
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+            if (role := item.get("role")) not in ROLES:
+                roles = ", ".join(map(repr, ROLES))
+                raise RequestError(f"{where}.role must be one of {roles}, got {shown(role)}", param=f"{where}.role")
+            messages.append({"role": role, "content": _text(item.get("content"), where)})
         else:
             raise RequestError(f"{where} of type {shown(kind)} is not supported by this server", param=where)
     return messages
