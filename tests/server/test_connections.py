@@ -12,7 +12,7 @@ import httpx
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from octavo.server.transport import _LINES_AT_ONCE, MAX_HEADER_BYTES
+from octavo.server.transport import _BODY_AT_ONCE, _LINES_AT_ONCE, MAX_HEADER_BYTES, GuardedConnection
 from tests.server.conftest import Running, wait_until
 from tests.server.fake_engine import FakeEngine
 
@@ -160,6 +160,43 @@ def test_a_body_in_chunks_of_a_byte_is_parsed_a_few_lines_at_a_time(
             received += connection.recv(65536)
     assert max(part.count(b"\n") for part in parsed) <= _LINES_AT_ONCE
     assert sum(map(len, parsed)) > 3 * len(chunks)
+
+
+def test_a_body_of_known_length_is_parsed_in_large_parts(
+    start: Callable[..., Running], parsed: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[bytes] = []
+    take = GuardedConnection.data_received
+
+    def noted(connection: GuardedConnection, data: bytes) -> None:
+        received.append(data)
+        take(connection, data)
+
+    monkeypatch.setattr(GuardedConnection, "data_received", noted)
+    body = BODY + b" " * 2_000_000
+    with connect(start()) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+    assert max(map(len, parsed)) <= _BODY_AT_ONCE
+    assert sum(map(len, parsed)) == sum(map(len, received))
+    # The header has at most one part more, and what a socket gave ends in a shorter one.
+    assert len(parsed) <= len(body) // _BODY_AT_ONCE + len(received) + 2
+
+
+def test_a_probe_does_not_wait_behind_requests_with_bodies(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    waiting: list[Callable[[], None]] = []
+    crowd = server.server.config.http_protocol_class.turnstile
+    monkeypatch.setattr(crowd, "passes", lambda size=1: False)
+    monkeypatch.setattr(crowd, "queue", lambda goes_on, size=1: waiting.append(goes_on))
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        wait_until(lambda: bool(waiting))
+        with connect(server) as probe:
+            probe.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert answer_of(probe).startswith(b"HTTP/1.1 200 ")
 
 
 def test_of_a_body_in_chunks_of_a_byte_whose_client_leaves_the_rest_is_not_parsed(
