@@ -2,6 +2,7 @@
 
     octavo calibrate-speed --out SPEED
     python benchmarks/fairness.py TRACE --device SPEED [--speed 4] [--out benchmarks/results]
+    python benchmarks/fairness.py TRACE --seeds 5       the flood and the weights again, under vtc, by random seed
 
 TRACE is a CSV file with the columns arrival_s, client, prompt_tokens and output_tokens. A virtual clock counts the time
 that the steps would take: by the step times that `octavo calibrate-speed` measured or, without them, by the law that
@@ -270,6 +271,31 @@ def rows(results: list[Result], tenant: str | None = None, alone: float | None =
     return lines
 
 
+def print_by_seed(arguments: argparse.Namespace) -> None:
+    """Print how far the figures of `vtc` rest on one random workload."""
+    print(
+        "| seed | quiet's p99 TTFT | alone | ratio | its requests | weights: in due windows, median | worst "
+        "| in 60 s, median | worst | in 150 s, median | worst |\n"
+        "|---:|" + "---:|" * 10,
+        flush=True,
+    )
+    half = arguments.seconds / 2
+    for seed in range(arguments.seeds):
+        jobs = flood(arguments.seconds, arguments.capacity, random.Random(seed))
+        quiet = [job for job in jobs if job.tenant == QUIET]
+        flooded = Replay("vtc", arguments).run(jobs, arguments.seconds).ttft_p99[QUIET]
+        alone = Replay("fcfs", arguments).run(quiet).ttft_p99[QUIET]
+        jobs = weighted(half, 2000.0, random.Random(seed), 1000)
+        result = Replay("vtc", arguments).run(jobs, half)
+        arguments.window, usual = 150, arguments.window
+        long = Replay("vtc", arguments).run(jobs, half)
+        arguments.window = usual
+        line = f"| {seed} | {flooded:.2f} s | {alone:.2f} s | {flooded / alone:.2f} | {len(quiet)} |"
+        for differences in (result.due, result.differences, long.differences):
+            line += f" {differences[len(differences) // 2]:.1%} | {differences[-1]:.1%} |"
+        print(line, flush=True)
+
+
 def device_of(arguments: argparse.Namespace) -> str:
     if arguments.device is None:
         return "before its prompts were attended to in AMX tiles"
@@ -291,7 +317,11 @@ def main() -> None:
     parser.add_argument("--capacity", type=float, default=1300.0, help="service per second that the flood is sized by")
     parser.add_argument("--window", type=int, default=60)
     parser.add_argument("--out", type=Path, help="folder for fairness.md and fairness.png")
+    parser.add_argument("--seeds", type=int, help="only print how the figures of vtc depend on the seed, for so many")
     arguments = parser.parse_args()
+    if arguments.seeds:
+        print_by_seed(arguments)
+        return
 
     def replay(jobs: list[Job], until: float | None = None, **options: Any) -> list[Result]:
         return [Replay(policy, arguments, **options).run(jobs, until) for policy in POLICIES]
