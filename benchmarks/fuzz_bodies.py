@@ -174,9 +174,13 @@ def fault_of(status: int, answer: bytes, method: str, path: str) -> str:
         return "" if status < 400 or b'"error"' in answer else "no error object"
     if answer.startswith((b"data: ", b"event: ")):
         return _fault_of_stream(answer)
-    if (problem := next(_checker(path, str(status)).iter_errors(json.loads(answer)), None)) is not None:
+    try:
+        given = strict_json(answer)
+    except ValueError as error:
+        return f"no JSON: {error}"
+    if (problem := next(_checker(path, str(status)).iter_errors(given), None)) is not None:
         return f"not as described: {problem.message[:200]}"
-    if status >= 400 and len(json.loads(answer)["error"]["message"]) < 10:
+    if status >= 400 and len(given["error"]["message"]) < 10:
         return "a message that says nothing"
     return ""
 
@@ -187,12 +191,24 @@ def _fault_of_stream(answer: bytes) -> str:
         content = event.partition(b"data: ")[2]
         if content == b"[DONE]":
             continue
-        given = json.loads(content)
+        try:
+            given = strict_json(content)
+        except ValueError as error:
+            return f"no JSON in a stream: {error}: {content[:100]!r}"
         if (given.get("error") or {}).get("type") in ("server_error", "api_error"):
             return f"an error of the server's in a stream: {given}"
     ends = (b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"', b'"type":"response.incomplete"')
     last = answer.rstrip().rpartition(b"\n\n")[2]
     return "" if any(end in last for end in ends) or b'"error"' in last else f"a stream without an end: {last[:100]!r}"
+
+
+def strict_json(text: bytes) -> Any:
+    """Parse JSON as other clients do, which do not take NaN or Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 @cache

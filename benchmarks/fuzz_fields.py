@@ -298,7 +298,7 @@ MAKERS: dict[str, Maker] = {
     "stop_sequences": lambda v: [v.text(6) for _ in range(v.at(LIMITS.max_stop_strings))],
     # Not served by most names.
     "model": lambda v: v.rng.choice(["x", None, "m" * v.at(LIMITS.max_name_length)]) if v.maybe(0.1) else None,
-    "max_tokens": lambda v: v.rng.choice([0, 1, 1, 2, 5, 16, 16, MAX_MODEL_LEN]),
+    "max_tokens": lambda v: v.rng.choice([1, 1, 2, 4, 5, 16, 16, 16, 16, MAX_MODEL_LEN]),
     "max_completion_tokens": lambda v: v.rng.choice([1, 4]),
     "max_output_tokens": lambda v: v.rng.choice([1, 4, 16]),
     "n": lambda v: v.at(LIMITS.max_n, 0.05),
@@ -351,4 +351,5 @@ RARE = {
     *("guided_whitespace_pattern", "model", "stream_options", "use_beam_search", "prompt_logprobs", "priority"),
     *("continue_final_message", "tool_choice", "previous_response_id", "truncate_prompt_tokens", "output_format"),
     *("top_logprobs", "dimensions", "allowed_token_ids", "text", "output_config"),
+    *("length_penalty", "early_stopping", "best_of", "stop", "truncation"),
 }

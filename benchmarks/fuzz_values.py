@@ -139,7 +139,7 @@ def _integer(v: Values, schema: Schema) -> int:
 
 
 def _number(v: Values, schema: Schema) -> float:
-    low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
+    low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 0.01)
     return v.number(low, schema.get("maximum", 2)) if v.maybe(0.95) else low - 0.1
 
 

@@ -273,13 +273,20 @@ def test_an_error_within_a_stream_is_an_event_of_its_own(start_server: Callable[
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"truncation": "some"}, "truncation", '"auto" or "disabled"'),
         ({"metadata": {"a": "x" * 65_536}}, "metadata", "65544 bytes of JSON, but at most 65536 are repeated"),
+        ({"metadata": {"a": float("nan")}}, "metadata", "metadata must not hold NaN or an infinite number"),
+        ({"input": [{"role": "user", "content": "x", "a": float("inf")}]}, "input", "input must not hold NaN"),
+        ({"tools": [{**TOOL, "parameters": {"a": float("-inf")}}]}, "tools", "tools must not hold NaN"),
         ({"top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, got 0"),
         ({"previous_response_id": "x" * 257}, "previous_response_id", "257 characters, but at most 256"),
     ],
 )
 def test_what_cannot_be_served_is_refused(server: Running, fields: dict[str, Any], param: str, says: str) -> None:
-    error = server.error(PATH, {"model": "fake", "input": "x", **fields}, 400)
+    # Not by `json=`, which refuses NaN.
+    content = json.dumps({"model": "fake", "input": "x", **fields}).encode()
+    answer = server.client.post(PATH, content=content)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
     assert error["param"] == param
     assert says in error["message"]
 

@@ -35,7 +35,7 @@ from octavo.server.protocol import (
     TokenizeBody,
 )
 from octavo.server.response_items import page, references, resolved, response_id_of, response_of, with_ids
-from octavo.server.responses_body import ResponsesBody
+from octavo.server.responses_body import ResponsesBody, repeatable
 from octavo.server.tool_use import checked_tools
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.prompt_checks import check_token_ids
@@ -225,7 +225,9 @@ class BodyReader:
         request_id = new_id("resp")
         given = with_ids(resolved(given, chain(earlier, _items(referenced))), response_id_of(request_id), earlier)
         read = self._translated(body, model, body.chat(earlier + given))
-        items = b",".join(part for part in (before, json_bytes(given)[1:-1]) if part) if body.is_stored else b""
+        items = (
+            b",".join(part for part in (before, repeatable("input", given)[1:-1]) if part) if body.is_stored else b""
+        )
         return replace(read, items=items, instructions=body.instructions, request_id=request_id)
 
     def input_items(self, framed: bytes) -> bytes:

@@ -9,11 +9,11 @@ include (message.output_text.logprobs), top_logprobs      ->  logprobs, top_logp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
-from octavo.server.generation import json_bytes
 from octavo.server.prompts import ROLES
 from octavo.server.protocol import Objects, RequestBody, StreamOptions, Texts
 
@@ -25,6 +25,7 @@ _SAME = (
 )
 # Objects that the response repeats, several times if it is streamed; `tools` have limits of their own.
 REPEATED_OBJECTS = ("metadata", "text", "reasoning", "tool_choice")
+_strict_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 MOST_REPEATED_BYTES = 65_536
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -116,11 +117,12 @@ class ResponsesBody(RequestBody):
         """Return the fields of the equivalent chat body for all items; raise `RequestError` naming the field."""
         self.refuse_unsupported()
         for name in REPEATED_OBJECTS:
-            if (size := len(json_bytes(getattr(self, name)))) > MOST_REPEATED_BYTES:
+            if (size := len(repeatable(name, getattr(self, name)))) > MOST_REPEATED_BYTES:
                 raise RequestError(
                     f"{name} has {size} bytes of JSON, but at most {MOST_REPEATED_BYTES} are repeated in a response",
                     param=name,
                 )
+        repeatable("tools", self.tools)
         if self.truncation not in (None, "auto", "disabled"):
             raise RequestError(
                 f'truncation must be "auto" or "disabled", got {shown(self.truncation)}', param="truncation"
@@ -139,6 +141,18 @@ class ResponsesBody(RequestBody):
         if self.truncation == "auto":
             fields["truncate_prompt_tokens"] = -1
         return fields
+
+
+def repeatable(name: str, value: Any) -> bytes:
+    """Return a field as JSON that a response may repeat.
+
+    Raises:
+        RequestError: it holds NaN or an infinite number (1e999 is one), which clients cannot parse.
+    """
+    try:
+        return _strict_json(value).encode("utf-8", "replace")
+    except ValueError:
+        raise RequestError(f"{name} must not hold NaN or an infinite number", param=name) from None
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
