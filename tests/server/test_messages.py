@@ -175,6 +175,11 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}, "x"]}]},
             "messages[0].content[1] is not an object",
         ),
+        (
+            {"system": "s", "messages": [{**USER, "cache_control": {"type": "ephemeral", "ttl": "x"}}]},
+            "messages[0].cache_control.ttl must be like",
+        ),
+        ({"system": [{"type": "text", "text": "x", "cache_control": 5}]}, "system[0].cache_control must be"),
         ({"system": [{"type": "text"}]}, "system[0].text must be a string"),
         (
             {"system": "s", "messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from octavo.errors import RequestError, shown
+from octavo.server.pinning import check_mark
 from octavo.server.prompts import check_part
 from octavo.server.protocol import Objects, RequestBody, Texts
 
@@ -76,6 +77,7 @@ class CountTokensBody(RequestBody):
             if isinstance(self.system, list):
                 for i, part in enumerate(self.system):
                     check_part(part, f"system[{i}]")
+                    check_mark(part, f"system[{i}]")
             messages.append({"role": "system", "content": self.system})
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
@@ -111,6 +113,7 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
+    check_mark(message, where)
     if isinstance(content, str):
         return [message]
     if not isinstance(content, list):
@@ -124,6 +127,8 @@ def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for i, block in enumerate(content):
         at = f"{where}.content[{i}]"
         kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            check_mark(block, at)
         if kind == "tool_result":
             results.append(_tool_result(block, at))
         elif kind == "tool_use" and role == "assistant":

@@ -47,6 +47,12 @@ def cache_marks(messages: list[dict[str, Any]]) -> list[CacheMark]:
     return marks
 
 
+def check_mark(holder: dict[str, Any], where: str) -> None:
+    """Raise `RequestError` for a message or part whose `cache_control` is invalid."""
+    if holder.get("cache_control") is not None:
+        _ttl_seconds(holder["cache_control"], where)
+
+
 def _ttl_seconds(control: Any, where: str) -> float:
     param = f"{where}.cache_control"
     if not isinstance(control, dict) or control.get("type") != "ephemeral" or set(control) - {"type", "ttl"}:
