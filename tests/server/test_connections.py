@@ -188,7 +188,9 @@ def test_a_probe_does_not_wait_behind_requests_with_bodies(
 ) -> None:
     server = start()
     waiting: list[Callable[[], None]] = []
-    crowd = server.server.config.http_protocol_class.turnstile
+    protocol = server.server.config.http_protocol_class
+    assert issubclass(protocol, GuardedConnection)
+    crowd = protocol.turnstile
     monkeypatch.setattr(crowd, "passes", lambda size=1: False)
     monkeypatch.setattr(crowd, "queue", lambda goes_on, size=1: waiting.append(goes_on))
     with connect(server) as connection:
