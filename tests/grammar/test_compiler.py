@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 
@@ -10,10 +11,18 @@ from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.errors import RequestError
+from octavo.grammar import trial
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.source import to_lark
+from octavo.grammar.trial import TrialFailedError, TrialProcess
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.tiny_engine import VOCAB_SIZE, tiny_model
+
+
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer.from_source(resolve_model(str(tiny_model())))
+
 
 WANTED = StructuredOutputsParams(choice=["yes", "no"])
 
@@ -52,6 +61,61 @@ def test_a_model_without_a_tokenizer_refuses_grammars_and_nothing_else(caplog: p
     assert "no structured outputs: structured output needs a tokenizer" in caplog.text
     with pytest.raises(RequestError, match="needs a tokenizer"):
         compiler.compile(WANTED)
+
+
+# Their intersections take llguidance minutes, whatever its limits.
+ENDLESS = [
+    StructuredOutputsParams(json={"type": "string", "allOf": [{"pattern": f"{c}.{{{i}}}b"} for i in range(1, 40)]})
+    for c in "acd"
+]
+
+
+def test_grammars_that_would_take_minutes_keep_neither_a_thread_nor_a_core() -> None:
+    compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 100)
+    for wanted in ENDLESS:  # more than there are threads
+        with pytest.raises(RequestError, match="takes more than 100 ms, the most allowed"):
+            compiler.compile(wanted)
+    # Had they gone on, this would wait for a thread for minutes.
+    compiler._max_ms = 60_000
+    assert not compiler.compile(WANTED).matcher.is_error()
+
+
+def test_a_process_that_takes_too_long_is_killed() -> None:
+    process = TrialProcess()
+    process.compile('start: "a"', 60.0)
+    with pytest.raises(TrialFailedError) as failed:
+        process.compile(to_lark(ENDLESS[0]), 0.1)
+    assert failed.value.too_slow
+    assert not process.is_usable
+    with pytest.raises(ProcessLookupError):
+        os.kill(process._process.pid, 0)
+
+
+def test_a_process_that_takes_too_much_memory_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Doubled sixty times; llguidance's own limit would meet it at 100 MB.
+    lark = "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"\n'
+    monkeypatch.setattr(trial, "_MAIN", trial._MAIN.replace("trial.main()", "trial.MEMORY = 1 << 20; trial.main()"))
+    monkeypatch.setattr(trial, "_idle", [])
+    compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 60_000)
+    with pytest.raises(RequestError, match="takes more than 512 MiB of memory"):
+        compiler.compile(StructuredOutputsParams(grammar=lark))
+
+
+def test_a_grammar_that_was_refused_for_its_time_may_be_tried_again() -> None:
+    compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 60_000)
+    begun: list[str] = []
+
+    def fails(lark: str, seconds: float) -> None:
+        begun.append(lark)
+        if len(begun) == 1:
+            raise TrialFailedError(too_slow=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.grammar.compiler.try_compiling", fails)
+        with pytest.raises(RequestError, match="takes more than 60000 ms"):
+            compiler.compile(WANTED)
+        assert compiler.compile(WANTED)
+    assert len(begun) == 2
 
 
 def test_a_grammar_whose_first_token_may_be_read_in_too_many_ways_is_refused() -> None:

@@ -151,7 +151,9 @@ def _build_runner_apart(
     source = resolve_model(config.model)
 
     def load_grammars(model: ModelConfig | RunnerFacts) -> GrammarCompiler:
-        return _grammar_compiler(config, model, lambda: _load_tokenizer(source, config), prepare_grammars)
+        load_tokenizer = partial(_load_tokenizer, source, config)
+        # The other process has tried them.
+        return _grammar_compiler(config, model, load_tokenizer, prepare_grammars, on_trial=False)
 
     runner, facts, grammars = _load_beside(source, partial(build_runner, config, file), load_grammars)
     runner.grammars = grammars
@@ -186,8 +188,12 @@ def _grammar_compiler(
     model: ModelConfig | RunnerFacts,
     load_tokenizer: Callable[[], Tokenizer | None],
     prepare: bool,
+    *,
+    on_trial: bool = True,
 ) -> GrammarCompiler:
-    grammars = GrammarCompiler(load_tokenizer, model.vocab_size, model.eos_token_ids, config.max_grammar_ms)
+    grammars = GrammarCompiler(
+        load_tokenizer, model.vocab_size, model.eos_token_ids, config.max_grammar_ms, on_trial=on_trial
+    )
     if prepare:
         grammars.prepare()
     return grammars

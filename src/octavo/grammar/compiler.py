@@ -1,7 +1,7 @@
 """Compiles grammars for one tokenizer with llguidance, each once.
 
     compile ──> [cache: description -> future] ──> CompiledGrammar ──start──> GrammarState, one per sequence
-                          └─ worker thread: llguidance releases the interpreter's lock meanwhile
+                          └─ worker thread: on trial in another process, then here
 
 llguidance is imported with the first grammar.
 """
@@ -18,8 +18,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import cached_property
 from typing import Any
 
-from octavo.errors import RequestError
+from octavo.errors import OverloadedError, RequestError
+from octavo.grammar.limits import compile_grammar, first_error
 from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
+from octavo.grammar.trial import MEMORY, TrialFailedError, start_one, try_compiling
 from octavo.option import flag
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
@@ -28,13 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Limits of the cache, in compiled grammars and in bytes of their descriptions.
 _KEPT, _KEPT_BYTES = 256, 1 << 20
-# Maximum numbers of parser items and lexer steps for one mask: about 1 ms of the former and 14 ms of the latter.
-STEP_ITEMS, STEP_FUEL = 20_000, 200_000
-# Maximum number of parser items in one row. Time grows with their cube: with llguidance's 2,000, an ambiguous
-# grammar took 730 ms per token, with 500 it takes 17 ms. Schemas with 900 properties, and 300 tools at once, need fewer
-# than 250.
-ROW_ITEMS = 500
 _SHOWN_REASON = 300
+# Seconds that a request waits for those of others to be compiled, and for the first process to start.
+_PATIENCE = 30.0
 # Letters that are rare in names and keywords: a grammar that allows all of them is taken to allow free text.
 _PROBES = ("z", "q")
 
@@ -79,20 +77,12 @@ class CompiledGrammar:
         self._lark = lark
         self.vocabulary = vocabulary
         self.has_json = "%json" in lark
-        self.matcher = self._compiled(lark)
+        self.matcher = compile_grammar(lark, vocabulary.tokenizer)
 
     @cached_property
     def without_forcing(self) -> Any:
         """The matcher of the grammar without forcing, for outputs whose forced tokens have no end."""
-        return self._compiled(without_forcing(self._lark))
-
-    def _compiled(self, lark: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(
-            max_items_in_row=ROW_ITEMS, step_max_items=STEP_ITEMS, step_lexer_fuel=STEP_FUEL, verbose_errors=False
-        )
-        return LLMatcher(self.vocabulary.tokenizer, lark, log_level=0, limits=limits)
+        return compile_grammar(without_forcing(self._lark), self.vocabulary.tokenizer)
 
 
 class GrammarCompiler:
@@ -103,6 +93,8 @@ class GrammarCompiler:
         vocab_size: number of the model's logits.
         eos_token_ids: tokens that end an output, in addition to the tokenizer's own.
         max_ms: time limit for compiling one grammar, in milliseconds.
+        on_trial: whether grammars are compiled in another process first, because clients may send any; otherwise
+            they must have been compiled elsewhere before.
     """
 
     def __init__(
@@ -111,11 +103,14 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_ms: int,
+        *,
+        on_trial: bool = True,
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._max_ms = max_ms
+        self._on_trial = on_trial
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
         # All compiled grammars in use, including those that have been dropped from the cache.
@@ -131,6 +126,8 @@ class GrammarCompiler:
         model is loaded and nobody waits yet. Compiling does not hold the lock.
         """
         try:
+            if self._on_trial:
+                start_one()
             self._vocabulary  # noqa: B018  cached
         except RequestError as error:
             logger.info("no structured outputs: %s", error)  # requests that need one are refused with this reason
@@ -139,16 +136,16 @@ class GrammarCompiler:
         """Compile a grammar, and wait for it.
 
         Raises:
-            RequestError: the grammar cannot be compiled, nothing satisfies it, compiling takes too long, or the model
-                has no tokenizer.
+            RequestError: the grammar cannot be compiled, nothing satisfies it, compiling takes too long or too much
+                memory, or the model has no tokenizer.
+            OverloadedError: too many grammars before it take long.
         """
         try:
-            return self.begin(wanted).result(self._max_ms / 1e3)
+            return self.begin(wanted).result(_PATIENCE + self._max_ms / 1e3)
         except FutureTimeoutError:
-            raise RequestError(
-                f"compiling structured_outputs.{wanted.kind} takes longer than {self._max_ms} ms, the most allowed "
-                f"({flag('max_grammar_ms')})",
-                param="structured_outputs",
+            raise OverloadedError(
+                f"structured_outputs.{wanted.kind} has waited {_PATIENCE:g} s for grammars of others to be compiled; "
+                "try again later"
             ) from None
 
     def begin(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
@@ -173,15 +170,35 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         lark = to_lark(wanted)
-        compiled = CompiledGrammar(without_forcing(lark) if may_force_long_runs(wanted) else lark, self._vocabulary)
-        error = _first_error(compiled.matcher, self._vocabulary.eos_token_ids)
+        if may_force_long_runs(wanted):
+            lark = without_forcing(lark)
+        if self._on_trial:
+            self._try(wanted, lark)
+        compiled = CompiledGrammar(lark, self._vocabulary)
+        error = first_error(compiled.matcher, self._vocabulary.eos_token_ids)
         if error and not compiled.matcher.is_error():
-            error = _first_error(compiled.without_forcing, self._vocabulary.eos_token_ids)
+            error = first_error(compiled.without_forcing, self._vocabulary.eos_token_ids)
         if error:
             raise RequestError(_reason(wanted, error), param="structured_outputs")
         with self._lock:
             self._used[wanted] = compiled
         return compiled
+
+    def _try(self, wanted: StructuredOutputsParams, lark: str) -> None:
+        try:
+            try_compiling(lark, self._max_ms / 1e3)
+        except (TrialFailedError, OSError) as failed:
+            # On a machine that is less busy, or has more memory, it may be compiled.
+            with self._lock:
+                self._compiled.pop(wanted, None)
+            if not isinstance(failed, TrialFailedError):
+                raise
+            most = f"{self._max_ms} ms, the most allowed ({flag('max_grammar_ms')})"
+            if not failed.too_slow:
+                most = f"{MEMORY >> 20} MiB of memory"
+            raise RequestError(
+                f"compiling structured_outputs.{wanted.kind} takes more than {most}", param="structured_outputs"
+            ) from None
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -204,19 +221,6 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"
             ) from error
-
-
-def _first_error(matcher: Any, ends: frozenset[int]) -> str:
-    """Return the error that only the first mask or token reveals: nothing matches, or the grammar is too complex."""
-    first = matcher.deep_copy()
-    if not first.is_error():
-        allowed = int.from_bytes(first.compute_bitmask(), "little")
-        for token_id in ends:
-            allowed &= ~(1 << token_id)
-        # The number of items in the first row is only checked when a token follows; until then, masks may take long.
-        if allowed and not first.is_error():
-            first.consume_tokens([(allowed & -allowed).bit_length() - 1])
-    return str(first.get_error())
 
 
 def _reason(wanted: StructuredOutputsParams, error: str) -> str:
