@@ -207,6 +207,7 @@ def test_tokens_may_be_named_by_their_ids(server: Running) -> None:
         ("modalities", ["text", "audio"]),
         ("functions", [{"name": "f"}]),
         ("web_search_options", {"a": 1}),
+        ("web_search_options", {}),
         ("structured_outputs", {"structural_tag": "{}"}),
         ("chat_template", "{{ messages }}"),
     ],

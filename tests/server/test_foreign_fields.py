@@ -11,7 +11,8 @@ import pytest
 from octavo.server.foreign_fields import NEUTRAL
 from octavo.server.ignored_fields import IGNORED_HEADER, MAX_LOGGED, IgnoredFields
 from octavo.server.protocol import RequestBody
-from tests.server.conftest import Running
+from tests.server.conftest import Running, rendered
+from tests.server.scripted_engine import ScriptedEngine
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -136,3 +137,62 @@ def test_each_field_is_logged_once_and_never_more_than_some(caplog: pytest.LogCa
     assert len(caplog.records) == MAX_LOGGED + 1
     assert "\n" not in caplog.records[0].getMessage()
     assert "further ones are not logged" in caplog.records[-1].getMessage()
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+OPTIONS = {
+    "num_predict": 3,
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "seed": 5,
+    "stop": ["x"],
+    "repeat_penalty": 1.5,
+    "mirostat": 0,
+    "num_ctx": 4096,
+    "num_gpu": 1,
+}
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_ollamas_options_are_the_fields_that_they_stand_for(server: Running, path: str) -> None:
+    given = {"prompt": "x"} if path == PATH else {"messages": [{"role": "user", "content": "x"}]}
+    answer = server.post(path, {**given, "options": OPTIONS, "top_p": 0.8, "max_tokens": None})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED_HEADER] == "options.num_ctx, options.num_gpu"
+    params = server.engine.received[-1]["params"]
+    assert (params.max_tokens, params.temperature, params.top_k, params.min_p) == (3, 0.5, 7, 0.1)
+    assert (params.seed, params.stop, params.repetition_penalty) == (5, ("x",), 1.5)
+    assert params.top_p == 0.8  # the body's own field wins
+    answer = server.post(path, {**given, "options": {"num_predict": -2}, "max_tokens": None})
+    assert answer.json()["usage"]["total_tokens"] == 4096
+    assert server.error(path, {**given, "options": {"mirostat": 2}}, 400)["param"] == "mirostat"
+    assert server.error(path, {**given, "options": {"temperature": "hot"}}, 400)["param"] == "temperature"
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_ollamas_format_describes_the_output(server: Running, path: str) -> None:
+    given = {"prompt": "x"} if path == PATH else {"messages": [{"role": "user", "content": "x"}]}
+    for form, wanted in (("json", {"type": "json_object"}), (SCHEMA, {"type": "json_object", "schema": SCHEMA})):
+        described = []
+        for field, value in (("format", form), ("response_format", wanted)):
+            assert server.post(path, {**given, field: value}).status_code == 200
+            described.append(server.engine.received[-1]["params"].structured_outputs)
+        assert described[0] == described[1] is not None
+    for empty in (None, ""):
+        assert server.post(path, {**given, "format": empty}).status_code == 200
+        assert server.engine.received[-1]["params"].structured_outputs is None
+    assert server.error(path, {**given, "format": "xml"}, 400)["param"] == "format"
+    both = server.error(path, {**given, "format": "json", "response_format": {"type": "json_object"}}, 400)
+    assert both["message"] == "the output is described more than once: by format and response_format"
+
+
+def test_ollamas_think_goes_to_the_chat_template(start_server: Callable[..., Running]) -> None:
+    template = "{{ enable_thinking }}|{{ reasoning_effort }}"
+    server = start_server(ScriptedEngine("x", template=template))
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for think, prompt in ((True, "True|"), (False, "False|"), ("high", "|high"), (None, "|")):
+        assert server.post(CHAT, {**chat, "think": think}).status_code == 200
+        assert rendered(server) == prompt
+    assert server.error(CHAT, {**chat, "think": 1}, 400)["param"] == "think"

@@ -156,6 +156,13 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "input must be an object"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]},
+            "messages[0].content[0].name must be the name of a tool",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of blocks"),
+        ({"system": [{"type": "image"}]}, "system[0] of type 'image'"),
+        ({"cache_control": {"type": "forever"}}, "cache_control must be"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "only 'custom'"),
         ({"tool_choice": {"type": "some"}}, 'tool_choice.type must be "auto"'),
         ({"tool_choice": {"type": {}}}, 'tool_choice.type must be "auto"'),
@@ -198,6 +205,31 @@ def test_what_cannot_be_served_is_an_error_of_anthropics(server: Running, fields
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert says in answer.json()["error"]["message"]
         server.assert_nothing_runs()
+
+
+def test_an_error_names_the_place_in_the_body_where_it_is(server: Running) -> None:
+    # A system message, and tool results of their own, number the messages of the chat anew.
+    use: Any = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+    seen: Any = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}]}
+    image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    for content, where in (
+        ([{"type": "text", "text": "x"}, image], "messages[2].content[1]"),
+        ([seen, {**seen, "content": [*seen["content"], image]}], "messages[2].content[1].content[1]"),
+        ([{**seen, "content": {}}], "messages[2].content[0].content"),
+    ):
+        messages = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": content}]
+        answer = server.post(PATH, {"model": "fake", "max_tokens": 5, "system": "be brief", "messages": messages})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"{where} ")
+
+
+def test_cache_control_of_the_body_pins_the_whole_prompt(client: anthropic.Anthropic, server: Running) -> None:
+    answer = client.messages.with_raw_response.create(
+        model="fake", max_tokens=5, messages=[USER], extra_body={"cache_control": {"type": "ephemeral"}}
+    )
+    (pin,) = server.engine.received[-1]["context"].pins
+    assert rendered(server)[: pin.num_tokens].endswith("#user: weather?")
+    assert "x-octavo-ignored-fields" not in answer.headers
 
 
 class City(pydantic.BaseModel):

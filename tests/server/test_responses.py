@@ -94,8 +94,10 @@ def test_a_response_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output if item.type == "message"] == ["incomplete"]
     *_, last = client.responses.create(model="fake", input="weather?", max_output_tokens=2, stream=True)
     assert last.type == "response.incomplete"
+    assert [item.status for item in last.response.output if item.type == "message"] == ["incomplete"]
 
 
 def test_reasoning_is_an_item_of_its_own(start_server: Callable[..., Running]) -> None:
@@ -293,6 +295,21 @@ def test_what_cannot_be_served_is_refused(server: Running, fields: dict[str, Any
 
 def stored(size: int) -> StoredResponse:
     return StoredResponse(b"x" * (size - 512), b"")
+
+
+def test_a_stored_response_cannot_be_streamed(client: openai.OpenAI) -> None:
+    stored_id = client.responses.create(model="fake", input="x", max_output_tokens=2).id
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        list(client.responses.retrieve(stored_id, stream=True))
+
+
+def test_the_input_tokens_of_a_response_are_counted(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="fake", input="weather?", max_output_tokens=2)
+    for asked in ({}, {"previous_response_id": first.id, "instructions": "be brief"}):
+        counted = client.responses.input_tokens.count(model="fake", input="weather?", **asked)  # type: ignore[arg-type]
+        answer = client.responses.create(model="fake", input="weather?", max_output_tokens=2, **asked)  # type: ignore[call-overload]
+        assert answer.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
 
 
 def test_the_oldest_responses_make_room_within_a_tenant() -> None:

@@ -100,6 +100,7 @@ class Api:
             Endpoint("POST", "/v1/chat/completions", self.create_chat_completion),
             Endpoint("POST", "/v1/embeddings", self.create_embeddings),
             Endpoint("POST", "/v1/responses", self.create_response),
+            Endpoint("POST", "/v1/responses/input_tokens", self.count_input_tokens),
             Endpoint("GET", "/v1/responses/{response_id}", self.retrieve_response),
             Endpoint("DELETE", "/v1/responses/{response_id}", self.delete_response),
             Endpoint("GET", "/v1/responses/{response_id}/input_items", self.list_input_items),
@@ -132,13 +133,7 @@ class Api:
 
     async def create_response(self, request: Request) -> Response:
         tenant = client_of(request.scope).tenant
-        async with self._intake.body(request) as raw:
-            read: ChatRequest | FollowUp = await self._reading.read("response", raw, tenant=tenant)
-            if isinstance(read, FollowUp):
-                read = await self._reading.read(
-                    "next_response", *frame(*self._before(tenant, read), raw), tenant=tenant
-                )
-        assert isinstance(read, ChatRequest)
+        read = await self._read_response(request, tenant)
         store = partial(self._responses.put, tenant)
         answer = ResponseAnswer(
             self._engine, self._texts, read, client_of(request.scope), self._traceparent(request), store
@@ -147,6 +142,22 @@ class Api:
         body = read.origin
         assert isinstance(body, ResponsesBody)
         return await self._respond(request, body, answer, answer.error_event)
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        read = await self._read_response(request, client_of(request.scope).tenant)
+        assert isinstance(read.origin, ResponsesBody)
+        counted = {"object": "response.input_tokens", "input_tokens": len(read.prompt.token_ids)}
+        return self._ignored.told(read.origin, json_response(json_bytes(counted)))
+
+    async def _read_response(self, request: Request, tenant: str) -> ChatRequest:
+        async with self._intake.body(request) as raw:
+            read: ChatRequest | FollowUp = await self._reading.read("response", raw, tenant=tenant)
+            if isinstance(read, FollowUp):
+                read = await self._reading.read(
+                    "next_response", *frame(*self._before(tenant, read), raw), tenant=tenant
+                )
+        assert isinstance(read, ChatRequest)
+        return read
 
     def _before(self, tenant: str, read: FollowUp) -> tuple[bytes, bytes]:
         """Return the items of the previous response, and those of the responses to whose items a body refers."""
@@ -163,6 +174,8 @@ class Api:
         return json_response(await self._reading.read("input_items", *framed, tenant=tenant))
 
     async def retrieve_response(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+            raise RequestError("a stored response cannot be streamed: its events are not kept", param="stream")
         tenant = client_of(request.scope).tenant
         return json_response(self._stored(tenant, request.path_params["response_id"], "response_id").response)
 

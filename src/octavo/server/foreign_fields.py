@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from octavo.errors import RequestError, shortened
+from octavo.errors import RequestError, shortened, shown
 
 # llama.cpp's names of fields; if both are given, Octavo's name wins.
 OTHER_NAMES = {
@@ -18,8 +18,18 @@ OTHER_NAMES = {
     "grammar": "guided_grammar",
     "json_schema": "guided_json",
 }
+# Ollama's `options` that are fields of a request here; all others, such as `num_ctx`, belong to the server's start.
+OLLAMA_OPTIONS = {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "typical_p", "tfs_z", "mirostat")},
+}
 # Values by which llama.cpp and vLLM mean "not set".
 _UNSET = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}
+
+# Ollama's value of `num_predict` for as many tokens as the context has room for.
+_FILL_CONTEXT = -2
 
 # Fields that have no effect at these values, and would change the answer at others.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -55,6 +65,8 @@ NAMED_FIELDS = 8
 def translate(given: dict[str, Any], known: Iterable[str]) -> None:
     """Rename a body's fields in place, and drop those without effect: null, neutral and harmless ones.
 
+    Ollama's `options`, `format` and `think` become the fields that stand for them.
+
     Args:
         known: the names of the fields that the body's type declares.
 
@@ -62,6 +74,7 @@ def translate(given: dict[str, Any], known: Iterable[str]) -> None:
         RequestError: a field of `NEUTRAL` asks for an unsupported feature.
     """
     known = frozenset(known)
+    _translate_ollama(given, known)
     for other, name in OTHER_NAMES.items():
         if other in given and other not in known and name in known:
             value = given.pop(other)
@@ -75,6 +88,48 @@ def translate(given: dict[str, Any], known: Iterable[str]) -> None:
             raise RequestError(f"{name} is not supported by this server", param=name)
     for name in HARMLESS & given.keys() - known:
         del given[name]
+
+
+def _translate_ollama(given: dict[str, Any], known: frozenset[str]) -> None:
+    options = given.get("options")
+    if isinstance(options, dict) and "temperature" in known:
+        rest = {name: value for name, value in options.items() if name not in OLLAMA_OPTIONS and value is not None}
+        del given["options"]
+        given |= {f"options.{name}": value for name, value in rest.items()}
+        # The field itself wins, as a client that sends both means it for this server.
+        for option, name in OLLAMA_OPTIONS.items():
+            if options.get(option) is not None and given.get(name) is None:
+                given[name] = options[option]
+        if given.get("max_tokens") == _FILL_CONTEXT:
+            given["max_tokens"] = None
+    if "response_format" in known and "format" in given:
+        _translate_format(given, given.pop("format"))
+    if "chat_template_kwargs" in known and "think" in given and "think" not in known:
+        _translate_think(given, given.pop("think"))
+
+
+def _translate_format(given: dict[str, Any], form: Any) -> None:
+    if form is None or form == "":
+        return
+    if given.get("response_format") is not None:
+        raise RequestError("the output is described more than once: by format and response_format", param="format")
+    if form == "json":
+        given["response_format"] = {"type": "json_object"}
+    elif isinstance(form, dict):
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form}}
+    else:
+        raise RequestError(f'format must be "json" or a JSON Schema, got {shown(form)}', param="format")
+
+
+def _translate_think(given: dict[str, Any], think: Any) -> None:
+    if isinstance(think, bool):
+        variables = given.get("chat_template_kwargs")
+        given["chat_template_kwargs"] = {"enable_thinking": think, **(variables if isinstance(variables, dict) else {})}
+    elif isinstance(think, str):
+        if given.get("reasoning_effort") is None:
+            given["reasoning_effort"] = think
+    elif think is not None:
+        raise RequestError(f'think must be true, false, or a level such as "low", got {shown(think)}', param="think")
 
 
 def named(names: list[str]) -> str:

@@ -5,7 +5,9 @@ tools, tool_choice    ->  tools, tool_choice, parallel_tool_calls
 stop_sequences        ->  stop
 thinking              ->  chat_template_kwargs.enable_thinking
 output_config         ->  response_format, reasoning_effort
-cache_control         ->  kept in place: it pins the prefix up to there in the cache
+cache_control         ->  kept in place: it pins the prefix up to there in the cache; of the body, the whole prompt
+
+Parts and calls are checked here, because an error names a place in the body, and messages are numbered anew.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class CountTokensBody(RequestBody):
 
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # the older place of output_config.format
+    cache_control: dict[str, Any] | None = None
 
     mcp_servers: Any = None
     container: Any = None
@@ -51,6 +54,7 @@ class CountTokensBody(RequestBody):
         "thinking",
         "output_config",
         "output_format",
+        "cache_control",
     )
     unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers", "container")
 
@@ -81,6 +85,8 @@ class CountTokensBody(RequestBody):
             messages.append({"role": "system", "content": self.system})
         for i, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{i}]")
+        if self.cache_control is not None and messages:
+            messages[-1] = {"cache_control": self.cache_control, **messages[-1]}
         return messages
 
 
@@ -152,6 +158,7 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     identifier = block.get("tool_use_id")
     if not isinstance(identifier, str):
         raise RequestError(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
+    _check_texts(block.get("content"), f"{where}.content")
     result = {"role": "tool", "tool_call_id": identifier, "content": block.get("content") or ""}
     return result if block.get("cache_control") is None else {**result, "cache_control": block["cache_control"]}
 
@@ -160,8 +167,19 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise RequestError(f"{where}.input must be an object", param=f"{where}.input")
-    function = {"name": block.get("name"), "arguments": arguments}
+    if not isinstance(name := block.get("name"), str) or not name:
+        raise RequestError(f"{where}.name must be the name of a tool, got {shown(name)}", param=f"{where}.name")
+    function = {"name": name, "arguments": arguments}
     return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _check_texts(content: Any, where: str) -> None:
+    """Check a content that is a text, or a list of text parts; None is no content."""
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            check_part(part, f"{where}[{i}]")
+    elif not isinstance(content, str | None):
+        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ _POSTS = {
     "/v1/chat/completions": _Post(ChatBody, "ChatCompletion", "Answer a chat"),
     "/v1/embeddings": _Post(EmbeddingBody, "EmbeddingList", "An embedding of each input"),
     "/v1/responses": _Post(ResponsesBody, "Response", "Answer a chat, by OpenAI's responses API"),
+    "/v1/responses/input_tokens": _Post(ResponsesBody, "InputTokens", "How many tokens a response would read"),
     "/v1/messages": _Post(MessagesBody, "Message", "Answer a chat, by Anthropic's API"),
     "/v1/messages/count_tokens": _Post(CountTokensBody, "TokenCount", "How many tokens the prompt of a message has"),
     "/tokenize": _Post(TokenizeBody, "Tokens", "A prompt's or a chat's token ids"),
@@ -106,7 +107,7 @@ _QUERIES = {
         "after": {"type": "string"},
     }
 }
-_STREAMS = (CompletionBody, ChatBody, ResponsesBody, MessagesBody)
+_STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 # Why a request may be refused, by status; all other statuses are error objects too.
 _REFUSALS = {
     "400": "The body is wrong, or asks for what cannot be served",
@@ -150,7 +151,7 @@ def describe(version: str, server: Described) -> dict[str, Any]:
             "post": {
                 "summary": post.summary,
                 "requestBody": {"required": True, "content": {"application/json": content}},
-                "responses": _responses(post.answer, streams=post.body in _STREAMS, error=_error_of(path)),
+                "responses": _responses(post.answer, streams=path in _STREAMS, error=_error_of(path)),
             }
         }
     for (path, method), (answer, summary) in _OTHERS.items():

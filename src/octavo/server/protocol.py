@@ -36,6 +36,8 @@ class RequestBody(BaseModel):
     unsupported: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ("model",)
     bulky: ClassVar[tuple[str, ...]] = ()
+    # Of the unsupported fields, those that ask for a feature by an empty object too.
+    by_presence: ClassVar[tuple[str, ...]] = ()
     chat_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
@@ -59,7 +61,7 @@ class RequestBody(BaseModel):
         for name in self.unsupported:
             value = getattr(self, name)
             # `is not False`, because 0 is equal to False but asks for something.
-            if value not in (None, "", [], {}) and value is not False:
+            if (value not in (None, "", [], {}) or (value == {} and name in self.by_presence)) and value is not False:
                 raise RequestError(f"{name} is not supported by this server", param=name)
 
 
@@ -276,6 +278,7 @@ class ChatBody(GenerationBody):
         *GenerationBody.unsupported,
         *("audio", "functions", "web_search_options", "chat_template", "documents"),
     )
+    by_presence: ClassVar[tuple[str, ...]] = ("web_search_options",)
 
     def sampling_params(self, vocab_size: int, limits: RequestLimits) -> SamplingParams:
         """Return the sampling parameters; raise `RequestError` naming an invalid field."""

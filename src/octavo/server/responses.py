@@ -222,7 +222,7 @@ class ResponseAnswer:
         self, block: Block, *, whole: bool = True, logprobs: Sequence[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         text = block.text if whole else ""
-        head: dict[str, Any] = {"id": self._item_id(block), "status": "completed" if whole else "in_progress"}
+        head: dict[str, Any] = {"id": self._item_id(block), "status": self._status(block) if whole else "in_progress"}
         if block.kind is BlockKind.CALL:
             called = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
             return head | called
@@ -231,6 +231,10 @@ class ResponseAnswer:
         if block.kind is BlockKind.REASONING:
             return head | {"type": "reasoning", "summary": [], "content": content}
         return head | {"type": "message", "role": "assistant", "content": content}
+
+    def _status(self, block: Block) -> str:
+        """Return the status of an item that has ended: only the last one can have been cut off."""
+        return self._ending() if block is self._chat.blocks.all[-1] else "completed"
 
     def _output(self) -> list[dict[str, Any]]:
         return [self._item(block) for block in self._chat.blocks.all]
