@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 REPORT = HERE / "results" / "compatibility.md"
 MODEL = "smollm2"
 KEY, ADMIN = "sk-client", "sk-admin"
-START_SECONDS, CLIENT_SECONDS = 120, 600
+START_SECONDS, CLIENT_SECONDS = 120, 1800
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """Measure how often structured outputs are valid, and what they cost.
 
     python benchmarks/structured_output.py valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
+    python benchmarks/structured_output.py formats [--runs 100]  strings of every format that is enforced, validated
+    python benchmarks/structured_output.py compile               how long compiling takes
     python benchmarks/structured_output.py cost [--streams 64]   steps with and without grammars, alternating
 
 The schemas are in structured_output_schemas.json, each with its source. Those of the test suite do not restrict most
 values: a small model at temperature 1 continues a string, or nests objects, for thousands of tokens. In such cases
 types and bounds have been added to the suite's schema, and `suite` holds the original: an output must be valid against
-both. Validity is decided by `jsonschema`.
+both. Validity is decided by `jsonschema`, formats included; for `formats` install jsonschema[format-nongpl], without
+which it knows only some.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections import Counter
@@ -23,11 +27,21 @@ from typing import Any
 import jsonschema
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.grammar.compiler import CompiledGrammar
+from octavo.grammar.limits import first_error
+from octavo.grammar.source import to_lark
+from octavo.grammar.trial import try_compiling
 from octavo.request import FinishReason
 from timed_sampler import SamplerTime
 
 SCHEMAS = Path(__file__).with_name("structured_output_schemas.json")
 MAX_TOKENS = 512
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+ENDLESS = ("email", "hostname", "uri", "duration")
+WORDS = (
+    *("name", "age", "kind", "title", "author", "printer", "paper", "colour", "height", "width", "weight", "price"),
+    *("city", "street", "country", "language", "genre", "edition", "binding", "pages", "shelf", "owner", "lender"),
+)
 
 
 def load_schemas() -> list[dict[str, Any]]:
@@ -36,6 +50,69 @@ def load_schemas() -> list[dict[str, Any]]:
 
 def prompt_for(entry: dict[str, Any]) -> str:
     return f"A JSON value for the schema {json.dumps(entry['schema'])}:\n"
+
+
+def validate(value: Any, schema: Any) -> None:
+    validator = jsonschema.Draft202012Validator
+    validator(schema, format_checker=validator.FORMAT_CHECKER).validate(value)
+
+
+def check_formats(llm: LLM, runs: int) -> dict[str, Any]:
+    """Generate `runs` strings of each format at temperature 1, and validate each."""
+    unknown = set(FORMATS) - set(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
+    if unknown:
+        raise SystemExit(f"jsonschema does not know {sorted(unknown)}: install jsonschema[format-nongpl]")
+    found: dict[str, Any] = {}
+    for form in FORMATS:
+        # A small model writes names without end; the shortest of them are as hard to get right.
+        schema = {"type": "string", "format": form, "maxLength": 60} if form in ENDLESS else {"format": form}
+        schema |= {"type": "string"}
+        params = SamplingParams(
+            n=runs, temperature=1.0, seed=1, max_tokens=MAX_TOKENS,
+            structured_outputs=StructuredOutputsParams(json=schema),
+        )  # fmt: skip
+        (output,) = llm.generate([f"A string of the format {form}, as JSON:\n"], params, use_tqdm=False)
+        ended = [c.text for c in output.outputs if c.finish_reason is FinishReason.STOP]
+        invalid = [text for text in ended if not _is_valid(text, schema)]
+        found[form] = {"ended": len(ended), "different": len(set(ended)), "invalid": invalid}
+    return found
+
+
+def _is_valid(text: str, schema: Any) -> bool:
+    try:
+        validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def measure_compiling(llm: LLM, rounds: int) -> dict[str, Any]:
+    """Measure how long a schema takes from a request to its compiled grammar, in which no other one is like it."""
+    grammars = llm.core.inputs.grammars
+    assert grammars is not None
+    grammars.compile(StructuredOutputsParams(choice=["a"]))  # the tokenizer and the process are there
+    found = {"tried": [], "compiled": [], "whole": []}  # type: dict[str, list[float]]
+    for turn in range(rounds):
+        for entry in load_schemas():
+            wanted = StructuredOutputsParams(json={**entry["schema"], "title": f"{entry['name']} {turn}"})
+            lark = to_lark(wanted)
+            began = time.perf_counter()
+            try_compiling(lark, 60.0)
+            tried = time.perf_counter()
+            compiled = CompiledGrammar(lark, grammars._vocabulary)
+            first_error(compiled.matcher, grammars._vocabulary.eos_token_ids)
+            ended = time.perf_counter()
+            grammars.compile(wanted)
+            found["whole"].append(time.perf_counter() - ended)
+            found["tried"].append(tried - began)
+            found["compiled"].append(ended - tried)
+    return {
+        "schemas": len(load_schemas()),
+        "compilations": len(found["whole"]),
+        "median_ms": {name: _ms(statistics.median(times)) for name, times in found.items()},
+        "p95_ms": {name: _ms(statistics.quantiles(times, n=20)[-1]) for name, times in found.items()},
+        "longest_ms": {name: _ms(max(times)) for name, times in found.items()},
+    }
 
 
 def check_validity(llm: LLM, runs: int, some: slice) -> dict[str, Any]:
@@ -67,7 +144,7 @@ def check_validity(llm: LLM, runs: int, some: slice) -> dict[str, Any]:
                 continue
             try:
                 for schema in (entry["schema"], entry.get("suite", True)):
-                    jsonschema.validate(json.loads(completion.text), schema, jsonschema.Draft202012Validator)
+                    validate(json.loads(completion.text), schema)
             except (ValueError, jsonschema.ValidationError) as error:
                 invalid.append({"name": entry["name"], "text": completion.text, "error": str(error).split("\n")[0]})
     return {
@@ -127,20 +204,35 @@ def timed_steps(llm: LLM, wanted: list[StructuredOutputsParams | None], tokens: 
     return Steps(steps.seconds[8:], steps.sampling[8:], steps.tokens[8:])
 
 
-def measure_cost(llm: LLM, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Measure steps with and without grammars, alternating, with the same number of streams."""
-    # Arrays and texts that are longer than what is measured, so that every stream runs throughout.
-    word = {"type": "string", "minLength": 2, "maxLength": 40}
+def endless_schema(seed: int) -> dict[str, Any]:
+    """Return a schema of lists that are longer than what is measured, so that every stream runs throughout.
+
+    The objects in them have three to six properties of random names and types.
+    """
+    drawn = random.Random(seed)
+    kinds = [
+        lambda: {"type": "string", "minLength": 2, "maxLength": drawn.randint(20, 60)},
+        lambda: {"type": "integer", "minimum": drawn.randint(-9, 9), "maximum": drawn.randint(99, 99_999)},
+        lambda: {"type": "number"},
+        lambda: {"type": "boolean"},
+        lambda: {"enum": drawn.sample(WORDS, drawn.randint(2, 6))},
+        lambda: {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": drawn.randint(2, 5)},
+        lambda: {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 30}]},
+        lambda: {"type": "string", "format": drawn.choice(["date", "uuid", "ipv4"])},
+    ]
+    names = drawn.sample(WORDS, drawn.randint(3, 6))
     item = {
         "type": "object",
-        "properties": {"name": word, "age": {"type": "integer"}, "kind": {"enum": ["reader", "writer", "printer"]}},
-        "required": ["name", "age", "kind"],
+        "properties": {name: drawn.choice(kinds)() for name in names},
+        "required": names,
         "additionalProperties": False,
     }
-    descriptions = [
-        StructuredOutputsParams(json={"type": "array", "items": {**item, "title": str(i)}, "minItems": 100})
-        for i in range(32)
-    ]
+    return {"type": "array", "items": item, "minItems": 100}
+
+
+def measure_cost(llm: LLM, streams: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Measure steps with and without grammars, alternating, with the same number of streams."""
+    descriptions = [StructuredOutputsParams(json=endless_schema(i)) for i in range(32)]
     constrained: list[StructuredOutputsParams | None] = [descriptions[i % 32] for i in range(streams)]
     free: list[StructuredOutputsParams | None] = [None] * streams
     timed_steps(llm, constrained, 16)
@@ -169,9 +261,9 @@ def _ms(seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["valid", "cost"])
+    parser.add_argument("what", choices=["valid", "formats", "compile", "cost"])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--runs", type=int, default=20, help="outputs of each schema")
+    parser.add_argument("--runs", type=int, default=20, help="outputs of each schema or format")
     parser.add_argument("--first", type=int, help="of the schemas, the first that is tried")
     parser.add_argument("--last", type=int, help="of the schemas, the first that is not tried any more")
     parser.add_argument("--streams", type=int, default=64)
@@ -181,6 +273,10 @@ def main() -> None:
     with LLM(args.model, max_model_len=2048, max_num_seqs=max(64, args.streams), kv_cache_memory="2GiB") as llm:
         if args.what == "valid":
             print(json.dumps(check_validity(llm, args.runs, slice(args.first, args.last))))
+        elif args.what == "formats":
+            print(json.dumps(check_formats(llm, args.runs)))
+        elif args.what == "compile":
+            print(json.dumps(measure_compiling(llm, args.rounds)))
         else:
             print(json.dumps(measure_cost(llm, args.streams, args.rounds, args.tokens)))
 

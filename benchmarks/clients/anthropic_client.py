@@ -45,6 +45,29 @@ def tools() -> None:
     assert client.messages.create(model=MODEL, max_tokens=8, messages=after, tools=[WEATHER]).content
 
 
+@check("messages, results of two tools, one of them an error; an image in one is refused")
+def tool_results() -> None:
+    calls = [
+        {"type": "tool_use", "id": f"t{i}", "name": "get_weather", "input": {"city": city}}
+        for i, city in enumerate(("Paris", "Oslo"))
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t0", "content": [{"type": "text", "text": "12 degrees"}]},
+        {"type": "tool_result", "tool_use_id": "t1", "is_error": True, "content": "no such city"},
+    ]
+    history = [*ASK, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+    assert client.messages.create(model=MODEL, max_tokens=8, messages=history, tools=[WEATHER]).content
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    results[0]["content"].append(image)
+    try:
+        client.messages.create(model=MODEL, max_tokens=8, messages=history, tools=[WEATHER], system="Be brief.")
+    except anthropic.BadRequestError as error:
+        told = str(error)
+    else:
+        raise AssertionError("an image was accepted")
+    assert "messages[2].content[0].content[1]" in told, told
+
+
 @check("messages, tools with the streaming helper")
 def tools_stream() -> None:
     with client.messages.stream(**FORCED) as events:

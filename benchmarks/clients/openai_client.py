@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import uuid
+from typing import Literal
 
 import openai
 from checks import MODEL, URL, check, run_all
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 ASK = [{"role": "user", "content": "Name a colour of the sky."}]
@@ -28,6 +31,18 @@ WEATHER = {
 class Choice(BaseModel):
     yes: bool
     count: int
+
+
+class Line(BaseModel):
+    kind: Literal["book", "paper"]
+    count: int = Field(ge=1, le=99)
+
+
+class Order(BaseModel):
+    lines: list[Line] = Field(min_length=1, max_length=2)
+    on: datetime.date
+    number: uuid.UUID
+    gift: bool | None
 
 
 @check("models")
@@ -103,6 +118,48 @@ def parse() -> str:
     return str(answer.choices[0].message.parsed)
 
 
+@check("chat, structured parse of a model with lists, dates and unions, streaming")
+def parse_rich() -> str:
+    asked = {"model": MODEL, "messages": ASK, "response_format": Order, "max_tokens": 400}
+    with client.chat.completions.stream(**asked) as stream:
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(parsed, Order)
+    assert isinstance(client.chat.completions.parse(**asked).choices[0].message.parsed, Order)
+    return str(parsed)
+
+
+@check("chat, a parse that is cut off raises the client's own error")
+def parse_cut_off() -> None:
+    try:
+        client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Order, max_tokens=3)
+    except openai.LengthFinishReasonError:
+        return
+    raise AssertionError("an answer of 3 tokens was parsed")
+
+
+@check("chat, tools of pydantic models, with their arguments parsed")
+def tools_parsed() -> None:
+    tools = [openai.pydantic_function_tool(Choice)]
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ASK, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=64
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Choice)
+
+
+@check("chat, parallel calls of two tools, streaming")
+def parallel_calls() -> None:
+    other = {"type": "function", "function": {**WEATHER["function"], "name": "get_time"}}
+    with client.chat.completions.stream(
+        model=MODEL, messages=ASK, tools=[WEATHER, other], tool_choice="required", max_tokens=400
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        calls = stream.get_final_completion().choices[0].message.tool_calls
+    assert [event.index for event in done] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(json.loads(call.function.arguments)["city"] in ("Paris", "Oslo") for call in calls)
+
+
 @check("responses")
 def responses() -> None:
     first = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=8)
@@ -126,6 +183,19 @@ def responses_stream() -> None:
 def responses_parse() -> None:
     answer = client.responses.parse(model=MODEL, input="Is it late?", text_format=Choice, max_output_tokens=64)
     assert isinstance(answer.output_parsed, Choice)
+
+
+@check("responses, structured parse of a model with lists, dates and unions, streaming")
+def responses_parse_rich() -> None:
+    with client.responses.stream(model=MODEL, input="x", text_format=Order, max_output_tokens=400) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Order)
+
+
+@check("responses, input tokens are counted")
+def responses_count() -> None:
+    counted = client.responses.input_tokens.count(model=MODEL, input="Name a colour.")
+    answer = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=1)
+    assert counted.input_tokens == answer.usage.input_tokens
 
 
 @check("responses, tools")

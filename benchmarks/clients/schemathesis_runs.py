@@ -15,7 +15,7 @@ from checks import URL, check, run_all
 # express these. Everything else that the schema calls valid must be accepted.
 CONFIG = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "3xx", "400", "401", "403", "404", "409", "429", "5xx"]
+expected-statuses = ["2xx", "3xx", "400", "401", "403", "404", "409", "429"]
 """
 ADMIN = "^/(metrics|debug|reset)"
 
@@ -28,9 +28,9 @@ def run(key: str, *paths: str) -> str:
             *(str(Path(sys.executable).with_name("st")), "--config-file", str(config), "run", f"{URL}/openapi.json"),
             *("--mode", "all", "--max-examples", "15", "--phases", "examples,coverage,fuzzing", "--no-color"),
             *("--header", f"Authorization: Bearer {key}", "--request-timeout", "30", "--warnings", "off"),
-            *("--continue-on-failure", "--max-time", "100", *paths),
+            *("--continue-on-failure", *paths),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=280)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1500)
     sys.stderr.write(done.stdout)
     assert done.returncode == 0, done.stdout[-1500:]
     found = re.search(r"(\d+) generated", done.stdout)

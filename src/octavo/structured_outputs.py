@@ -167,7 +167,42 @@ def json_rule(schema: Any, options: Mapping[str, Any] | None = None, *, lenient:
         if lenient:
             said |= {"lenient": True, "coerce_one_of": True}
         schema = {**schema, "x-guidance": said}
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    text = json.dumps(schema, ensure_ascii=False)
+    if any(f'"{form}"' in text for form in _DATES):  # only if needed, because large schemas take milliseconds
+        text = json.dumps(with_real_dates(schema), ensure_ascii=False)
+    return f"%json {text}"
+
+
+# Dates and times as RFC 3339 has them, but without leap seconds, which most libraries refuse; llguidance's own formats
+# allow February 29 in any year, the year 0, and a 60th second in any minute.
+_DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-(?:{_DAY})|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+_HOUR = "(?:[01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
+_DATES = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
+"""Keywords of a JSON Schema whose values are data, not schemas."""
+
+
+def with_real_dates(schema: Any) -> Any:
+    """Return a schema with patterns in place of the formats date, time and date-time."""
+    if isinstance(schema, list):
+        return [with_real_dates(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = {name: value if name in DATA_KEYWORDS else with_real_dates(value) for name, value in schema.items()}
+    form = schema.get("format")
+    if isinstance(form, str) and form in _DATES:
+        del changed["format"]
+        pattern = f"^(?:{_DATES[form]})$"
+        if "pattern" in changed:
+            others = changed.get("allOf")
+            changed["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": pattern}]
+        else:
+            changed["pattern"] = pattern
+    return changed
 
 
 def _schema_text(schema: object) -> str:

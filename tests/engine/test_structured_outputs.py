@@ -80,7 +80,9 @@ def assert_fits(wanted: StructuredOutputsParams | None, completion: CompletionOu
         return
     assert completion.finish_reason is FinishReason.STOP
     if isinstance(wanted.json, str):
-        jsonschema.validate(json.loads(completion.text), json.loads(wanted.json))
+        validator = jsonschema.Draft202012Validator
+        schema = json.loads(wanted.json)
+        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(completion.text))
     elif wanted.choice is not None:
         assert completion.text in wanted.choice
 
@@ -363,6 +365,8 @@ _leaves = st.sampled_from(
         {"type": "string", "maxLength": 3},
         {"type": "string", "pattern": "^[a-c]{1,3}$"},
         {"type": "string", "format": "date"},
+        {"type": "string", "format": "ipv4"},
+        {"type": "string", "format": "uuid"},
         {"type": ["string", "null"], "maxLength": 2},
     ]
 ) | st.lists(st.sampled_from([1, "a", None, True, "é\n"]), min_size=1, max_size=3, unique_by=repr).map(

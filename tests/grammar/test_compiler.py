@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from octavo.checkpoint.model_source import resolve_model
 from octavo.config import EngineConfig
@@ -124,6 +129,53 @@ def test_a_grammar_whose_first_token_may_be_read_in_too_many_ways_is_refused() -
     with pytest.raises(RequestError, match="Current row has 601 items; max is 500"):
         compiler.compile(StructuredOutputsParams(choice=["yes"] * 600))
     assert compiler.compile(StructuredOutputsParams(choice=["yes"] * 400))
+
+
+def matches(compiler: GrammarCompiler, schema: dict[str, Any], value: object) -> bool:
+    matcher = compiler.compile(StructuredOutputsParams(json=schema)).matcher.deep_copy()
+    encoded = compiler._vocabulary.tokenizer.tokenize_str(json.dumps(value))
+    return bool(matcher.consume_tokens(encoded)) and bool(matcher.is_accepting())
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 60_000)
+
+
+@given(value=st.datetimes(timezones=st.sampled_from([UTC, timezone(timedelta(hours=-9, minutes=-30))])))
+@settings(max_examples=30)
+@example(value=datetime(2024, 2, 29, tzinfo=UTC))
+@example(value=datetime(1, 1, 1, tzinfo=UTC))
+def test_every_date_and_time_that_python_writes_may_be_written(compiler: GrammarCompiler, value: datetime) -> None:
+    assert matches(compiler, {"format": "date-time"}, value.isoformat())
+    assert matches(compiler, {"format": "date"}, value.date().isoformat())
+    assert matches(compiler, {"format": "time"}, value.timetz().isoformat())
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        ("date", "2023-02-29"),
+        ("date", "1900-02-29"),
+        ("date", "0000-01-01"),
+        ("date", "2023-04-31"),
+        ("date-time", "2023-02-29T00:00:00Z"),
+        ("date-time", "2023-01-01T10:11:60Z"),
+        ("date-time", "2023-01-01T10:11:12"),
+        ("time", "24:00:00Z"),
+        ("time", "10:11:60Z"),
+    ],
+)
+def test_no_date_or_time_is_written_that_does_not_exist(compiler: GrammarCompiler, form: str, value: str) -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "string", "format": form}}, "required": ["at"]}
+    assert not matches(compiler, schema, {"at": value})
+    assert matches(compiler, {"const": {"format": form}}, {"format": form})
+
+
+def test_a_pattern_holds_beside_a_format(compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "format": "date", "pattern": "^19", "allOf": [{"pattern": "7$"}]}
+    values = ["1990-01-07", "2990-01-07", "1990-01-08", "1990-02-37"]
+    assert [value for value in values if matches(compiler, schema, value)] == ["1990-01-07"]
 
 
 def test_a_large_schema_leaves_the_interpreter_to_others_while_it_is_compiled() -> None:

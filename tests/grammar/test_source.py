@@ -40,9 +40,9 @@ def test_a_large_schema_of_short_strings_is_seen_at_a_glance() -> None:
 
 
 def test_only_formats_that_annotate_are_left_out() -> None:
-    schema = {"properties": {"at": {"type": "string", "format": "date"}, "to": {"type": "string", "format": "color"}}}
+    schema = {"properties": {"at": {"type": "string", "format": "uuid"}, "to": {"type": "string", "format": "color"}}}
     lark = source.to_lark(StructuredOutputsParams(json=schema))
-    assert '"format": "date"' in lark
+    assert '"format": "uuid"' in lark
     assert "color" not in lark
 
 

@@ -145,6 +145,19 @@ def test_an_unknown_path_is_a_404(server: Running, path: str) -> None:
     assert response.json()["error"]["message"].startswith("Invalid URL (")
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/api/chat", "Ollama's own API is not served"),
+        ("/v1/v1/messages", "Anthropic's clients add it themselves"),
+        ("/completion", "llama.cpp's own API is not served"),
+        ("/chat/completions", "Use /v1/chat/completions."),
+    ],
+)
+def test_clients_of_other_servers_are_told_what_to_use_instead(server: Running, path: str, says: str) -> None:
+    assert says in server.error(path, {}, 404)["message"]
+
+
 def test_a_wrong_method_is_a_405_that_says_which_is_right(server: Running) -> None:
     response = server.client.get(PATH)
     assert response.status_code == 405

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.errors import RequestError
-from octavo.structured_outputs import StructuredOutputsParams, json_rule, whitespace_options
+from octavo.structured_outputs import DATA_KEYWORDS, StructuredOutputsParams, json_rule, whitespace_options
 
 # Formats of strings that llguidance enforces. All others are only annotations, as JSON Schema allows.
 _ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# Keywords of a JSON Schema whose values are data, not schemas.
-_DATA = frozenset({"const", "enum", "default", "examples", "example"})
 # Maximum number of characters that a grammar may force in one run; a mask within it costs 0.5 µs per character.
 _LONGEST_RUN = 4096
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
@@ -74,7 +72,7 @@ def _as_enforced(schema: Any, *, closes_objects: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = {
-        name: value if name in _DATA else _as_enforced(value, closes_objects=closes_objects)
+        name: value if name in DATA_KEYWORDS else _as_enforced(value, closes_objects=closes_objects)
         for name, value in schema.items()
         if not (name == "format" and isinstance(value, str) and value not in _ENFORCED_FORMATS)
     }

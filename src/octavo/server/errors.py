@@ -245,10 +245,23 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
         return to_api_error(error).response(request.scope)
     where = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"Invalid URL ({where})",
+        404: f"Invalid URL ({where}){_hint(request.url.path)}",
         405: f"Method not allowed ({where})",
     }.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
+
+
+def _hint(path: str) -> str:
+    """Return what clients of other servers' own APIs use here instead."""
+    if path.startswith("/api/"):
+        return ". Ollama's own API is not served: use its client for OpenAI's API, with the base URL ending in /v1."
+    if path.startswith("/v1/v1/"):
+        return ". Is /v1 in the base URL twice? Anthropic's clients add it themselves."
+    if path in ("/completion", "/completions", "/infill", "/props", "/slots"):
+        return ". llama.cpp's own API is not served: use OpenAI's, such as POST /v1/completions."
+    if path in ("/chat/completions", "/responses", "/embeddings", "/models"):
+        return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."
+    return ""
 
 
 class LastResort:
