@@ -263,3 +263,15 @@ def test_prefixes_in_host_memory_are_part_of_the_plan(
 
 def test_a_swap_space_that_is_no_size_is_refused(refusal: Callable[..., str]) -> None:
     assert "cannot read '-1' as a number of bytes" in refusal("llama-3.1-8b", "--swap-space=-1")
+
+
+def test_a_disk_and_redis_are_planned_with_the_memory_that_they_take(plan: Callable[..., Any]) -> None:
+    machine = ("smollm2", "--device", "cpu", "--memory", "16GiB", "--concurrency", 1)
+    none, disk = plan(*machine), plan(*machine, "--kv-disk-size", "20GiB")
+    remote = plan(*machine, "--kv-remote", "redis://here", "--kv-host-memory", "1GiB")
+    assert (none["store_bytes"], none["host_prefix_bytes"]) == (0, 0)
+    assert 0 < disk["store_bytes"] < 64 << 20
+    assert (disk["host_prefix_bytes"], remote["host_prefix_bytes"]) == (256 << 20, 1 << 30)
+    for some in (disk, remote):
+        more = some["memory_needed_per_device"] - none["memory_needed_per_device"]
+        assert more == some["host_prefix_bytes"] + some["store_bytes"]

@@ -14,10 +14,13 @@ from octavo.commands.options import engine_options
 from octavo.config import EngineConfig, parse_bytes
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
+from octavo.kvcache.spec import ADAPTIVE_EVICTION_BYTES
+from octavo.planner.calculator import REMOTE_BLOCKS, REMOTE_THREADS
 from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limited_memory
 from octavo.planner.sources import find_shape
 from octavo.planner.startup import StartSizing, serve_command
 from octavo.sampling_params import SamplingParams
+from octavo.tiers.slabs import INDEX_BYTES, most_slots
 from tests.conftest import runner_of
 from tests.models.tiny import write_hf_model
 
@@ -245,3 +248,14 @@ def test_the_memory_limit_is_a_ceiling_and_no_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(MEMORY_LIMIT_VARIABLE, "much")
     with pytest.raises(ConfigError, match="cannot read 'much'"):
         limited_memory(500)
+
+
+def test_a_default_swap_space_leaves_room_for_what_stores_take_in_memory() -> None:
+    without = sizing(20 << 30)
+    disk = sizing(20 << 30, kv_disk="a folder", kv_disk_size="20GiB")
+    both = sizing(20 << 30, kv_disk="a folder", kv_disk_size="20GiB", kv_remote="redis://here")
+    block = disk.spec.block_bytes
+    pool = disk.pool()
+    assert disk.store_bytes == most_slots(20 << 30, block) * (INDEX_BYTES + ADAPTIVE_EVICTION_BYTES)
+    assert disk.bookkeeping_bytes(pool) - without.bookkeeping_bytes(pool) == disk.store_bytes
+    assert both.store_bytes - disk.store_bytes == REMOTE_THREADS * REMOTE_BLOCKS * block

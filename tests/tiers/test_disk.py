@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import struct
 import subprocess
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +17,14 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.tiers import _open_stores
 from octavo.errors import ConfigError
-from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction
-from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
+from octavo.kvcache.eviction import AdaptiveEviction, FifoEviction, LruEviction, make_lower_eviction
+from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.tiers import disk as disk_module
 from octavo.tiers import slabs
 from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.disk import DiskMedium
 from octavo.tiers.header import HEADER_BYTES, MAGIC, make_header, tenant_digest
-from octavo.tiers.slabs import ALIGNMENT
+from octavo.tiers.slabs import ALIGNMENT, SlabLayout, most_slots
 from octavo.tiers.store import Store
 from tests.tiers.stores import (
     BLOCK_BYTES,
@@ -360,3 +362,32 @@ def test_a_tenants_name_that_cannot_be_written_costs_no_block(tmp_path: Path) ->
     assert store.bytes_by_tenant() == {"ada": BLOCK_BYTES}
     store.close()
     assert load(tmp_path, 1) == [None]
+
+
+# Just over two thirds of a power of two, dictionaries have grown: no other number takes more for each block.
+@pytest.mark.parametrize(
+    ("policy", "num_slots"), [("lru", 1366), ("lru", 2800), ("adaptive", 1366), ("adaptive", 2800)]
+)
+def test_the_index_of_a_full_disk_takes_no_more_memory_than_the_plan_says(
+    tmp_path: Path, policy: str, num_slots: int
+) -> None:
+    def index(num_slots: int, num_blocks: int) -> DiskMedium:
+        size = SlabLayout(64, num_slots).slab_bytes
+        eviction = make_lower_eviction(policy)
+        medium = DiskMedium(tmp_path / str(num_slots), size, FINGERPRINT, 64, eviction=eviction, slab_bytes=size)
+        for number in range(num_blocks):
+            medium.write(label(number), memoryview(bytes(64)), "ada")
+        return medium
+
+    index(10, 20).close()  # what is made once
+    gc.collect()
+    tracemalloc.start()
+    try:
+        medium = index(num_slots, num_slots * 3)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert medium.num_blocks == num_slots == most_slots(medium._size, 64)
+    medium.close()
+    assert taken <= num_slots * (slabs.INDEX_BYTES + eviction_bytes(policy)) + 24_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
 from octavo.engine.tiers import _open_remote
 from octavo.errors import ConfigError
+from octavo.planner.calculator import REMOTE_BLOCKS
 from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, make_header
 from octavo.tiers.remote import RemoteMedium, without_password
-from octavo.tiers.store import Store
+from octavo.tiers.store import PIECE, Store
 from tests.ports import free_port
 from tests.redis_server import PROGRAM, RedisServer
 from tests.tiers.stores import BLOCK_BYTES, FINGERPRINT, SECONDS, get, label, payload, put, remote
@@ -355,3 +358,25 @@ def test_nobody_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
         taken.bind(("127.0.0.1", 0))
         RemoteMedium(f"redis://127.0.0.1:{taken.getsockname()[1]}", FINGERPRINT, BLOCK_BYTES).close()
     assert "does not answer" in caplog.text
+
+
+def test_a_read_has_no_more_blocks_in_memory_than_the_plan_says(redis_server: RedisServer) -> None:
+    size = 256 << 10
+    medium = RemoteMedium(redis_server.url, FINGERPRINT, size)
+    labels, buffers = [label(n) for n in range(PIECE)], [memoryview(bytearray(size)) for _ in range(PIECE)]
+
+    def work() -> None:
+        for each, buffer in zip(labels, buffers, strict=True):
+            assert medium.write(each, buffer, "ada") is None
+        assert medium.read(labels, buffers) == [None] * PIECE
+
+    work()  # what is made once
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    medium.close()
+    assert peak <= REMOTE_BLOCKS * size

@@ -96,6 +96,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "KV cache": _size(report["kv_bytes_total_per_device"]),
             "swap space": _swap(report),
             **_host_prefixes(report),
+            **_stores(report),
             "needed": _size(report["memory_needed_per_device"]),
         },
     )
@@ -177,6 +178,14 @@ def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
     slots = report["host_prefix_slots"]
     tokens = slots // len(report["kv_groups"]) * report["block_size"]
     return {"prefixes in host memory": f"{_size(size)}, {slots:,} blocks, {tokens:,} tokens{where}"}
+
+
+def _stores(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row for what disk and Redis take in memory; empty without them."""
+    if not (size := report["store_bytes"]):
+        return {}
+    where = "" if report["device"] == "cpu" else ", in the host's memory"
+    return {"index of the disk, and blocks from Redis": f"at most {_size(size)}{where}"}
 
 
 def _size(count: int) -> str:

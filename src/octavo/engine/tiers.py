@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.kvcache.eviction import make_lower_eviction
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.planner.calculator import REMOTE_THREADS
 from octavo.scheduler.fetching import Fetching
 from octavo.scheduler.scheduler import Scheduler
 from octavo.tiers.base import LAYOUT_VERSION, Medium
@@ -88,8 +89,7 @@ def _open_stores(
     if config.kv_remote is not None:
         try:
             remote = _open_remote(config, config.kv_remote, fingerprint, spec.block_bytes)
-            # More threads than for the disk, because they mostly wait for answers.
-            stores.append(Store(remote, num_threads=4, most_write_bytes=most_write_bytes))
+            stores.append(Store(remote, num_threads=REMOTE_THREADS, most_write_bytes=most_write_bytes))
         except BaseException:
             for store in stores:
                 store.close()

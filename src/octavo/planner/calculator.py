@@ -25,6 +25,11 @@ MAX_BLOCK_MULTIPLE = 16
 # Most host memory that swapped blocks take by themselves; where less is left, that.
 DEFAULT_SWAP_SPACE = 1 << 30
 
+# More threads than for the disk, because they mostly wait for answers.
+REMOTE_THREADS = 4
+# Blocks that each of these has in memory of its own at most: those of one read, and two in the client library.
+REMOTE_BLOCKS = 18
+
 # Logits that prompt logprobs are computed from at a time, and how many times as much is alive at once beside them.
 SCORED_BYTES = 16 << 20
 SCORING_COPIES = 4
@@ -88,6 +93,26 @@ def prefix_slots(spec: KVCacheSpec, host_memory: int, eviction_policy: str = DEF
             f"kv_host_memory is {format_bytes(host_memory)}, but a block and its bookkeeping take {format_bytes(each)}"
         )
     return host_memory // each
+
+
+def store_bytes(
+    spec: KVCacheSpec, disk_size: int, *, remote: bool, eviction_policy: str = DEFAULT_EVICTION_POLICY
+) -> int:
+    """Return the host memory that the stores below host memory take: the disk's index, and Redis's blocks on their way.
+
+    Blocks from disk are read to where they stay.
+
+    Args:
+        disk_size: `--kv-disk-size`; 0 without `--kv-disk`.
+    """
+    on_their_way = REMOTE_THREADS * REMOTE_BLOCKS * spec.block_bytes if remote else 0
+    if not disk_size:
+        return on_their_way
+    # Imported here: it needs xxhash, which most plans do without.
+    from octavo.tiers.slabs import INDEX_BYTES, most_slots
+
+    slots = most_slots(disk_size, spec.block_bytes)
+    return slots * (INDEX_BYTES + eviction_bytes(eviction_policy)) + on_their_way
 
 
 def block_tokens(block_size: int | str, max_model_len: int) -> int:

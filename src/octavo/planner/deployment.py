@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from octavo.config import DEFAULT_EVICTION_POLICY, checked_kv_cache_dtype, format_bytes, parse_bytes, parse_swap
+from octavo.config import (
+    DEFAULT_EVICTION_POLICY,
+    STAGING_MEMORY,
+    checked_kv_cache_dtype,
+    format_bytes,
+    parse_bytes,
+    parse_swap,
+)
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
 from octavo.kvcache.spec import KVCacheSpec, eviction_bytes
@@ -21,6 +28,7 @@ from octavo.planner.calculator import (
     block_tokens,
     pool_for_memory,
     prefix_slots,
+    store_bytes,
     swap_bytes,
     weight_bytes,
     without_windows,
@@ -73,6 +81,8 @@ class PlanOptions:
         None, "host memory for the blocks of preempted sequences, such as 1GiB; 0: none; default: 1GiB, or what is left"
     )
     kv_host_memory: int | str = option(0, "host memory for prefixes evicted from the KV cache, such as 8GiB; 0: none")
+    kv_disk_size: int | str = option(0, "size of --kv-disk, such as 20GiB; 0: none")
+    kv_remote: str | None = option(None, "Redis or Valkey that prefixes are shared in; not connected to", metavar="URL")
 
     def __post_init__(self) -> None:
         for name in ("context", "concurrency", "tensor_parallel_size", "max_model_len", "max_num_seqs"):
@@ -94,10 +104,13 @@ class PlanOptions:
             object.__setattr__(self, "swap_space", parse_swap(self.swap_space))
         if isinstance(self.swap_space, int) and self.swap_space < 0:
             raise ConfigError(f"swap_space must be a number of bytes, 0 or more, got {self.swap_space}")
-        if isinstance(self.kv_host_memory, str):
-            object.__setattr__(self, "kv_host_memory", parse_bytes(self.kv_host_memory))
-        if not isinstance(self.kv_host_memory, int) or self.kv_host_memory < 0:
-            raise ConfigError(f"kv_host_memory must be a number of bytes, 0 or more, got {self.kv_host_memory}")
+        for name in ("kv_host_memory", "kv_disk_size"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, value := parse_bytes(value))
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be a number of bytes, 0 or more, got {value}")
+        if (self.kv_disk_size or self.kv_remote) and not self.kv_host_memory:
+            object.__setattr__(self, "kv_host_memory", STAGING_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +215,12 @@ class Deployment:
         return self.options.kv_host_memory
 
     @property
+    def _store_bytes(self) -> int:
+        """Bytes of host memory that the stores below it take."""
+        assert isinstance(self.options.kv_disk_size, int)
+        return store_bytes(self.spec, self.options.kv_disk_size, remote=self.options.kv_remote is not None)
+
+    @property
     def swap_bytes(self) -> int:
         """Bytes of host memory for swapped blocks; on a CPU, by default no more than the rest leaves."""
         space, left = self.options.swap_space, DEFAULT_SWAP_SPACE
@@ -253,6 +272,7 @@ class Deployment:
         cache = cost.blocks_for(concurrency) * spec.block_bytes
         on_device = self.weights + self.activations + cache + spec.block_bytes
         on_device += self._swap_set_aside + self._prefixes_set_aside
+        on_device += self._store_bytes if self.options.device == "cpu" else 0
         return {
             "model": self.model.name,
             "architecture": self.model.architecture,
@@ -284,6 +304,7 @@ class Deployment:
             "swap_is_needed": self._swap_set_aside > 0,
             "host_prefix_bytes": self._host_memory,
             "host_prefix_slots": prefix_slots(spec, self._host_memory),
+            "store_bytes": self._store_bytes,
             "memory_needed_per_device": on_device,
             "kv_groups": [
                 {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups

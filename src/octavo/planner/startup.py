@@ -20,6 +20,7 @@ from octavo.planner.calculator import (
     pool_for_memory,
     prefix_slots,
     smallest_pool,
+    store_bytes,
     swap_bytes,
     weight_bytes,
 )
@@ -116,8 +117,18 @@ class StartSizing:
         return pool
 
     def bookkeeping_bytes(self, pool: PoolSize) -> int:
-        """Return the host memory of the pool's bookkeeping; default swap space leaves room for it."""
-        return pool.num_blocks * (self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy))
+        """Return the host memory of the bookkeeping of pool and stores; default swap space leaves room for it."""
+        each = self.spec.bookkeeping_bytes + eviction_bytes(self.config.eviction_policy)
+        return pool.num_blocks * each + self.store_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """The host memory that the stores take beside `kv_host_memory`."""
+        config = self.config
+        assert isinstance(config.kv_disk_size, int)
+        disk_size = 0 if config.kv_disk is None else config.kv_disk_size
+        remote = config.kv_remote is not None
+        return store_bytes(self.spec, disk_size, remote=remote, eviction_policy=config.eviction_policy)
 
     def num_host_blocks(self, pool: PoolSize) -> int:
         """Return the number of host-memory blocks to allocate for swapped sequences.

@@ -26,6 +26,7 @@ from octavo.tiers.base import Reason
 from octavo.tiers.header import HEADER_BYTES, Header, make_header, read_header
 from octavo.tiers.slabs import (
     PREAMBLE_BYTES,
+    SLAB_BYTES,
     SlabLayout,
     lock_directory,
     model_folders,
@@ -37,7 +38,6 @@ from octavo.tiers.tenant_names import TenantNames
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES = 256 << 20
 GROW_AGAIN_SECONDS = 30.0
 """Seconds until another slab is tried after the file system had no room for one."""
 

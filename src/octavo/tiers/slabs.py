@@ -23,6 +23,11 @@ from octavo.tiers.base import LAYOUT_VERSION, Reason
 from octavo.tiers.header import HEADER_BYTES, Header, read_header
 
 ALIGNMENT = 4096
+SLAB_BYTES = 256 << 20
+
+INDEX_BYTES = 560
+"""Memory that `DiskMedium` takes at most for each slot that holds a block, besides the eviction policy: its header and
+entries in two dictionaries, measured at their least favourable sizes and checked by a test."""
 
 _MAGIC = b"OCTAVOSL"
 _PREAMBLE = struct.Struct("<8sIIQQ")  # magic, layout version, reserved, bytes of a block, slots
@@ -81,6 +86,12 @@ class SlabLayout:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def most_slots(size: int, block_bytes: int, slab_bytes: int = SLAB_BYTES) -> int:
+    """Return how many blocks fit in a directory of `size` bytes."""
+    layout = SlabLayout.within(min(slab_bytes, size), block_bytes)
+    return size // layout.slab_bytes * layout.num_slots
 
 
 def slab_path(folder: Path, number: int) -> Path:

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 MOST_WRITE_BYTES = 128 << 20
 
-_PIECE = 16  # blocks of a transfer between two checks of its deadline
+PIECE = 16
+"""Blocks of a transfer between two checks of its deadline."""
 
 
 class Store:
@@ -184,9 +185,9 @@ class Store:
         began = self._clock()
         outcomes: list[Reason | None] = []
         num_bytes = 0
-        for start in range(0, len(transfer.labels), _PIECE):
-            labels = transfer.labels[start : start + _PIECE]
-            buffers = transfer.buffers[start : start + _PIECE]
+        for start in range(0, len(transfer.labels), PIECE):
+            labels = transfer.labels[start : start + PIECE]
+            buffers = transfer.buffers[start : start + PIECE]
             if (stopped := self._stopped(transfer)) is not None:
                 outcomes += [stopped] * len(labels)
                 continue
