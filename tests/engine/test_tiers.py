@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, format_bytes
 from octavo.errors import ConfigError
 from octavo.kvcache.host_memory import HostMemory
 from octavo.kvcache.spec import eviction_bytes
@@ -286,3 +287,26 @@ def test_stores_need_the_prefix_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
         EngineConfig(kv_disk=str(tmp_path), enable_prefix_caching=False)
     assert EngineConfig(kv_disk=str(tmp_path)).kv_host_memory == 256 << 20
+
+
+@pytest.mark.parametrize("executor", ["in_process", "process"])
+def test_the_times_of_transfers_and_what_loads_are_weighed_against_are_told(
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, executor: str
+) -> None:
+    caplog.set_level(logging.INFO, "octavo.engine.tiers")
+    ask(first := make_llm(tiny_llama, executor=executor, **disk_options(tmp_path)), PROMPT)
+    first.core.close()
+    second = make_llm(tiny_llama, executor=executor, **disk_options(tmp_path))
+    ask(second, PROMPT)
+    ask(second, [5, *PROMPT])
+    first_line, second_line = (record.getMessage() for record in caplog.records)
+    assert "prefixes are loaded from disk (0 B) if that takes less time" in first_line
+    assert f"disk ({format_bytes(6 * block_bytes(second.core))})" in second_line
+    assert "measured: computing a block takes" in second_line
+    stats = second.core.stats
+    assert stats.host_loads.count == 1
+    assert stats.host_loads.total > 0
+    assert first.core.stats.host_stores.total > 0
+    assert stats.fetching is not None
+    assert stats.fetching.seconds_per_token is not None
+    second.core.close()

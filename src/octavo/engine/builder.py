@@ -80,7 +80,7 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
             cost=RecomputeCost(facts.spec.block_size, facts.hidden_size),
         )
         scheduler = assemble_scheduler(config, kv, facts.max_model_len, restore_speed=facts.restore_speed)
-        tiers = join_stores(config, scheduler, kv, host, identity)
+        tiers = join_stores(config, scheduler, kv, host, identity, facts.restore_speed)
     except BaseException:
         runner.close()
         raise

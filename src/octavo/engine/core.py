@@ -101,6 +101,7 @@ class EngineCore:
         memory = scheduler.kv.hierarchy.host
         self.stats.host = memory.counters if memory.num_prefix_slots else None
         self.stats.stores = () if tiers is None else tuple(tiers.stores)
+        self.stats.fetching = scheduler.fetching
         self._recorder = StatsRecorder(self.stats, scheduler)
         self.inputs = InputProcessor(
             config=config,
@@ -214,6 +215,7 @@ class EngineCore:
             rows = planned_rows(step.plan, planned) if rows is None else rows
             return StepNews(ended=self._fail(self._recovery.update_failed(rows, error)))
         self._ahead = ahead
+        self.stats.on_moved(step.plan, result)
         news = self._report(updates)
         ended = time.perf_counter()
         self.scheduler.observe(step.plan, ended - began)

@@ -14,6 +14,9 @@ from octavo.kvcache.host_memory import HostCounters
 from octavo.observe.tenant_queues import TenantQueues
 from octavo.observe.tracing import RequestTracer
 from octavo.request import CacheOutcome, CacheReport, FinishReason
+from octavo.scheduler.fetching import Fetching
+from octavo.scheduler.plan import StepPlan, StepResult
+from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
 
 # Upper bounds in seconds, the same as vLLM's, so that its dashboards fit.
@@ -82,6 +85,8 @@ class EngineStats:
         host: counters of blocks moved to and from the host memory for prefixes, in blocks of `block_bytes`; None if
             there is no such memory.
         stores: the stores below host memory, which have their own counters.
+        host_loads, host_stores: how long the transfers of a step from and to host memory took.
+        fetching: decides what is loaded from the stores; None if there are none.
         audit_problem: what the latest audit found wrong with the block accounting; None if it found nothing.
     """
 
@@ -91,6 +96,9 @@ class EngineStats:
         self.host: HostCounters | None = None
         self.block_bytes = 0
         self.stores: tuple[Store, ...] = ()
+        self.host_loads = Histogram(LATENCY_BOUNDS)
+        self.host_stores = Histogram(LATENCY_BOUNDS)
+        self.fetching: Fetching | None = None
         self.num_hung_steps = 0
         self.hung_step_seconds: float | None = None
         self.num_running = 0
@@ -149,6 +157,13 @@ class EngineStats:
         self.num_swapped = num_swapped
         self.kv_usage = kv_usage
         self.num_preemptions += preemptions
+
+    def on_moved(self, plan: StepPlan, result: StepResult) -> None:
+        """Record how long a step's transfers took."""
+        if plan.loads:
+            self.host_loads.observe(result.load_seconds)
+        if plan.stores:
+            self.host_stores.observe(result.store_seconds)
 
     def on_swapped(self, *, bytes_out: int, bytes_in: int, bytes_held: int) -> None:
         """Record, with `on_queues`, bytes moved to host memory and back since the start, and bytes held there."""

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from octavo.observe.stats import EngineStats
+from octavo.scheduler.fetching import Fetching
 from octavo.tiers.base import Reason
 from octavo.tiers.counters import LATENCY_BOUNDS
 from octavo.tiers.store import Store
@@ -30,8 +31,9 @@ class TierCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if self._stats.host is not None:
             yield from self._moved()
-        if self._stats.stores:
             yield from self._of_stores(self._stats.stores)
+        if self._stats.fetching is not None:
+            yield from self._cost(self._stats.fetching)
 
     def _moved(self) -> Iterator[Metric]:
         host, size = self._stats.host, self._stats.block_bytes
@@ -76,6 +78,14 @@ class TierCollector(Collector):
         pace = GaugeMetricFamily(
             "octavo:tier_load_seconds_per_byte", "What each byte of a load takes, as measured.", labels=labels
         )
+        host = self._stats.host
+        assert host is not None
+        # As if it were a store: it has no room, or the step that wrote a block has failed.
+        for reason, count in ((Reason.NO_SPACE, host.refused), (Reason.IO_ERROR, host.lost)):
+            misses.add_metric([self._model_name, "host", "write", reason.value], count)
+        for operation, times in (("read", self._stats.host_loads), ("write", self._stats.host_stores)):
+            buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(times.counts)), strict=True))
+            seconds.add_metric([self._model_name, "host", operation], buckets, times.total)
         for store in stores:
             if store.speed.per_load is not None and store.speed.per_byte is not None:
                 latency.add_metric([self._model_name, store.name], store.speed.per_load)
@@ -99,3 +109,16 @@ class TierCollector(Collector):
                 buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(list(counts))), strict=True))
                 seconds.add_metric([*values, operation], buckets, total)
         yield from (usable, closings, misses, seconds, latency, pace)
+
+    def _cost(self, fetching: Fetching) -> Iterator[Metric]:
+        labels = ["model_name"]
+        compute = GaugeMetricFamily(
+            "octavo:tier_compute_seconds_per_token", "What computing a prompt token takes, as measured.", labels=labels
+        )
+        if fetching.seconds_per_token is not None:
+            compute.add_metric([self._model_name], fetching.seconds_per_token)
+        skipped = CounterMetricFamily(
+            "octavo:tier_loads_not_worth", "Loads that were expected to take longer than computing.", labels=labels
+        )
+        skipped.add_metric([self._model_name], fetching.num_not_worth)
+        yield from (compute, skipped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -102,8 +103,8 @@ class ModelRunner(Executor):
         if not plan:
             if plan.stores:
                 self._store(plan)
-            else:
-                self._batches.forget(plan)
+                return partial(self._with_times, StepResult())
+            self._batches.forget(plan)
             return StepResult
         if plan.ahead and self._has_failed:
             raise ExecutorError(f"step {plan.step} was planned ahead of the result of one that has failed")
@@ -119,12 +120,17 @@ class ModelRunner(Executor):
         def collect() -> StepResult:
             self.is_computing = True
             try:
-                return take()
+                result = take()
             finally:
                 self.is_computing = False
                 self._mover.finish()
+            return self._with_times(result) if plan.loads or plan.stores else result
 
         return collect
+
+    def _with_times(self, result: StepResult) -> StepResult:
+        mover = self._mover
+        return replace(result, load_seconds=mover.load_seconds, store_seconds=mover.store_seconds)
 
     def _store(self, plan: StepPlan) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -46,6 +47,9 @@ class BlockMover:
     Args:
         tier: the tier to move blocks to and from; None if no plan swaps.
         link: link between the memory of the arena and that of the tier.
+
+    Attributes:
+        load_seconds, store_seconds: how long the transfers took that `begin` and `finish` were last called for.
     """
 
     def __init__(self, arena: KVArena, tier: BlockTier | None, link: HostLink = SAME_MEMORY) -> None:
@@ -53,20 +57,27 @@ class BlockMover:
         self._tier = tier
         self._link = link
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-swap")  # starts with its first use
-        self._stores: list[Future[None]] = []
+        self.load_seconds = 0.0
+        self.store_seconds = 0.0
+        self._stores: list[Future[float]] = []
 
     def begin(self, plan: StepPlan) -> None:
         """Do the transfers that must precede the computation. `finish` must follow, even if this raises."""
         arena, tier = self._arena, self._tier
+        self.load_seconds = self.store_seconds = 0.0
         if tier is not None and (out := plan.stores):
             if len(out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
                 self._swap_out_beside(tier, out)
             else:
+                began = time.perf_counter()
                 swap_out(arena, tier, out)
+                self.store_seconds = time.perf_counter() - began
         arena.copy_blocks(plan.copies)
         if tier is not None and (into := plan.loads):
             self.finish()
+            began = time.perf_counter()
             swap_in(arena, tier, into, self._link)
+            self.load_seconds = time.perf_counter() - began
 
     def finish(self) -> None:
         """Wait until everything is stored; re-raises errors of the transfers."""
@@ -75,22 +86,24 @@ class BlockMover:
         stores, self._stores = self._stores, []
         wait(stores)
         for store in stores:
-            store.result()
+            self.store_seconds += store.result()
 
     def _swap_out_beside(self, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
         for piece in _pieces(self._arena, swaps):
             # At most one piece is copied aside while another is being stored.
             if len(self._stores) > 1:
-                self._stores.pop(0).result()
+                self.store_seconds += self._stores.pop(0).result()
             rows = self._arena.read_blocks([swap.device for swap in piece])
             ids = [swap.host for swap in piece]
             self._stores.append(self._beside.submit(_store, tier, ids, rows, self._link, self._link.ready(rows)))
 
 
-def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> None:
+def _store(tier: BlockTier, ids: Sequence[int], rows: torch.Tensor, link: HostLink, ready: Any) -> float:
+    began = time.perf_counter()
     # Inference mode is per thread, and the rows were created in it.
     with torch.inference_mode():
         tier.write(ids, link.to_host(rows, ready))
+    return time.perf_counter() - began
 
 
 def _pieces(arena: KVArena, swaps: Sequence[BlockTransfer]) -> Iterator[Sequence[BlockTransfer]]:

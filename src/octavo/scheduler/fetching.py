@@ -18,7 +18,13 @@ _SMOOTHING = 0.2
 
 
 class Fetcher(Protocol):
-    """Brings blocks from stores to host memory. A fetch is an opaque handle, except for its `pending`."""
+    """Brings blocks from stores to host memory. A fetch is an opaque handle, except for its `pending`.
+
+    Attributes:
+        num_not_worth: loads that were expected to take longer than computing.
+    """
+
+    num_not_worth: int
 
     def prefetch(self, labels: Iterable[Label], tenant: str, seconds_to_compute: float | None) -> Any | None:
         """Start fetching the blocks of a prefix that the stores hold; None if there is nothing to wait for."""
@@ -37,14 +43,18 @@ class Fetcher(Protocol):
 
 
 class Fetching:
-    """Tracks the requests that wait for a fetch, and those whose blocks have arrived but that are not admitted yet."""
+    """Tracks the requests that wait for a fetch, and those whose blocks have arrived but that are not admitted yet.
+
+    Attributes:
+        seconds_per_token: what computing a prompt token takes, as measured; None if not known yet.
+    """
 
     def __init__(self, kv: KVCacheManager, fetcher: Fetcher) -> None:
+        self.seconds_per_token: float | None = None
         self._kv = kv
         self._fetcher = fetcher
         self._waiting: dict[SequenceId, tuple[Sequence, Any]] = {}
         self._arrived: dict[SequenceId, Any] = {}
-        self._seconds_per_token: float | None = None
 
     def __len__(self) -> int:
         """The number of requests that wait for a fetch."""
@@ -53,7 +63,7 @@ class Fetching:
     def begin(self, seq: Sequence) -> bool:
         """Start a fetch for a new sequence; if True, it must wait until `arrived` returns it."""
         labels = self._kv.hierarchy.missing(seq, *self._kv.holdings.matchable(seq))
-        per_token = self._seconds_per_token
+        per_token = self.seconds_per_token
         cost = None if per_token is None else per_token * self._kv.spec.block_size
         fetch = self._fetcher.prefetch(labels, seq.request.tenant, cost)
         if fetch is None:
@@ -61,6 +71,11 @@ class Fetching:
         seq.status = SequenceStatus.PARKED
         self._waiting[seq.seq_id] = (seq, fetch)
         return True
+
+    @property
+    def num_not_worth(self) -> int:
+        """The number of loads that were expected to take longer than computing."""
+        return self._fetcher.num_not_worth
 
     def is_waiting(self, seq: Sequence) -> bool:
         """Whether a sequence waits for a fetch."""
@@ -91,5 +106,5 @@ class Fetching:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Record how long prompt tokens took to compute."""
         if num_tokens >= _LEAST_TOKENS:
-            took, known = seconds / num_tokens, self._seconds_per_token
-            self._seconds_per_token = took if known is None else known + _SMOOTHING * (took - known)
+            took, known = seconds / num_tokens, self.seconds_per_token
+            self.seconds_per_token = took if known is None else known + _SMOOTHING * (took - known)

@@ -248,6 +248,8 @@ class StepResult:
         prompt_logprobs: one tuple for each of `StepPlan.scores`.
         forced: by index of the draw, the tokens that must follow it according to the request's grammar.
         pooled: for each of `StepPlan.pools`, the sum of its hidden states, float64 in native byte order.
+        load_seconds, store_seconds: how long the plan's loads and stores took. Of loads on a GPU, only until they were
+            queued.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -256,6 +258,8 @@ class StepResult:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     forced: dict[int, tuple[int, ...]] = field(default_factory=dict)
     pooled: tuple[bytes, ...] = ()
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
 
     @classmethod
     def of(cls, samples: Iterable[SampleResult], prompt_logprobs: Iterable[Iterable[TokenLogprobs]] = ()) -> StepResult:
