@@ -17,10 +17,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from hashlib import blake2b
 from typing import Any
 
 import redis
+from blake3 import blake3
 
 from fault_cycles import (
     SHARE_KILLED_SERVING,
@@ -35,7 +35,7 @@ from fault_cycles import (
 from octavo import LLM
 from octavo.tiers.base import LAYOUT_VERSION
 from octavo.tiers.header import HEADER_BYTES, make_header
-from octavo.tiers.remote import RemoteMedium
+from octavo.tiers.remote import RemoteMedium, signing_key
 from octavo.tiers.store import Store
 from redis_process import RedisProcess, redis_process
 from tiny_models import BLOCK_BYTES, TinyModel
@@ -96,8 +96,8 @@ def plant(client: Any, fault: str, server: RedisProcess, models: list[TinyModel]
         return
     wrong = rng.randbytes(BLOCK_BYTES)
     header = make_header(model.fingerprint, label, memoryview(wrong))
-    key = blake2b(b"a secret of somebody else", person=b"octavo-kv-sign").digest()
-    signature = b"" if fault == "unsigned" else blake2b(header + wrong, key=key, digest_size=32).digest()
+    key = signing_key("a secret of somebody else")
+    signature = b"" if fault == "unsigned" else blake3(header + wrong, key=key).digest()
     client.set(name, header + wrong + signature)
 
 

@@ -1,6 +1,6 @@
 """Blocks in Redis or Valkey, which several servers of one model share.
 
-    octavo:NAMESPACE:KEY  ->  | header, 128 B | payload | with a secret: BLAKE2b keyed with it, 32 B |
+    octavo:NAMESPACE:KEY  ->  | header, 128 B | payload | with a secret: BLAKE3 keyed with it, 32 B |
 
 The namespace is the fingerprint or, with a secret, the fingerprint hashed with the secret as key. So servers of other
 models, or with another secret, neither find nor overwrite each other's blocks. Anybody who can write to Redis could
@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 import redis
+from blake3 import blake3
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -54,7 +55,7 @@ class RemoteMedium:
     ) -> None:
         self._fingerprint = fingerprint
         self._ttl = ttl
-        self._key = None if secret is None else blake2b(secret.encode(), person=b"octavo-kv-sign").digest()
+        self._key = None if secret is None else signing_key(secret)
         namespace = fingerprint
         if self._key is not None:
             namespace = blake2b(fingerprint, key=self._key, digest_size=16, person=b"octavo-kv-name").digest()
@@ -173,6 +174,11 @@ class RemoteMedium:
             logger.warning("remote: blocks could not be renewed or removed: %s", error)
 
 
+def signing_key(secret: str) -> bytes:
+    """Return the key of 32 bytes that signs with a secret."""
+    return blake3(secret.encode(), derive_key_context="octavo kv_remote_secret signature").digest()
+
+
 def without_password(url: str) -> str:
     """Return a URL with its password masked, for messages."""
     shown = re.sub(r"(?<=//).*@", "***@", url)
@@ -188,10 +194,11 @@ def _is_filed_right(label: Label, value: bytes | Exception, reason: Reason) -> b
 
 
 def _sign(key: bytes, header: bytes | memoryview, payload: memoryview) -> bytes:
-    # BLAKE2b, because collisions of the header's xxh3 can be computed.
-    digest = blake2b(header, key=key, digest_size=_SIGNATURE_BYTES)
+    # A cryptographic hash, because collisions of the header's xxh3 can be computed. Of a block of 368,640 bytes BLAKE3
+    # takes 0.05 ms, BLAKE2b 0.5.
+    digest = blake3(header, key=key)
     digest.update(payload)
-    return digest.digest()
+    return digest.digest(_SIGNATURE_BYTES)
 
 
 def _reason_of(error: Exception) -> Reason:
