@@ -14,7 +14,7 @@ from octavo.commands.options import engine_options
 from octavo.config import EngineConfig, parse_bytes
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import ADAPTIVE_EVICTION_BYTES
+from octavo.kvcache.spec import eviction_bytes
 from octavo.planner.calculator import REMOTE_BLOCKS, REMOTE_THREADS
 from octavo.planner.machine import CPU_MEMORY_SHARE, MEMORY_LIMIT_VARIABLE, limited_memory
 from octavo.planner.sources import find_shape
@@ -256,6 +256,6 @@ def test_a_default_swap_space_leaves_room_for_what_stores_take_in_memory() -> No
     both = sizing(20 << 30, kv_disk="a folder", kv_disk_size="20GiB", kv_remote="redis://here")
     block = disk.spec.block_bytes
     pool = disk.pool()
-    assert disk.store_bytes == most_slots(20 << 30, block) * (INDEX_BYTES + ADAPTIVE_EVICTION_BYTES)
+    assert disk.store_bytes == most_slots(20 << 30, block) * (INDEX_BYTES + eviction_bytes("adaptive"))
     assert disk.bookkeeping_bytes(pool) - without.bookkeeping_bytes(pool) == disk.store_bytes
     assert both.store_bytes - disk.store_bytes == REMOTE_THREADS * REMOTE_BLOCKS * block
