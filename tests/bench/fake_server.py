@@ -17,13 +17,14 @@ class FakeServer:
 
     Attributes:
         misbehave: maps a prompt's first token id to 'http 503', 'cut', 'hang up', 'error event', 'garbage',
-            'no finish', 'silent' or 'slow'.
+            'no finish', 'silent', 'endless' or 'last' (ends once `num_awaited` requests have come).
     """
 
     def __init__(self) -> None:
         self.misbehave: dict[int, str] = {}
         self.gives_token_ids = self.gives_usage = True
         self.chunk_delay_s = 0.0
+        self.num_awaited = 0
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self._ready = threading.Event()
@@ -31,12 +32,12 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: None) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     @property
     def base_url(self) -> str:
@@ -85,7 +86,9 @@ class FakeServer:
             event = b"data: " + payload + b"\n\n"
             writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
             await writer.drain()
-            await asyncio.sleep(30 if what == "slow" else self.chunk_delay_s)
+            await asyncio.sleep(600 if what == "endless" else self.chunk_delay_s)
+            while what == "last" and len(self.bodies) < self.num_awaited:
+                await asyncio.sleep(0.001)
             if what == "cut":
                 return
         writer.write(b"0\r\n\r\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,15 +15,10 @@ import pytest
 import yaml
 
 from tests.deploy.files import HOW_TO_GET_IT, PROMETHEUS, RULES, alerts, dashboard_queries
+from tests.ports import free_port
 from tests.server.real_engine import RealServer, real_server
 
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason=HOW_TO_GET_IT)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Prometheus:
@@ -49,7 +43,7 @@ class Prometheus:
         data = self.get("/query", query=query)
         return [] if data is None else list(data["result"])
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
         ends = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < ends, f"{what}\n{self.get('/targets')}\n{self._log.read_text()[-2000:]}"
@@ -60,29 +54,29 @@ class Prometheus:
 def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     """One with our rules, that scrapes `target`."""
     config = {
-        "global": {"scrape_interval": "100ms", "scrape_timeout": "100ms", "evaluation_interval": "100ms"},
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "octavo", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address, log = f"127.0.0.1:{_free_port()}", folder / "log"
+    address, log = f"127.0.0.1:{free_port()}", folder / "log"
     # It looks for targets five seconds after its start, which no option changes, and then at this interval.
     command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", "--scrape.discovery-reload-interval=100ms"]
     command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
     with log.open("w") as output:
         process = subprocess.Popen(command, stderr=output)
     try:
-        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=10) as client:
+        with httpx.Client(base_url=f"http://{address}/api/v1", timeout=60) as client:
             yield Prometheus(client, log)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 @contextmanager
 def scraped_server(folder: Path) -> Iterator[tuple[RealServer, Prometheus]]:
     """A server that computes, and a Prometheus that has scraped it before."""
-    port = _free_port()
+    port = free_port()
     # The server starts while Prometheus waits.
     with prometheus(f"127.0.0.1:{port}", folder) as found, real_server({"port": port}) as server:
         found.wait_until(lambda: bool(found.query("octavo:steps_total")), "no sample")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -20,7 +21,7 @@ from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput,
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler.plan import SequenceUpdate
+from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from tests.engine.tiny_engine import (
     POISON,
     assert_drained,
@@ -92,7 +93,7 @@ async def test_many_callers_at_once_each_get_what_they_get_alone(core: EngineCor
         together = await asyncio.gather(*tasks)
         assert together == alone
         assert core.stats.num_steps - before < sum(map(len, alone)) / 4  # they were computed side by side
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -116,7 +117,7 @@ async def test_a_stop_string_ends_a_stream_in_the_step_that_completes_it(core: E
         text = whole.outputs[0].text
         stop = text[12:16]
         outputs = [output async for output in engine.generate(PROMPT, tokens(40, stop=[stop]))]
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         parts = [part for output in outputs for part in output.outputs]
         assert "".join(part.text for part in parts) == text[: text.index(stop)]
         assert (parts[-1].finish_reason, parts[-1].stop_reason) == (FinishReason.STOP, stop)
@@ -145,7 +146,7 @@ async def test_a_request_whose_output_cannot_be_made_ends_alone(
         assert (outputs[-1].error, outputs[-1].finished) == (STEP_FAILED, True)
         assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
         assert await other == alone
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert core.stats.finished[FinishReason.ERROR] == 1
         assert_drained(core)
     assert "culprit" in caplog.text
@@ -157,12 +158,13 @@ async def test_closing_the_iterator_frees_the_blocks_within_a_step(core: EngineC
         other = asyncio.ensure_future(collect(engine, PROMPT, tokens(40)))
         async with aclosing(engine.generate([9] * 100, tokens(900))) as outputs:  # type: ignore[type-var]
             await anext(outputs)
+            await until(lambda: core.scheduler.num_running == 2 and go_on.is_waiting)
             steps = core.stats.num_steps
         await until(lambda: core.stats.finished[FinishReason.ABORT] == 1)
         assert core.stats.num_steps - steps <= 1
         go_on()
         assert len(await other) == 40
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -176,7 +178,7 @@ async def test_a_request_can_be_given_up_before_it_was_ever_scheduled(core: Engi
         waiting.cancel()
         go_on()
         assert len(await running) == 5
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -192,7 +194,7 @@ async def test_a_request_that_another_aborts_ends_with_that_reason(core: EngineC
         engine.abort("mine")  # it is over: nothing happens
         engine.abort("nobody's")
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -244,7 +246,7 @@ async def test_an_id_is_in_use_until_its_abort_is_done_and_never_mixes_two_reque
         assert core.stats.finished[FinishReason.ABORT] == 1
         again = await collect(engine, PROMPT, tokens(4), RequestContext(request_id="mine"))
         assert again == await collect(engine, PROMPT, tokens(4))
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -253,7 +255,7 @@ async def test_a_refused_request_leaves_nothing_behind(core: EngineCore) -> None
         with pytest.raises(ContextLengthError, match="1024"):
             await collect(engine, PROMPT, tokens(1022), RequestContext(request_id="mine"))
         assert len(await collect(engine, PROMPT, tokens(2), RequestContext(request_id="mine"))) == 2
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -266,7 +268,7 @@ async def test_unusable_logits_end_their_request_and_no_other(core: EngineCore) 
         assert outputs[-1].outputs[0].finish_reason is FinishReason.ERROR
         assert len(await good) == 30
         assert engine.is_alive
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
 
 
@@ -440,10 +442,22 @@ async def test_a_request_whose_outputs_are_not_read_is_ended(core: EngineCore, m
     async with started(core) as engine:
         unread = engine.generate(PROMPT, tokens(900, n=2, logprobs=3))
         await anext(unread)
-        await until(lambda: is_drained(core))
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert core.stats.finished[FinishReason.ABORT] == 1
         with pytest.raises(UnreadError, match="were not read: the request was ended"):
             async for _ in unread:
                 pass
-        assert len(await collect(engine, PROMPT, tokens(200))) == 200  # who reads is not cut, however much it is
+        # Who reads is not cut, however much it is. No step begins before the last one's output was read.
+        may_step, execute, num_read = threading.Semaphore(1), core.runner.execute, 0
+
+        def wait_and_execute(plan: StepPlan) -> StepResult:
+            assert may_step.acquire(timeout=60)
+            return execute(plan)
+
+        core.runner.execute = wait_and_execute
+        async for _ in engine.generate(PROMPT, tokens(200)):
+            num_read += 1
+            may_step.release()
+        assert num_read == 200
+        await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)

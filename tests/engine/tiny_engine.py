@@ -72,28 +72,36 @@ def slow_down(core: EngineCore, seconds: float) -> Callable[[], None]:
     return hurry
 
 
-def step_for_news(engine: AsyncEngine) -> Callable[[], None]:
+class step_for_news:  # noqa: N801
     """Let a step wait until its engine is sent a message or stopped, unless it is the first of a sequence.
 
-    What runs so goes on running for as long as a test takes, however slow the machine is, until what is returned is
-    called.
+    What runs so goes on running for as long as a test takes, however slow the machine is, until this is called.
+
+    Attributes:
+        is_waiting: whether a step waits.
     """
-    core, seen, is_free = engine.core, set[SequenceId](), threading.Event()
-    execute = core.runner.execute
 
-    def waiting(plan: Any) -> Any:
-        is_first = not seen.issuperset(plan.seq_ids)
-        seen.update(plan.seq_ids)
-        while not (is_first or is_free.is_set() or engine._inbox or engine._stopping):
-            is_free.wait(0.001)
-        return execute(plan)
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.is_waiting = False
+        self._engine = engine
+        self._seen: set[SequenceId] = set()
+        self._is_free = threading.Event()
+        self._execute = engine.core.runner.execute
+        engine.core.runner.execute = self._wait_and_execute
 
-    def go_on() -> None:
-        is_free.set()
-        core.runner.execute = execute
+    def __call__(self) -> None:
+        self._is_free.set()
+        self._engine.core.runner.execute = self._execute
 
-    core.runner.execute = waiting
-    return go_on
+    def _wait_and_execute(self, plan: Any) -> Any:
+        is_first = not self._seen.issuperset(plan.seq_ids)
+        self._seen.update(plan.seq_ids)
+        while not (is_first or self._engine._inbox or self._engine._stopping):
+            self.is_waiting = True
+            if self._is_free.wait(0.001):
+                break
+        self.is_waiting = False
+        return self._execute(plan)
 
 
 def break_after(core: EngineCore, steps: int) -> None:

@@ -42,7 +42,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 15.0) -> Any:
+    def wait_for(self, expression: str, seconds: float = 120.0) -> Any:
         """The expression's value once it is true."""
         ends = time.monotonic() + seconds
         while not (value := self.value(expression)):
@@ -79,7 +79,7 @@ class Page:
 
     def _receive(self) -> bytes:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._in], [], [], 30)
+            ready, _, _ = select.select([self._in], [], [], 120)
             assert ready, "chromium does not answer"
             piece = os.read(self._in, 1 << 20)
             assert piece, "chromium has ended"
@@ -113,4 +113,4 @@ def chromium() -> Iterator[Page]:
             os.close(our_out)
             os.close(our_in)
             browser.terminate()
-            browser.wait(10)
+            browser.wait(60)

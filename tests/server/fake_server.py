@@ -1,6 +1,6 @@
 """A process that serves a `FakeEngine`: `python -m tests.server.fake_server PORT STEP_SECONDS SHUTDOWN_TIMEOUT [JSON]`.
 
-JSON is an object of further server options.
+JSON is an object of further server options. Once its standard input has a line, steps take no time any more.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -18,7 +19,14 @@ from tests.server.fake_engine import FakeEngine
 
 def make_engine(step_seconds: float) -> Any:
     print("loading the model", flush=True)
-    return FakeEngine(step_seconds=step_seconds)
+    engine = FakeEngine(step_seconds=step_seconds)
+    threading.Thread(target=hurry_when_told, args=(engine,), daemon=True).start()
+    return engine
+
+
+def hurry_when_told(engine: FakeEngine) -> None:
+    if sys.stdin.readline():
+        engine.step_seconds = 0.0
 
 
 def main() -> int:

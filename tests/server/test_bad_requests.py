@@ -187,12 +187,12 @@ class TestLargeBodies:
         assert small.client.post(PATH, content=body + b" " * (1024 - len(body))).status_code == 200
 
     def test_a_declared_length_over_the_limit_is_refused_before_it_is_sent(self, small: Running) -> None:
-        with socket.create_connection(("127.0.0.1", small.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", small.port), timeout=60) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"Content-Length: 52428800\r\n\r\n")
             assert_refused(connection)
 
     def test_a_chunked_body_is_refused_as_soon_as_it_is_too_large(self, small: Running) -> None:
-        with socket.create_connection(("127.0.0.1", small.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", small.port), timeout=60) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + HEADERS + b"Transfer-Encoding: chunked\r\n\r\n")
             connection.sendall(b"800\r\n" + b" " * 0x800 + b"\r\n")  # and no end
             assert_refused(connection)
@@ -275,7 +275,7 @@ class TestEngineFailures:
 
 
 def test_a_request_that_is_no_http_does_not_disturb_the_others(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"\x16\x03\x01 not http\r\n\r\n")
         assert b" 400 " in connection.recv(65536)
     assert httpx.get(f"{server.url}/health").status_code == 200

@@ -181,7 +181,7 @@ def read_answer(connection: socket.socket) -> bytes:
 def test_a_hundred_stalled_bodies_hold_no_more_than_the_limit(start_server: Callable[..., Running]) -> None:
     server = start_server(max_total_body_size="1MiB", max_body_size="512KiB")
     with stalling(server, 100, 256 * KIB) as held:
-        wait_until(lambda: len(select.select(held, [], [], 0)[0]) >= 90, 20)
+        wait_until(lambda: len(select.select(held, [], [], 0)[0]) >= 90)
         answers = [read_answer(connection) for connection in select.select(held, [], [], 0)[0]]
         assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
         assert all(b'"code": "too_many_bodies"' in answer for answer in answers)

@@ -11,9 +11,10 @@ import httpx
 import openai
 import pytest
 
-from tests.engine.tiny_engine import slow_down
+from tests.engine.tiny_engine import step_for_news
 from tests.server.conftest import wait_until
 from tests.server.real_engine import RealServer, error_of, real_server
+from tests.server.test_disconnect import send
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True}
 
@@ -32,7 +33,7 @@ def _waiting(server: RealServer, count: int) -> None:
 @pytest.fixture
 def crowded(narrow: RealServer) -> Iterator[RealServer]:
     """One runs, two wait; at the end they hurry."""
-    hurry = slow_down(narrow.core, 0.002)
+    hurry = step_for_news(narrow.engine)
     with ThreadPoolExecutor(3) as callers:
         calls = []
         for waiting in (0, 1, 2):
@@ -76,7 +77,7 @@ def test_tokens_that_wait_are_bounded_too(narrow: RealServer) -> None:
         body = {"prompt": [5] * count, "max_tokens": 300, "ignore_eos": True}
         return narrow.post("/v1/completions", body).status_code
 
-    hurry = slow_down(narrow.core, 0.002)
+    hurry = step_for_news(narrow.engine)
     with ThreadPoolExecutor(2) as callers:
         running = callers.submit(post, 20)
         wait_until(lambda: narrow.core.scheduler.num_running == 1)
@@ -129,7 +130,7 @@ def post_as(server: RealServer, key: str, count: int, max_tokens: int = 300) -> 
 
 def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        hurry = slow_down(server.core, 0.002)
+        hurry = step_for_news(server.engine)
         calls = []
         for waiting in (0, 1, 2):
             calls.append(callers.submit(post_as, server, "ada", 20))
@@ -152,7 +153,7 @@ def test_a_tenant_whose_queue_is_full_gets_a_429_and_another_is_taken_in(keys: d
 
 def test_a_tenants_waiting_tokens_are_bounded(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        hurry = slow_down(server.core, 0.002)
+        hurry = step_for_news(server.engine)
         calls = [callers.submit(post_as, server, "bob", 20)]
         wait_until(lambda: server.core.scheduler.num_running == 1)
         calls.append(callers.submit(post_as, server, "ada", 60))
@@ -171,7 +172,7 @@ def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> No
         real_server(keys, max_num_seqs=1, max_waiting_requests=2, queue_tenant_share=0.5) as server,
         ThreadPoolExecutor(4) as callers,
     ):
-        hurry = slow_down(server.core, 0.002)
+        hurry = step_for_news(server.engine)
         calls = [callers.submit(post_as, server, "bob", 20)]
         wait_until(lambda: server.core.scheduler.num_running == 1)
         calls.append(callers.submit(post_as, server, "bob", 20))
@@ -188,11 +189,13 @@ def test_no_tenant_may_fill_the_queue_that_all_share(keys: dict[str, Any]) -> No
 
 def test_a_client_that_leaves_while_it_waits_gives_its_tenants_place_back(keys: dict[str, Any]) -> None:
     with real_server(keys, max_num_seqs=1) as server, ThreadPoolExecutor(4) as callers:
-        hurry = slow_down(server.core, 0.002)
+        hurry = step_for_news(server.engine)
         running = callers.submit(post_as, server, "bob", 20)
         wait_until(lambda: server.core.scheduler.num_running == 1)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": [5]}, headers={"x-api-key": "ada"}, timeout=0.2)
+        body = {"prompt": [5], "stream": True}
+        connection = send(server, "/v1/completions", body, "x-api-key: ada\r\n")
+        wait_until(lambda: server.core.stats.waiting.of("ada") == (1, 1))
+        connection.close()
         wait_until(lambda: server.core.stats.waiting.snapshot() == {})
         hurry()
         assert running.result().status_code == 200

@@ -14,7 +14,7 @@ import pytest
 from octavo.request import RequestId
 from octavo.server.keys import tenant_of
 from tests.engine.faults import injected
-from tests.engine.tiny_engine import MAX_MODEL_LEN, POISON, VOCAB_SIZE, break_after, poison, slow_down
+from tests.engine.tiny_engine import MAX_MODEL_LEN, POISON, VOCAB_SIZE, break_after, poison, step_for_news
 from tests.server.conftest import wait_until
 from tests.server.real_engine import MODEL, RealServer, error_of, real_server, sse_objects
 
@@ -243,20 +243,21 @@ class TestTenants:
         from concurrent.futures import ThreadPoolExecutor
 
         with real_server(max_num_seqs=1) as server, ThreadPoolExecutor(8) as callers:
-            slow_down(server.core, 0.01)
-            done: list[int] = []
+            served: list[int] = []
+            scheduler, go_on = server.core.scheduler, step_for_news(server.engine)
+            scheduler.on_admitted = lambda request: served.append(request.priority)
 
-            def ask(priority: int) -> None:
-                server.complete([5, 6], max_tokens=5, priority=priority)
-                done.append(priority)
+            def ask(priority: int) -> Any:
+                return callers.submit(server.complete, [5, 6], max_tokens=5, priority=priority)
 
-            first = callers.submit(server.complete, [5], max_tokens=40)
-            wait_until(lambda: server.core.stats.num_running == 1)
-            asked = [callers.submit(ask, priority) for priority in (3, 0, 2, -1, 1)]
-            wait_until(lambda: server.core.scheduler.num_waiting == 5)
-            for each in [first, *asked]:
-                each.result()  # type: ignore[attr-defined]
-            assert done == [-1, 0, 1, 2, 3]
+            asked = [callers.submit(server.complete, [5], max_tokens=40)]
+            wait_until(lambda: scheduler.num_running == 1)
+            asked += [ask(priority) for priority in (3, 0, 2, -1, 1)]
+            wait_until(lambda: scheduler.num_waiting == 5)
+            go_on()
+            for each in asked:
+                each.result()
+            assert served == [0, -1, 0, 1, 2, 3]
 
 
 class TestFailures:

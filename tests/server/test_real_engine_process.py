@@ -23,12 +23,53 @@ from tests.models.tiny import make_model, write_gguf
 from tests.server.conftest import wait_until
 
 # A model of random weights never ends by itself within these.
-LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True, "stream": True}
+LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True, "stream": True}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def command(model: str | Path, *options: str) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "octavo", "serve", str(model), "--port", "0", *options]
+
+
+def script(code: str, *arguments: object) -> list[str]:
+    """The command of a script that ends as `octavo serve` does."""
+    return [sys.executable, "-W", "error", "-c", code, *map(str, arguments), "--port", "0"]
+
+
+# `octavo serve`, whose steps take a tenth of a second as long as a file exists.
+SLOW = """
+import os, sys, time
+from octavo import cli
+from octavo.runner.runner import ModelRunner
+
+file, execute = sys.argv.pop(1), ModelRunner.execute
+
+def slowly(self, plan):
+    if os.path.exists(file):
+        time.sleep(0.1)
+    return execute(self, plan)
+
+ModelRunner.execute = slowly
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+# `octavo serve` that loads its model again and again.
+LOADING = """
+import sys
+from octavo import cli
+from octavo.server import run
+
+serve = run.serve
+
+def never(load, *args, **options):
+    def load_for_ever():
+        while True:
+            load()
+    serve(load_for_ever, *args, **options)
+
+run.serve = never
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 class ServerProcess:
@@ -41,16 +82,27 @@ class ServerProcess:
         self.url = self.ready.split()[-1] if self.ready else ""
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = httpx.post(self.url + path, json=body, timeout=30)
+        response = httpx.post(self.url + path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def leave(self, number: signal.Signals, code: int = 0) -> str:
         """Send a signal; the process must end with `code`. Returns what it said on stderr after its log."""
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=20)
+        return self.end(code)
+
+    def end(self, code: int = 0) -> str:
+        """It must end with `code`. Returns what it says on stderr before, without its log."""
+        _, errors = self.process.communicate(timeout=120)
         assert self.process.returncode == code, errors
         return "".join(line for line in errors.splitlines(keepends=True) if " INFO octavo" not in line)
+
+    def stops(self) -> str:
+        """Read its log up to the line by which it says that it stops, and return that."""
+        assert self.process.stderr is not None
+        while "a second signal stops at once" not in (line := self.process.stderr.readline()):
+            assert line, "it has ended"
+        return line
 
 
 class Reader:
@@ -60,17 +112,17 @@ class Reader:
         self.events: list[str] = []
         self._thread = threading.Thread(target=self._read, args=(f"{server.url}/v1/completions", body))
         self._thread.start()
-        wait_until(lambda: len(self.events) > 2, 20)
+        wait_until(lambda: len(self.events) > 2)
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", url, json=body, timeout=30) as response:
+            with httpx.stream("POST", url, json=body) as response:
                 self.events.extend(line.removeprefix("data: ") for line in response.iter_lines() if line)
         except httpx.TransportError:
             self.events.append("cut off")
 
     def all(self) -> list[str]:
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         return self.events
 
@@ -79,9 +131,9 @@ class Reader:
 def start() -> Iterator[Callable[..., ServerProcess]]:
     with ExitStack() as stack:
 
-        def start(model: str | Path, *options: str) -> ServerProcess:
+        def start(command: list[str]) -> ServerProcess:
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            process = subprocess.Popen(command(model, *options), env=ENVIRONMENT, **pipes)
+            process = subprocess.Popen(command, env=ENVIRONMENT, **pipes)
             stack.enter_context(process)
             stack.callback(process.kill)
             return ServerProcess(process)
@@ -90,12 +142,20 @@ def start() -> Iterator[Callable[..., ServerProcess]]:
 
 
 @pytest.fixture
-def tiny(start: Callable[..., ServerProcess]) -> ServerProcess:
-    return start(tiny_model(), "--num-blocks", "4096", "--dtype", "float32", "--num-threads", "1")
+def slow(tmp_path: Path) -> Path:
+    """A file: a server's steps take long until it is removed."""
+    (path := tmp_path / "slow").touch()
+    return path
+
+
+@pytest.fixture
+def tiny(start: Callable[..., ServerProcess], slow: Path) -> ServerProcess:
+    options = ["--num-blocks", "4096", "--dtype", "float32", "--num-threads", "1", "--shutdown-timeout", "120"]
+    return start(script(SLOW, slow, "serve", tiny_model(), *options))
 
 
 def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess]) -> None:
-    server = start("smollm2", "--max-model-len", "512", "--num-blocks", "128", "--num-threads", "1")
+    server = start(command("smollm2", "--max-model-len", "512", "--num-blocks", "128", "--num-threads", "1"))
     assert re.fullmatch(r"Octavo serving smollm2 on http://127\.0\.0\.1:\d+\n", server.ready)
     # Each token of this answer leads by at least half a nat: it does not depend on how a level rounds. France's does.
     question = [{"role": "user", "content": "What is the capital of Japan?"}]
@@ -112,34 +172,35 @@ def test_the_default_model_answers_a_question(start: Callable[..., ServerProcess
 
 
 # Either signal does both, which tests/server/test_run.py shows over an engine without a model.
-def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess) -> None:
+def test_the_first_signal_lets_what_runs_finish(tiny: ServerProcess, slow: Path) -> None:
     stream = Reader(tiny, LONG)
-    said = tiny.leave(signal.SIGTERM)
+    tiny.process.send_signal(signal.SIGTERM)
+    said = tiny.stops()
+    slow.unlink()
     *_, last, done = stream.all()
+    assert tiny.end() == ""
     assert done == "[DONE]"
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
-    assert said == "Octavo stops: waiting up to 30 s for 1 running request; a second signal stops at once\n"
+    assert said == "Octavo stops: waiting up to 120 s for 1 running request; a second signal stops at once\n"
 
 
 def test_the_second_signal_leaves_at_once(tiny: ServerProcess) -> None:
     streams = [Reader(tiny, {**LONG, "n": 16}) for _ in range(3)]
     tiny.process.send_signal(signal.SIGINT)
-    assert tiny.process.stderr is not None
-    while "a second signal stops at once" not in tiny.process.stderr.readline():
-        pass
+    tiny.stops()
     tiny.leave(signal.SIGINT, 130)
     assert all("[DONE]" not in stream.all() for stream in streams)
 
 
-def test_ctrl_c_while_the_model_loads_says_nothing_more(start: Callable[..., ServerProcess]) -> None:
-    process = subprocess.Popen(command("smollm2"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+def test_ctrl_c_while_the_model_loads_says_nothing_more() -> None:
+    process = subprocess.Popen(script(LOADING, "serve", "smollm2"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     with process:
         assert process.stderr is not None
         while "loading smollm2" not in process.stderr.readline():  # the last thing it says before it loads
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         try:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 130
@@ -165,12 +226,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_a_process_whose_engine_is_dead_says_why_and_exits_with_an_error() -> None:
-    arguments = ["serve", str(tiny_model()), "--port", "0", "--num-blocks", "512", "--dtype", "float32"]
+    command = script(BREAKING, "serve", tiny_model(), "--num-blocks", "512", "--dtype", "float32")
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", BREAKING, *arguments], env=ENVIRONMENT, **pipes) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
         server = ServerProcess(process)
         events = Reader(server, LONG).all()
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     assert json.loads(events[-2])["error"]["code"] == "engine_dead", "whom it served is told"
     assert process.returncode == 1
     assert "CRITICAL octavo.engine.async_engine: the step loop died" in errors
@@ -233,7 +294,7 @@ def assert_one_line(errors: str, model: Path, says: str) -> None:
 
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(tmp_path: Path) -> None:
     model = unknown_architecture(tmp_path)
-    finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert_one_line(finished.stderr, model, "architecture 'mamba'")
 

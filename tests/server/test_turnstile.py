@@ -31,7 +31,7 @@ class LoopEngine(FakeEngine):
 
 
 def connected(server: Running) -> list[socket.socket]:
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=15) for _ in range(NUM_CONNECTIONS)]
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(NUM_CONNECTIONS)]
     wait_until(lambda: len(server.server.server_state.connections) >= NUM_CONNECTIONS)
     return connections
 
@@ -175,11 +175,11 @@ def test_who_stands_in_line_waits_while_a_step_needs_the_interpreter_but_not_for
 
         turnstile = Turnstile(1, gives_way)
         turns = [asyncio.ensure_future(turnstile.turn()) for _ in range(3)]
-        await asyncio.wait_for(turns[0], 5)
-        await asyncio.wait_for(turns[1], 5)
+        await asyncio.wait_for(turns[0], 60)
+        await asyncio.wait_for(turns[1], 60)
         assert asked >= _MOST_WAITS
         is_planning = False
-        await asyncio.wait_for(turns[2], 5)
+        await asyncio.wait_for(turns[2], 60)
 
     asyncio.run(run())
 
