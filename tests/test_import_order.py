@@ -201,7 +201,7 @@ def test_the_engine_and_what_is_below_reach_no_web_framework(module: str) -> Non
 
 def modules_loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     return set(ran.stdout.split())
 
 

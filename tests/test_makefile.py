@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def installs(project: Path) -> bool:
-    ran = subprocess.run(["make", "install"], cwd=project, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(["make", "install"], cwd=project, capture_output=True, text=True, check=True, timeout=600)
     return "pip install" in ran.stdout
 
 

@@ -39,5 +39,5 @@ def test_bash_completes_commands_options_and_choices(
         $(complete -p octavo | sed 's/.*-F \\([^ ]*\\).*/\\1/')
         echo "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run([bash, "-c", asking], capture_output=True, text=True, check=True, timeout=20)
+    done = subprocess.run([bash, "-c", asking], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split() == [offered]

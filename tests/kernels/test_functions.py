@@ -262,7 +262,7 @@ def test_rope_write_refuses_what_does_not_exist(change: dict[str, Any], message:
 
 def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=600
     )
 
 

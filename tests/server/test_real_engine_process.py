@@ -93,7 +93,7 @@ class ServerProcess:
 
     def end(self, code: int = 0) -> str:
         """It must end with `code`. Returns what it says on stderr before, without its log."""
-        _, errors = self.process.communicate(timeout=120)
+        _, errors = self.process.communicate(timeout=600)
         assert self.process.returncode == code, errors
         return "".join(line for line in errors.splitlines(keepends=True) if " INFO octavo" not in line)
 
@@ -200,7 +200,7 @@ def test_ctrl_c_while_the_model_loads_says_nothing_more() -> None:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         try:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=600)
         finally:
             process.kill()
     assert process.returncode == 130
@@ -231,7 +231,7 @@ def test_a_process_whose_engine_is_dead_says_why_and_exits_with_an_error() -> No
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as process:
         server = ServerProcess(process)
         events = Reader(server, LONG).all()
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
     assert json.loads(events[-2])["error"]["code"] == "engine_dead", "whom it served is told"
     assert process.returncode == 1
     assert "CRITICAL octavo.engine.async_engine: the step loop died" in errors
@@ -294,7 +294,7 @@ def assert_one_line(errors: str, model: Path, says: str) -> None:
 
 def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(tmp_path: Path) -> None:
     model = unknown_architecture(tmp_path)
-    finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command(model), env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert (finished.returncode, finished.stdout) == (1, "")
     assert_one_line(finished.stderr, model, "architecture 'mamba'")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.request import cache_scope
 from octavo.server.ignored_fields import IGNORED_HEADER
 from octavo.server.keys import tenant_of
+from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import slow_down
 from tests.server.real_engine import RealServer, error_of, real_server, sse_objects
 
@@ -263,13 +265,30 @@ def cancel_after_a_token(real: RealServer, prompt: list[int]) -> dict[str, Any]:
     return json.loads(first.removeprefix("data: "))["usage"]
 
 
+def await_departures(real: RealServer, prompts: list[list[int]]) -> None:
+    """Let no completion of these prompts get far before its client has hung up."""
+    core, execute = real.core, real.core.runner.execute
+
+    def waiting(plan: Any) -> Any:
+        while not real.engine._inbox and any(
+            list(request.prompt_token_ids) in prompts and request.sequences[0].num_output_tokens > 30
+            for request in core.scheduler.requests
+        ):
+            time.sleep(0.001)
+        return execute(plan)
+
+    core.runner.execute = waiting
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_ledger_usage_and_metrics_add_up_under_preemption(mode: str) -> None:
     """Eight requests of ten blocks each in a pool of 24, beside others that are cancelled and asked again."""
     options = {"num_blocks": 25, "max_num_seqs": 8, "preemption_mode": mode}
     prompts = [[(i * 31 + j * (i + 3)) % 300 for j in range(60)] for i in range(12)]
     with real_server({"admin_key": "admin-key"}, **options) as small, ThreadPoolExecutor(1) as beside:
+        thrash(small.core)
         slow_down(small.core, 0.001)
+        await_departures(small, prompts[8:])
         usages = []
         for _ in range(2):
             crowd = beside.submit(small.complete, [prompts[0], *prompts[:8]], max_tokens=100)

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "disk_faults.py"
 
 def test_killed_and_damaged_stores_give_no_wrong_block_and_no_wrong_answer() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--cycles", "16"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(SCRIPT), "--cycles", "16"], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| wrong blocks given | 0 |" in done.stdout
