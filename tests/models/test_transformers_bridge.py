@@ -237,6 +237,29 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
         TransformersModel.load(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_asked_for_in_slices_are_those_of_one_pass_and_no_more_are_made_at_once(name: str) -> None:
+    bridge = TransformersModel(build(name))
+    ids = random_sequences(VOCAB, [24])[0]
+    rows = torch.tensor([23, *range(20)])
+    made: list[int] = []
+
+    def step() -> tuple[Any, ...]:
+        paged = PagedSequences(bridge.kv_layers, 4, 1, 24)
+        return ids, paged.step({0: 24}), paged.kv, ReferenceAttention(), rows
+
+    with torch.inference_mode():
+        at_once = bridge.forward(*step())
+        bridge._model.get_output_embeddings().register_forward_hook(
+            lambda module, inputs, output: made.append(output.shape[-2])
+        )
+        now, later = bridge.forward_in_part(*step(), num_now=1, num_logits=len(rows))
+        slices = [later.logits(first, min(first + 6, 21)) for first in range(1, 21, 6)]
+    torch.testing.assert_close(torch.cat([now, *slices]), at_once, atol=1e-4, rtol=1e-4)
+    assert made == [1, 6, 6, 6, 2]
+    assert "forward" not in vars(bridge._model.get_decoder())
+
+
 @pytest.mark.parametrize("name", ["GPT2", "Gemma2", "Cohere", "OPT"])
 def test_hidden_states_are_those_of_transformers_decoder(name: str) -> None:
     model = build(name)
@@ -248,5 +271,5 @@ def test_hidden_states_are_those_of_transformers_decoder(name: str) -> None:
         rows = torch.tensor([11, 2, 3, 4])
         step = (ids, paged.step({0: 12}), paged.kv, ReferenceAttention(), rows)
         logits, later = ours.forward_in_part(*step, num_now=1, num_logits=2)
-    assert (logits.shape, later.logits(0, 9).shape) == ((1, VOCAB), (2, VOCAB))
+    assert (logits.shape, later.logits(0, 2).shape) == ((1, VOCAB), (2, VOCAB))
     torch.testing.assert_close(later.hidden(1, 4), expected[rows[1:]], atol=1e-4, rtol=0)

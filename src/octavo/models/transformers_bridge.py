@@ -130,21 +130,39 @@ class TransformersModel(CausalLM):
         num_now: int,
         num_logits: int,
     ) -> tuple[torch.Tensor, LaterRows]:
-        """See `CausalLM.forward_in_part`. transformers computes all logits at once; its decoder gives hidden states."""
-        kept: list[torch.Tensor] = []
-        # The code before the head differs between classes, but all decoders return the same type.
-        hook = self._model.get_decoder().register_forward_hook(
-            lambda module, inputs, output: kept.append(output.last_hidden_state[0])
-        )
+        """See `CausalLM.forward_in_part`."""
+        kept: list[Any] = []
+        hook = self._model.get_decoder().register_forward_hook(lambda module, inputs, output: kept.append(output))
         try:
-            logits = self.forward(token_ids, batch, kv, attention, logits_indices[:num_logits])
+            logits = self.forward(token_ids, batch, kv, attention, logits_indices[:num_now])
         finally:
             hook.remove()
-        later = LaterRows(
-            logits=lambda first, last: logits[first:last],
-            hidden=lambda first, last: kept[0][logits_indices[first:last]].float(),
+        hidden, output_type = kept[0].last_hidden_state[0][logits_indices], type(kept[0])
+        return logits, LaterRows(
+            logits=lambda first, last: self._head(hidden[first:last], output_type),
+            hidden=lambda first, last: hidden[first:last].float(),
         )
-        return logits[:num_now], later
+
+    def _head(self, hidden: torch.Tensor, output_type: Any) -> torch.Tensor:
+        """Return the logits of rows of the decoder's hidden states.
+
+        What is done to them, and to the logits, differs between classes. So the model runs as always, but its decoder
+        returns these rows.
+        """
+        decoder, rows = self._model.get_decoder(), torch.arange(len(hidden), device=hidden.device)
+        decoder.forward = lambda *_, **__: output_type(last_hidden_state=hidden[None])
+        try:
+            output = self._model(
+                input_ids=torch.zeros_like(rows)[None],
+                position_ids=rows[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                return_dict=True,
+            )
+        finally:
+            del decoder.forward
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
 
 
 class _Attention(Protocol):
