@@ -66,12 +66,14 @@ class StopStrings:
         return list(failed.values())
 
     def _take_in(self, detokenizer: IncrementalDetokenizer, update: SequenceUpdate) -> None:
-        update.text = read(detokenizer, update)
         seq = update.seq
+        # Nearly all tokens end nothing, and this runs for each of them.
+        ends = update.finish_reason is not None
+        update.text = read(detokenizer, update) if ends else detokenizer.append(update.token_ids)
         if (found := detokenizer.stop_string) is not None:
             self._finish(seq, FinishReason.STOP, found)
             # The token that completed the stop string may also have reached the length limit.
             seq.finish_reason, seq.stop_reason = FinishReason.STOP, found
             update.note_end()
-        if seq.request.finished:
+        if update.finish_reason is not None and seq.request.finished:
             self.forget(seq.request.request_id)

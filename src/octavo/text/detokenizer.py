@@ -221,6 +221,10 @@ class IncrementalDetokenizer:
             if text := self._tokens.append(token_ids):
                 self._text.append(text)
             return text
+        if len(token_ids) == 1 and self._matcher.matched is None:
+            self.num_tokens += 1
+            new_text = self._tokens.append(token_ids)
+            return self._give(self._matcher.feed(new_text, may_match=self.num_tokens > self._min_tokens))
         pieces = []
         for token_id in token_ids:
             if self._matcher.matched is not None:

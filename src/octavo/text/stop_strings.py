@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +19,7 @@ class StopAutomaton:
     Immutable, so that all sequences with the same stop strings share one.
     """
 
-    __slots__ = ("_completes", "_depth", "_fallback", "_next")
+    __slots__ = ("_completes", "_depth", "_fallback", "_next", "begins_in")
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
@@ -28,6 +29,30 @@ class StopAutomaton:
             self._insert(text)
         self._fallback = [0] * len(self._next)
         self._link()
+        # Whether, and where, a text has the first character of any of them.
+        self.begins_in = re.compile("|".join(map(re.escape, self._next[0]))).search
+
+    def read(self, state: int, text: str, *, may_match: bool) -> tuple[int, int]:
+        """Read a text from a state on, up to the first character that completes a stop string, if it may match.
+
+        Returns:
+            The state reached, and how many characters were read.
+        """
+        following, fallback, completes, place = self._next, self._fallback, self._completes, 0
+        while place < len(text):
+            if not state:
+                # Most text has no beginning of a stop string.
+                if (found := self.begins_in(text, place)) is None:
+                    return 0, len(text)
+                place = found.start()
+            character = text[place]
+            place += 1
+            while state and character not in following[state]:
+                state = fallback[state]
+            state = following[state].get(character, 0)
+            if may_match and completes[state]:
+                break
+        return state, place
 
     def advance(self, state: int, character: str) -> int:
         """Return the state after one more character."""
@@ -102,14 +127,16 @@ class StopStringMatcher:
         """
         if self.matched is not None:
             return ""
-        automaton, state = self._automaton, self._state
+        automaton = self._automaton
+        if not self._state and not automaton.begins_in(text):
+            return text
         pending = self._held + text
-        for end, character in enumerate(text, start=len(self._held) + 1):
-            state = automaton.advance(state, character)
-            if may_match and (completed := automaton.completed(state)):
-                self.matched = completed
-                self._held = ""
-                return pending[: end if self._keep else end - len(completed)]
+        state, num_read = automaton.read(self._state, text, may_match=may_match)
+        if may_match and num_read and (completed := automaton.completed(state)):
+            self.matched = completed
+            end = len(self._held) + num_read
+            self._held = ""
+            return pending[: end if self._keep else end - len(completed)]
         self._state = state
         safe = len(pending) - automaton.num_held(state)
         self._held = pending[safe:]
