@@ -243,17 +243,14 @@ def test_logits_asked_for_in_slices_are_those_of_one_pass_and_no_more_are_made_a
     ids = random_sequences(VOCAB, [24])[0]
     rows = torch.tensor([23, *range(20)])
     made: list[int] = []
-
-    def step() -> tuple[Any, ...]:
-        paged = PagedSequences(bridge.kv_layers, 4, 1, 24)
-        return ids, paged.step({0: 24}), paged.kv, ReferenceAttention(), rows
-
     with torch.inference_mode():
-        at_once = bridge.forward(*step())
+        caches = [PagedSequences(bridge.kv_layers, 4, 1, 24) for _ in range(2)]
+        whole, in_part = [(ids, paged.step({0: 24}), paged.kv, ReferenceAttention(), rows) for paged in caches]
+        at_once = bridge.forward(*whole)
         bridge._model.get_output_embeddings().register_forward_hook(
             lambda module, inputs, output: made.append(output.shape[-2])
         )
-        now, later = bridge.forward_in_part(*step(), num_now=1, num_logits=len(rows))
+        now, later = bridge.forward_in_part(*in_part, num_now=1, num_logits=len(rows))
         slices = [later.logits(first, min(first + 6, 21)) for first in range(1, 21, 6)]
     torch.testing.assert_close(torch.cat([now, *slices]), at_once, atol=1e-4, rtol=1e-4)
     assert made == [1, 6, 6, 6, 2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from array import array
+from typing import Any
 
 from octavo.request import Sequence, SequenceId
 from octavo.scheduler.plan import DRAWN, SamplingSnapshot, SequenceForked, StepPlan
@@ -36,6 +38,28 @@ def shares(plan: StepPlan) -> dict[str, int]:
     return {seq.request.request_id: n for seq, n in zip(sequences(plan), plan.lengths, strict=True)}
 
 
+# What a plan is made of, besides numbers, strings and tuples.
+PLAIN = {
+    *(("array", name) for name in ("array", "_array_reconstructor")),
+    ("octavo.kvcache.block", "BlockCopy"),
+    ("octavo.kvcache.host_transfers", "BlockTransfer"),
+    ("octavo.sampling_params", "SamplingParams"),
+    *(
+        ("octavo.scheduler.plan", name)
+        for name in ("NewSequence", "PromptScores", "PromptPool", "SamplingSnapshot", "SequenceDropped")
+    ),
+    *(("octavo.scheduler.plan", name) for name in ("SequenceForked", "StepPlan", "TableDelta")),
+}
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Refuses what is no plain value: a live sequence, a request, a view of a table."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) in PLAIN, f"a plan holds a {name} of {module}"
+        return super().find_class(module, name)
+
+
 class ToldRunner:
     """What a runner knows that keeps no more than plans say; every plan reaches it through a pickle."""
 
@@ -45,7 +69,7 @@ class ToldRunner:
         self.counted: dict[SequenceId, list[int]] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        copied = pickle.loads(pickle.dumps(plan))
+        copied = PlainUnpickler(io.BytesIO(pickle.dumps(plan))).load()
         assert copied == plan
         plan = copied
         if plan.reset:
