@@ -19,6 +19,7 @@ from typing import Any
 import redis
 from blake3 import blake3
 from redis.backoff import NoBackoff
+from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from octavo.errors import ConfigError
@@ -32,6 +33,15 @@ TIMEOUT_SECONDS = 1.0
 """Timeout of connecting and of each answer, unless the URL has `?socket_timeout=…&socket_connect_timeout=…`."""
 
 _SIGNATURE_BYTES = 32
+
+
+def _encoded(argument: bytes | memoryview | str | int) -> bytes | memoryview:
+    return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
+
+
+# The client's packer in Python sends a large value as it is. The one in C, its default with hiredis, copies it first,
+# which took 0.6 of the 0.9 ms of writing a block of 368,640 bytes.
+_PACKER = PythonRespSerializer(6000, _encoded)
 
 
 class RemoteMedium:
@@ -68,6 +78,7 @@ class RemoteMedium:
                 socket_timeout=TIMEOUT_SECONDS,
                 socket_connect_timeout=TIMEOUT_SECONDS,
                 retry=Retry(NoBackoff(), 0),
+                command_packer=_PACKER,
             )
             self._redis.ping()
         except (redis.ConnectionError, redis.TimeoutError) as error:
