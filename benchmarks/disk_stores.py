@@ -1,6 +1,6 @@
-"""Compare the slab store with a file for each block, SQLite and LMDB, for the same blocks on the same disk.
+"""Compare the slab store with a file for each block, SQLite, LMDB and RocksDB, for the same blocks on the same disk.
 
-    pip install lmdb
+    pip install lmdb rocksdict
     python benchmarks/disk_stores.py [--blocks 1000] [--rounds 3] [--dir .] [--out benchmarks/results]
 
 One thread stores blocks of SmolLM2-135M, one after the other, reads all in random order with the system's cache
@@ -106,6 +106,34 @@ class Lmdb(_Values):
         self._base.close()
 
 
+class RocksDb(_Values):
+    """A log-structured merge tree with large values in files of their own, without a write-ahead log or compression."""
+
+    def __init__(self, folder: Path) -> None:
+        rocks: Any = importlib.import_module("rocksdict")
+        options = rocks.Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_compression_type(rocks.DBCompressionType.none())
+        options.set_enable_blob_files(True)
+        options.set_enable_blob_gc(True)
+        self._base = rocks.Rdict(str(folder), options)
+        writing = rocks.WriteOptions()
+        writing.disable_wal = True
+        self._base.set_write_options(writing)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self._base[key] = value
+
+    def get(self, key: bytes) -> Any:
+        return self._base.get(key)
+
+    def remove(self, key: bytes) -> None:
+        del self._base[key]
+
+    def close(self) -> None:
+        self._base.close()
+
+
 def slabs(num_blocks: int) -> Callable[[Path], Any]:
     """Return the slab store with as many slots, so that what is replaced is evicted."""
     size = SlabLayout(BLOCK_BYTES, num_blocks).slab_bytes
@@ -183,6 +211,7 @@ def main() -> None:
         "a file for each block": lambda folder: BlockFiles(folder, FINGERPRINT),
         "SQLite": Sqlite,
         "LMDB": Lmdb,
+        "RocksDB": RocksDb,
     }
     rounds: dict[str, list[dict[str, list[float]]]] = {name: [] for name in media}
     for number in range(options.rounds):
