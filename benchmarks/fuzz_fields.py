@@ -155,7 +155,8 @@ def _item(v: Values) -> dict[str, Any]:
         lambda v: {"type": "item_reference", "id": v.rng.choice([STORED_ITEM, STORED_ITEM, "msg_x"])},
         lambda v: {"id": STORED_ITEM},
     ]
-    return v.rng.choices(kinds, [6, 3, 1, 1, 1, 1, 1])[0](v)
+    item: dict[str, Any] = v.rng.choices(kinds, [6, 3, 1, 1, 1, 1, 1])[0](v)
+    return item
 
 
 def _template_variables(v: Values) -> dict[str, Any]:
@@ -270,7 +271,13 @@ def _json(v: Values) -> Any:
 
 
 def _structured_outputs(v: Values) -> dict[str, Any]:
-    kinds = {"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar, "json_object": Values.maybe}
+    kinds: dict[str, Maker] = {
+        "json": _json,
+        "regex": _regex,
+        "choice": _choice,
+        "grammar": _grammar,
+        "json_object": Values.maybe,
+    }
     name = v.rng.choice(list(kinds))
     options = {}
     if v.maybe(0.2):
