@@ -14,12 +14,14 @@ from octavo.limits import DEFAULT_LIMITS as LIMITS
 from octavo.server.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 # Weights of the paths; a path that the server gains and that is not here is a `KeyError` in `ENDPOINTS`.
 WEIGHTS = {
     COMPLETIONS: 6,
     CHAT: 5,
     RESPONSES: 4,
+    INPUT_TOKENS: 1,
     MESSAGES: 3,
     COUNT_TOKENS: 1,
     "/v1/embeddings": 2,
@@ -336,11 +338,12 @@ MAKERS: dict[str, Maker] = {
     "output_format": _flat_format,
     "system": lambda v: v.text() if v.maybe() else _parts(v),
     "truncation": lambda v: v.rng.choice(["auto", "disabled", "x"]),
+    "cache_control": _cache_control,
     "encoding_format": lambda v: v.rng.choice(["float", "base64"]),
 }
 OF_PATH: dict[tuple[str, str], Maker] = {
-    (RESPONSES, "input"): _items,
-    (RESPONSES, "tools"): _flat_tools,
+    **{(path, "input"): _items for path in (RESPONSES, INPUT_TOKENS)},
+    **{(path, "tools"): _flat_tools for path in (RESPONSES, INPUT_TOKENS)},
     **{(path, "messages"): _anthropic_messages for path in (MESSAGES, COUNT_TOKENS)},
     **{(path, "tools"): _anthropic_tools for path in (MESSAGES, COUNT_TOKENS)},
     **{(path, "tool_choice"): _anthropic_tool_choice for path in (MESSAGES, COUNT_TOKENS)},
@@ -358,5 +361,5 @@ RARE = {
     *("guided_whitespace_pattern", "model", "stream_options", "use_beam_search", "prompt_logprobs", "priority"),
     *("continue_final_message", "tool_choice", "previous_response_id", "truncate_prompt_tokens", "output_format"),
     *("top_logprobs", "dimensions", "allowed_token_ids", "text", "output_config"),
-    *("length_penalty", "early_stopping", "best_of", "stop", "truncation"),
+    *("cache_control", "length_penalty", "early_stopping", "best_of", "stop", "truncation"),
 }

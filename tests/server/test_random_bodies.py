@@ -23,6 +23,7 @@ METHODS = {
     "/v1/completions": "completion",
     "/v1/chat/completions": "chat",
     "/v1/responses": "response",
+    "/v1/responses/input_tokens": "response",
     "/v1/messages": "message",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/embeddings": "embedding",
