@@ -75,20 +75,9 @@ class InputProcessor:
         """
         if context.pooling is not None:
             params = _EMBEDDING
-        self.config.check_sampling(params)
-        self.config.check_structured_outputs(params.structured_outputs)
         self.config.check_context(context.priority, context.cache_salt)
+        bad_word_ids = self._check_params(params)
         token_ids = self._tokenize(prompt, add_special_tokens)
-        check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
-        check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
-        check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
-        bad_word_ids = self._bad_word_ids(params.bad_words)
-        self._check_choice(params, bad_word_ids)
-        if params.use_beam_search and params.num_sequences > self.vocab_size:
-            raise RequestError(
-                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
-                param=params.width_param,
-            )
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._longest_output(len(token_ids), context.tenant)
@@ -119,6 +108,22 @@ class InputProcessor:
             request.grammar = self._compile(params.structured_outputs)
         self.scheduler.kv.holdings.hash_prompt(request)
         return request
+
+    def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""
+        self.config.check_sampling(params)
+        self.config.check_structured_outputs(params.structured_outputs)
+        check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
+        check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
+        check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
+        bad_word_ids = self._bad_word_ids(params.bad_words)
+        self._check_choice(params, bad_word_ids)
+        if params.use_beam_search and params.num_sequences > self.vocab_size:
+            raise RequestError(
+                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
+                param=params.width_param,
+            )
+        return bad_word_ids
 
     def _check_choice(self, params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> None:
         """Refuse parameters that leave no token to draw."""

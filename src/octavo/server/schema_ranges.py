@@ -34,45 +34,74 @@ def unsupported() -> Schema:
 
 def field_ranges(server: Described) -> Mapping[str, Schema]:
     """Return ranges by field name, in any body: what to add to the alternatives of its schema that have a type."""
-    limits = server.limits
-    token_id = {"type": "integer", "minimum": 0, "maximum": server.vocab_size - 1}
-    length = {"type": "integer", "minimum": 1, "maximum": server.max_model_len}
-    text = {"type": "string", "minLength": 1}
-    ids = {"type": "array", "minItems": 1, "items": token_id}
-    prompts = [text, {"type": "array", "minItems": 1, "maxItems": limits.max_body_prompts, "items": text}, ids]
-    prompts.append({"type": "array", "minItems": 1, "maxItems": limits.max_body_prompts, "items": ids})
-    stop = {**text, "maxLength": limits.max_stop_string_length}
-    name = {"string": {"maxLength": limits.max_name_length}}
-    logprobs = {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}}
-    count = {"integer": {"minimum": 1, "maximum": limits.max_n}}
-    unit = {"number": {"minimum": 0, "maximum": 1}}
-    penalty = {"number": {"minimum": -2, "maximum": 2}}
-    some = {"minItems": 1}
     return {
-        "model": name,
-        "user": name,
-        "service_tier": name,
-        "safety_identifier": name,
-        "prompt_cache_key": name,
-        "prompt_cache_retention": name,
-        "guided_decoding_backend": name,
-        "reasoning_effort": name,
-        "prompt": {"any": {"anyOf": prompts}},
-        "input": {"any": {"anyOf": prompts}},
-        "messages": {"array": {**some, "maxItems": limits.max_messages, "items": message(limits)}},
+        **_names(server.limits),
+        **_inputs(server),
+        **_lengths(server),
+        **_sampling(server.limits),
+        **_strings_and_tokens(server),
+        "priority": {"integer": {"minimum": -server.limits.max_priority, "maximum": server.limits.max_priority}},
+        "cache_salt": {"string": {"maxLength": server.limits.max_cache_salt_length}},
+        "dimensions": {"integer": {"minimum": server.hidden_size, "maximum": server.hidden_size}},
+        "modalities": {"array": {"items": {"const": "text"}}},
+        "truncation": {"string": {"enum": ["auto", "disabled"]}},
+        "response_format": {"object": response_format()},
+    }
+
+
+def _names(limits: RequestLimits) -> dict[str, Schema]:
+    """Return ranges of fields that hold a name or an identifier."""
+    fields = (
+        *("model", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        *("guided_decoding_backend", "reasoning_effort"),
+    )
+    return {field: {"string": {"maxLength": limits.max_name_length}} for field in fields}
+
+
+def _inputs(server: Described) -> dict[str, Schema]:
+    """Return ranges of what a model reads: prompts, messages, tools."""
+    limits = server.limits
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "items": _token_id(server)}
+
+    def several(item: Schema) -> Schema:
+        return {"type": "array", "minItems": 1, "maxItems": limits.max_body_prompts, "items": item}
+
+    prompts = {"any": {"anyOf": [text, several(text), ids, several(ids)]}}
+    return {
+        "prompt": prompts,
+        "input": prompts,
+        "messages": {"array": {"minItems": 1, "maxItems": limits.max_messages, "items": message(limits)}},
         "tools": {"array": {"maxItems": limits.max_tools}},
-        "tokens": {"array": {"items": token_id}},
-        "n": count,
-        "best_of": count,
-        "max_tokens": {"integer": length, "or": {"const": -1}},
-        "max_completion_tokens": {"integer": length, "or": {"const": -1}},
+        "tokens": {"array": {"items": _token_id(server)}},
+    }
+
+
+def _lengths(server: Described) -> dict[str, Schema]:
+    """Return ranges of numbers of tokens."""
+    length = {"type": "integer", "minimum": 1, "maximum": server.max_model_len}
+    unlimited = {"const": -1}
+    return {
+        "max_tokens": {"integer": length, "or": unlimited},
+        "max_completion_tokens": {"integer": length, "or": unlimited},
         "max_output_tokens": {"integer": length},
         "min_tokens": {"integer": {"minimum": 0}},
-        "truncate_prompt_tokens": {"integer": length, "or": {"const": -1}},
+        "truncate_prompt_tokens": {"integer": length, "or": unlimited},
+    }
+
+
+def _sampling(limits: RequestLimits) -> dict[str, Schema]:
+    """Return ranges of the numbers that say how tokens are drawn, how many completions, and with which logprobs."""
+    penalty = {"number": {"minimum": -2, "maximum": 2}}
+    count = {"integer": {"minimum": 1, "maximum": limits.max_n}}
+    logprobs = {"integer": {"minimum": 0, "maximum": MAX_LOGPROBS}}
+    return {
+        "n": count,
+        "best_of": count,
         "temperature": {"number": {"minimum": 0}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
         "top_k": {"integer": {"minimum": -1}},
-        "min_p": unit,
+        "min_p": {"number": {"minimum": 0, "maximum": 1}},
         "repetition_penalty": {"number": {"exclusiveMinimum": 0}},
         "presence_penalty": penalty,
         "frequency_penalty": penalty,
@@ -81,18 +110,21 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
         "logprobs": logprobs,
         "top_logprobs": logprobs,
         "prompt_logprobs": logprobs,
-        "priority": {"integer": {"minimum": -limits.max_priority, "maximum": limits.max_priority}},
-        "cache_salt": {"string": {"maxLength": limits.max_cache_salt_length}},
-        "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
-        "stop_sequences": {"array": {"maxItems": limits.max_stop_strings, "items": stop}},
+    }
+
+
+def _strings_and_tokens(server: Described) -> dict[str, Schema]:
+    """Return ranges of the strings and tokens that end an output, are kept out of it or become likelier."""
+    limits, token_id = server.limits, _token_id(server)
+    stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_length}
+    stops = {"maxItems": limits.max_stop_strings, "items": stop}
+    bad_word = {"type": "string", "minLength": 1, "maxLength": limits.max_bad_word_length}
+    return {
+        "stop": {"string": stop, "array": stops},
+        "stop_sequences": {"array": stops},
         "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": token_id}},
-        "allowed_token_ids": {"array": {**some, "maxItems": limits.max_allowed_token_ids, "items": token_id}},
-        "bad_words": {
-            "array": {
-                "maxItems": limits.max_bad_words,
-                "items": {**text, "maxLength": limits.max_bad_word_length},
-            }
-        },
+        "allowed_token_ids": {"array": {"minItems": 1, "maxItems": limits.max_allowed_token_ids, "items": token_id}},
+        "bad_words": {"array": {"maxItems": limits.max_bad_words, "items": bad_word}},
         "logit_bias": {
             "object": {
                 "maxProperties": limits.max_logit_bias,
@@ -100,11 +132,11 @@ def field_ranges(server: Described) -> Mapping[str, Schema]:
                 "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             }
         },
-        "dimensions": {"integer": {"minimum": server.hidden_size, "maximum": server.hidden_size}},
-        "modalities": {"array": {"items": {"const": "text"}}},
-        "truncation": {"string": {"enum": ["auto", "disabled"]}},
-        "response_format": {"object": response_format()},
     }
+
+
+def _token_id(server: Described) -> Schema:
+    return {"type": "integer", "minimum": 0, "maximum": server.vocab_size - 1}
 
 
 def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:

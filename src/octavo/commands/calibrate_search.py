@@ -1,0 +1,190 @@
+"""`octavo calibrate --search`: look for a table of codecs, and compare it with the uniform ones."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo import __version__
+from octavo.attention import make_backend
+from octavo.bench import report
+from octavo.calibration.scales import calibrate
+from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
+from octavo.calibration.text import Text, windows_of
+from octavo.commands.calibration_model import loaded
+from octavo.errors import ConfigError
+from octavo.kvcache.codec_table import write_table
+from octavo.kvcache.formats import KV_FORMATS
+from octavo.runner.runner import ModelRunner
+
+_BLOCK_SIZE = 16
+_HELD_OUT = 4  # times as many windows as the calibration uses, from the other half of the text
+_DECIDE = 3  # number of windows between two of the search, which decide between the tables that it found
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A table of codecs and the uniform codecs, on the text of the search and on text held out from it.
+
+    Attributes:
+        model: the model's name.
+        found: the table.
+        uniform: the uniform codecs made of the candidates.
+        losses: for each codec its loss on both texts; the table comes last.
+        sizes: bytes per token of each codec.
+        plain: perplexity on the held-out text with an unquantised cache.
+        tokens: tokens of both texts.
+    """
+
+    model: str
+    found: Found
+    uniform: list[str]
+    losses: dict[str, tuple[Loss, Loss]]
+    sizes: dict[str, int]
+    plain: float
+    tokens: tuple[int, int]
+
+    @property
+    def same_bytes(self) -> list[str]:
+        """The uniform codecs that take as many bytes as the table."""
+        return [name for name in self.uniform if self.sizes[name] == self.sizes[self.found.dtype]]
+
+
+def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+    """Search, write the table and print the comparison."""
+    if "kv_cache_dtype" in options:
+        raise ConfigError("--search looks for a table of codecs: leave out --kv-cache-dtype, give --candidates")
+    compared = _compare(args, options, text)
+    path = Path(args.output or "kv_cache_table.toml")
+    formats = compared.found.formats
+    write_table(
+        path,
+        [format.keys.name for format in formats],
+        [format.values.name for format in formats],
+        compared.model,
+        _measured(compared, text.name),
+    )
+    print(report.as_json_line(_as_json(compared, path)) if args.json else _as_text(compared, path))
+    return 0
+
+
+def _compare(args: argparse.Namespace, options: dict[str, Any], text: Text) -> Comparison:
+    """Search for a table on the first half of the text, and measure codecs on it and on windows of the second half."""
+    candidates = args.candidates.split(",")
+    check_candidates(candidates)
+    with loaded(options, length := args.window or 256) as (llm, runner):
+        tokens = llm.tokenizer.encode(text.content)
+        half, count = len(tokens) // 2, args.windows or 2
+        pieces = windows_of(tokens[:half], (1 + _DECIDE) * count, length, f"the first half of {text.name}")
+        others = [piece for index, piece in enumerate(pieces) if index % (1 + _DECIDE)] or pieces
+        seen, decide = _probe(runner, pieces[:: 1 + _DECIDE]), _probe(runner, others)
+        found = search(
+            seen, runner.model.kv_layers, candidates, args.bits, decide=decide, exchanges=args.exchanges, say=_say
+        )
+        held = _probe(runner, windows_of(tokens[half:], _HELD_OUT * count, length, f"the second half of {text.name}"))
+        uniform = _uniform(candidates)
+        losses = {name: (seen.loss(name), held.loss(name)) for name in uniform}
+        if nearest := _nearest(seen, found.dtype, uniform):
+            scales = None
+            if KV_FORMATS[nearest].calibrated:
+                scales = calibrate(
+                    runner.model, runner.attention, nearest, seen.windows, method="mse", percentile=args.percentile
+                ).scales
+            losses[nearest] = seen.loss(nearest, scales), held.loss(nearest, scales)
+        losses.pop(found.dtype, None)  # the last row is the table's
+        losses[found.dtype] = found.loss, held.loss(found.dtype)
+        return Comparison(
+            model=llm.core.config.model,
+            found=found,
+            uniform=uniform,
+            losses=losses,
+            sizes={name: seen.bytes_per_token(name) for name in losses},
+            plain=held.plain.perplexity,
+            tokens=(seen.tokens, held.tokens),
+        )
+
+
+def _probe(runner: ModelRunner, pieces: list[list[int]]) -> Probe:
+    device = runner.model.device
+    return Probe(runner.model, lambda: make_backend(runner.attention.name, device), pieces, _BLOCK_SIZE)
+
+
+def _as_json(compared: Comparison, path: Path) -> dict[str, Any]:
+    rows = [
+        {
+            "kv_cache_dtype": name,
+            "bytes_per_token": compared.sizes[name],
+            "text": asdict(ours),
+            "held_out": asdict(theirs),
+        }
+        for name, (ours, theirs) in compared.losses.items()
+    ]
+    found = {"file": str(path), "bits": compared.found.bits, "same_bytes": compared.same_bytes, "codecs": rows}
+    return {"calibrate": "search", "version": __version__, **found}
+
+
+def _as_text(compared: Comparison, path: Path) -> str:
+    found, (seen, held) = compared.found, compared.tokens
+    heading = ("KV cache", "bytes a token", "KL", "KL held out", "perplexity held out", "top-1 held out")
+    rows: list[tuple[str, ...]] = [("unquantised", "", "", "", f"{compared.plain:.3f}", "")]
+    rows += [
+        (
+            "the table" if name == found.dtype and name not in compared.uniform else name,
+            str(compared.sizes[name]),
+            f"{ours.kl:.5f}",
+            f"{theirs.kl:.5f}",
+            f"{theirs.perplexity:.3f}",
+            f"{100 * theirs.agreement:.1f} %",
+        )
+        for name, (ours, theirs) in compared.losses.items()
+    ]
+    lines = [
+        f"a table of {found.bits:.2f} bits a number; losses over {seen:,} tokens, {held:,} held out",
+        *report.columns(heading, rows),
+        f"written to {path}: give --kv-cache-dtype {path}",
+    ]
+    return "\n".join(lines)
+
+
+def _uniform(candidates: list[str]) -> list[str]:
+    """Return the uniform codecs with which a table of the candidates can be compared."""
+    return [name for name, format in KV_FORMATS.items() if {format.keys.name, format.values.name} <= set(candidates)]
+
+
+def _nearest(probe: Probe, dtype: str, known: list[str]) -> str | None:
+    """Return the smallest other codec that takes at least as many bytes as a cache in `dtype`; None if none does."""
+    others = [name for name, format in KV_FORMATS.items() if not format.plain and name not in known]
+    least = probe.bytes_per_token(dtype)
+    return min(
+        (name for name in others if probe.bytes_per_token(name) >= least), key=probe.bytes_per_token, default=None
+    )
+
+
+def _measured(compared: Comparison, text: str) -> list[str]:
+    """Return the measurements as lines of TOML."""
+    found, sizes = compared.found, compared.sizes
+    lines = [
+        f'text = "{text}"'.replace("\\", "\\\\"),
+        f"tokens = {compared.tokens[0]}",
+        f"tokens_held_out = {compared.tokens[1]}",
+        f"bits = {found.bits:.4f}",
+        f"predicted_kl = {found.predicted:.6f}",
+        f"bytes_per_token = {sizes[found.dtype]}",
+    ]
+    lines += [
+        f"added_kl_in_{name.replace('/', '_')} = [{', '.join(f'{cost[name]:.6f}' for cost in found.costs)}]"
+        for name in list(found.costs[0])[1:]
+    ]
+    for name, (ours, held) in compared.losses.items():
+        title = "table" if name == found.dtype else name
+        lines += ["", f"[measured.{title}]", f"bytes_per_token = {sizes[name]}", f"kl = {ours.kl:.6f}"]
+        lines += [f"kl_held_out = {held.kl:.6f}", f"perplexity_held_out = {held.perplexity:.4f}"]
+        lines += [f"top1_held_out = {held.agreement:.4f}"]
+    return lines
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
