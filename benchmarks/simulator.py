@@ -2,6 +2,12 @@
 
     python benchmarks/simulator.py --output benchmarks/results/simulator    # eight minutes; the machine must be idle
 
+In pieces, where a machine is idle for shorter: the rows of each are added to those that OUTPUT.json has.
+
+    octavo calibrate-speed smollm2 --num-blocks 2049 --max-model-len 2048 --max-num-seqs 64 --output speed.json
+    python benchmarks/simulator.py --speed speed.json --shares 0.3,0.6 --output OUT
+    python benchmarks/simulator.py --speed speed.json --shares 0.8,closed --output OUT --add
+
 Three layers, each reported whatever it shows:
 
     1  recorded plans of the runs: the mean absolute error of a step's predicted time (goal: at most 5 %)
@@ -49,7 +55,7 @@ from octavo.simulator.speed import Speed
 from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Traffic
 
 MODEL = "smollm2"
-SHARES = (0.3, 0.6, 0.8, 0.95)
+SHARES = "0.3,0.6,0.8,0.95,closed"
 ENGINE = {"num_blocks": 2049, "max_model_len": 2048, "max_num_seqs": 64}
 CRAMPED = {**ENGINE, "num_blocks": 257, "swap_space": 0}
 PERCENTILES = ("p50", "p90", "p99")
@@ -331,7 +337,8 @@ def main() -> None:
     parser.add_argument("--speed", help="as calibrate-speed wrote it; default: measured now")
     parser.add_argument("--seconds", type=float, default=80.0, help="of the calibration")
     parser.add_argument("--run-seconds", type=float, default=50.0, help="of arrivals in each run")
-    parser.add_argument("--shares", default=",".join(map(str, SHARES)), help="of saturation")
+    parser.add_argument("--shares", default=SHARES, help="of saturation, and the closed loop (default: %(default)s)")
+    parser.add_argument("--add", action="store_true", help="keep the rows that OUTPUT.json has of other shares")
     parser.add_argument("--output", help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     arguments = parser.parse_args()
     if arguments.output:
@@ -341,17 +348,20 @@ def main() -> None:
     else:
         speed = calibrate(serve_argv(), arguments.seconds, find_shape(MODEL).vocab_size)
     rate = saturation(speed, 150)
-    result: dict[str, Any] = {
-        "machine": report.machine(),
-        "saturation": rate,
-        "at_once": run_at_once(speed),
-        "rows": [],
-    }
+    result: dict[str, Any] = {"machine": report.machine(), "saturation": rate, "at_once": run_at_once(speed)}
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for share in map(float, arguments.shares.split(",")):
-            count = max(FEWEST, round(share * rate * arguments.run_seconds))
-            result["rows"].append(run_open_loop(speed, share, rate, count, Path(folder)))
-        result["rows"].append(run_closed_loop(speed, rate, arguments.run_seconds, Path(folder)))
+        for share in arguments.shares.split(","):
+            if share == "closed":
+                rows.append(run_closed_loop(speed, rate, arguments.run_seconds, Path(folder)))
+            else:
+                count = max(FEWEST, round(float(share) * rate * arguments.run_seconds))
+                rows.append(run_open_loop(speed, float(share), rate, count, Path(folder)))
+    if arguments.add:
+        names = {row["name"] for row in rows}
+        before = json.loads(Path(arguments.output).with_suffix(".json").read_text())["rows"]
+        rows = [row for row in before if row["name"] not in names] + rows
+    result["rows"] = sorted(rows, key=lambda row: ("users" in row, row["share"]))
     print(as_markdown(result))
     if arguments.output:
         stem = Path(arguments.output)

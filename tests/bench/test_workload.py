@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,23 @@ def test_lengths_are_drawn_from_what_was_written(text: str, low: int, high: int)
 def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="uniform:16-512"):
         Lengths.parse(text)
+
+
+def test_lengths_are_drawn_from_a_file(tmp_path: Path) -> None:
+    (path := tmp_path / "lengths").write_text("7 7\n31\n")
+    lens, rng = Lengths.parse(f"file:{path}"), random.Random(1)
+    drawn = [lens.draw(rng) for _ in range(300)]
+    assert set(drawn) == {7, 31}
+    assert 160 < drawn.count(7) < 240
+
+
+@pytest.mark.parametrize("text", ["", "7 0", "7 x", "7 99999999999999999999"])
+def test_a_file_that_holds_no_lengths_is_refused_with_its_name(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "lengths").write_text(text)
+    with pytest.raises(ConfigError, match=str(path)):
+        Lengths.parse(f"file:{path}")
+    with pytest.raises(ConfigError, match="No such file"):
+        Lengths.parse(f"file:{path}.gone")
 
 
 def test_random_workloads_depend_on_the_seed_alone() -> None:

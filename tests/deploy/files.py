@@ -39,3 +39,8 @@ def dashboard_queries() -> list[str]:
 def metric_names(query: str) -> set[str]:
     """The metrics that a query selects: ours, the process's and `up`."""
     return set(re.findall(r"(?<![\w:])(?:(?:vllm|octavo):\w+|process_\w+|up(?=\{))", query))
+
+
+def with_tiers(folder: Path) -> dict[str, Any]:
+    """Engine options of a server that has every kind of series."""
+    return {"kv_host_memory": 1 << 20, "kv_disk": str(folder)}

@@ -12,10 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.cli import build_parser
-from octavo.observe.metrics import MetricsPage
-from octavo.observe.stats import EngineStats
-from octavo.tiers.files import BlockFiles
-from octavo.tiers.store import Store
 from tests.deploy.files import (
     DASHBOARD,
     DEPLOY,
@@ -27,20 +23,20 @@ from tests.deploy.files import (
     dashboard_queries,
     load,
     metric_names,
+    with_tiers,
 )
+from tests.server.real_engine import real_server
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=HOW_TO_GET_IT)
 
 
-@pytest.fixture
-def exported(tmp_path: Path) -> set[str]:
-    """The names of all series of /metrics, those of a store among them, and `up`, which Prometheus adds."""
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of all series of a server with tiers that has served a request, and `up`, which Prometheus adds."""
     names = {"up"}
-    stats = EngineStats(max_model_len=64)
-    store = Store(BlockFiles(tmp_path, b"f" * 16))
-    stats.stores = (store,)
-    text = MetricsPage(stats, "m").render()[0].decode()
-    store.close()
+    with real_server(**with_tiers(tmp_path_factory.mktemp("disk"))) as server:
+        server.complete([5, 6, 7], max_tokens=1)
+        text = server.client.get("/metrics").text
     for family in text_string_to_metric_families(text):
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
         names |= {family.name + suffix for suffix in suffixes}

@@ -36,6 +36,10 @@ class Page:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._call("Page.navigate", url=url)
 
+    def prefer_dark(self, dark: bool) -> None:
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
+
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is on the page; a promise is awaited."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -99,6 +103,7 @@ def chromium() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         shell = f'exec "$0" "$@" 3<&{their_in} 4>&{their_out}'
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}")
+        flags += ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
         browser = subprocess.Popen(
             ["/bin/bash", "-c", shell, EXECUTABLE, *flags],
             pass_fds=(their_in, their_out),

@@ -165,8 +165,10 @@ def test_the_colours_differ_for_the_colour_blind() -> None:
         found = re.search(rf"const {name} = (\[.*?\]);", script)
         assert found is not None
         colours = [json.loads(found[1])[i] for i in shown]
+        dark = re.search(r'DARK_FREE = "(.*?)"', script)
+        assert dark is not None
         for sight, matrix in SIGHT.items():
-            for one, other in itertools.combinations(colours, 2):
+            for one, other in itertools.combinations([*colours, dark[1]], 2):
                 assert np.linalg.norm(_lab(one, matrix) - _lab(other, matrix)) > 12, (sight, one, other)
 
 
@@ -323,6 +325,27 @@ def test_a_browser_draws_the_page_and_follows_a_run(real: RealServer, page: Page
     page.press("ArrowRight")
     page.press("Enter")
     page.wait_for("document.getElementById('details').textContent.includes('Block 2')")
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_free_blocks_are_dark_where_the_browser_is(real: RealServer, page: Page) -> None:
+    page.prefer_dark(True)
+    try:
+        page.open(real.url)
+        page.wait_for("typeof spec === 'object' && spec !== null && codes.length === 65")
+        page.value("codes.fill(0); paint()")
+        assert page.value("painted[1] === pixelOf(DARK_FREE)")
+        page.prefer_dark(False)
+        page.wait_for("(paint(), painted[1] === STATE_PIXELS[codes[1]])")
+    finally:
+        page.prefer_dark(False)
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)
+def test_the_share_of_the_cache_in_use_counts_what_requests_hold(real: RealServer, page: Page) -> None:
+    page.open(real.url)
+    page.wait_for("typeof take === 'function'")
+    assert page.value("share([0, 0, 1, 2, 3])") == 0.25, "free, cached, pinned and active, without the null block"
 
 
 @pytest.mark.skipif(EXECUTABLE is None, reason=HOW_TO_GET_IT)

@@ -6,8 +6,10 @@ import itertools
 import math
 import random
 import re
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from octavo.errors import ConfigError
 
@@ -99,11 +101,15 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Parse '128', 'uniform:16-512' (inclusive) or 'lognormal:148,0.8' (median, sigma of the logarithm).
+        """Parse '128', 'uniform:16-512' (inclusive), 'lognormal:148,0.8' (median, sigma of the logarithm) or
+        'file:PATH' (whole numbers between white space, of which each is equally likely).
 
         Raises:
-            ConfigError: the text has none of these forms, or a length is not positive.
+            ConfigError: the text has none of these forms, a length is not positive, or the file cannot be read.
         """
+        if text.startswith("file:"):
+            lengths = _lengths_in(Path(text.removeprefix("file:")))
+            return cls(text, lambda rng: rng.choice(lengths))
         number = r"[0-9]+(?:\.[0-9]+)?"
         if match := re.fullmatch(r"[1-9][0-9]*", text):
             fixed = int(text)
@@ -115,7 +121,19 @@ class Lengths:
         if (match := re.fullmatch(rf"lognormal:({number}),({number})", text)) and float(match[1]) > 0:
             mu, sigma = math.log(float(match[1])), float(match[2])
             return cls(text, lambda rng: max(1, int(rng.lognormvariate(mu, sigma))))
-        raise ConfigError(f"cannot read {text!r} as lengths: write 128, uniform:16-512 or lognormal:148,0.8")
+        raise ConfigError(f"cannot read {text!r} as lengths: write 128, uniform:16-512, lognormal:148,0.8 or file:PATH")
+
+
+def _lengths_in(path: Path) -> array[int]:
+    try:
+        lengths = array("q", map(int, path.read_text().split()))
+    except OSError as error:
+        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} must hold whole numbers and white space: {error}") from error
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"{path} must hold at least one length, and none below 1")
+    return lengths
 
 
 def random_workload(

@@ -38,7 +38,8 @@ def add_length_options(group: argparse._ArgumentGroup, of: str = "", *, input_le
         "--input-len",
         default=input_len,
         metavar="LENGTHS",
-        help=f"prompt tokens{of}: 128, uniform:16-512 or lognormal:MEDIAN,SIGMA (default: %(default)s)",
+        help=f"prompt tokens{of}: 128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers "
+        "in a file (default: %(default)s)",
     )
     group.add_argument(
         "--output-len", default="128", metavar="LENGTHS", help=f"output tokens{of} (default: %(default)s)"

@@ -4,6 +4,9 @@
 const $ = (id) => document.getElementById(id);
 // Okabe and Ito: told apart by the colour-blind. Held by one … eight and more: lighter to darker.
 const STATES = ["#ffffff", "#56b4e9", "#f0e442", "#e69f00", "#d98200", "#d55e00", "#c04f00", "#a84300", "#903800", "#782d00", "#602200"];
+// In the dark, free cells are nearly black, and what lies between cells is darker than they are in the light.
+const DARK_FREE = "#101010", GAPS = ["#bbbbbb", "#444444"];
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const NAMES = { 0: "free", 1: "cached", 2: "pinned", 3: "active", 5: "shared by 3", 10: "shared by 8 or more" };
 const TENANTS = ["#4d4d4d", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
 const MINUTES = 2;
@@ -12,7 +15,7 @@ let counters = [], tiers = [], bounds = {}, history = [], chosen = 1, wanted = f
 
 function key() { return sessionStorage.getItem("octavo-admin-key") || ""; }
 function headers() { return key() ? { Authorization: "Bearer " + key() } : {}; }
-function say(text) { $("status").textContent = text; }
+function say(text, lost = false) { $("status").textContent = text; $("status").className = lost ? "lost" : ""; }
 function show(number, digits = 0) {
   return number === null || !isFinite(number) ? "–" : number.toLocaleString("en", { maximumFractionDigits: digits });
 }
@@ -22,7 +25,7 @@ async function follow() {
     try {
       const answer = await fetch("live/events", { headers: headers() });
       if (answer.status === 401 || answer.status === 403) {
-        say((await answer.json()).error.message);
+        say((await answer.json()).error.message, true);
         $("key-form").hidden = false;
         return;
       }
@@ -30,9 +33,9 @@ async function follow() {
       $("key-form").hidden = true;
       say("live");
       await read(answer.body.getReader());
-      say("the server closed the connection; trying again …");
+      say("the server closed the connection; trying again …", true);
     } catch (error) {
-      say("no connection; trying again …");
+      say("no connection; trying again …", true);
     }
     await new Promise((done) => setTimeout(done, 1000));
   }
@@ -86,9 +89,16 @@ function take(news) {
   for (const id of news.gone || []) requests.delete(id);
   counters = news.counters;
   tiers = news.tiers;
-  history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters });
+  history.push({ at: news.at, totals: news.totals, ttft: news.ttft, itl: news.itl, counters, used: share(codes) });
   while (history.length > 2 && news.at - history[0].at > 60 * MINUTES) history.shift();
   draw();
+}
+
+// The share of the blocks, without the null block, that requests hold.
+function share(codes) {
+  let held = 0;
+  for (let block = 1; block < codes.length; block++) if (codes[block] >= 3) held++;
+  return held / Math.max(1, codes.length - 1);
 }
 
 // ---- the canvas of blocks
@@ -103,7 +113,11 @@ function layOut() {
   canvas.height = Math.ceil(count / columns) * cell;
   canvas.style.height = canvas.height * (width / canvas.width) + "px";
   image = canvas.getContext("2d").createImageData(canvas.width, canvas.height);
-  pixels = new Uint32Array(image.data.buffer).fill(pixelOf("#bbbbbb"));
+  pixels = new Uint32Array(image.data.buffer);
+  // Gaps lie between cells; behind the last one is nothing.
+  const gap = pixelOf(GAPS[+dark.matches]), whole = Math.floor(count / columns) * cell * image.width;
+  pixels.fill(gap, 0, whole);
+  for (let row = whole; row < pixels.length; row += image.width) pixels.fill(gap, row, row + (count % columns) * cell);
   painted = new Uint32Array(count + 1);
 }
 function pixelOf(colour) {
@@ -111,6 +125,7 @@ function pixelOf(colour) {
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
 }
 const STATE_PIXELS = STATES.map(pixelOf), TENANT_PIXELS = TENANTS.map(pixelOf), WHITE = pixelOf("#ffffff"), BLACK = pixelOf("#000000");
+function freeColour() { return dark.matches ? DARK_FREE : STATES[0]; }
 function fill(block, pixel) {
   painted[block] = pixel;
   const at = block - 1, size = cell - (cell > 4 ? 1 : 0), width = image.width;
@@ -123,19 +138,20 @@ function paint() {
   wanted = false;
   if (!spec) return;
   const context = $("blocks").getContext("2d"), now = performance.now(), byState = $("colour").value === "state";
+  const free = pixelOf(freeColour());
   const tally = [0, 0, 0, 0];
   for (let block = 1; block < codes.length; block++) {
     const code = codes[block];
     tally[code < 3 ? code : 3]++;
-    const pixel = byState ? STATE_PIXELS[code] : code === 0 ? WHITE : TENANT_PIXELS[owners[block] % TENANTS.length];
+    const pixel = code === 0 ? free : byState ? STATE_PIXELS[code] : TENANT_PIXELS[owners[block] % TENANTS.length];
     if (painted[block] !== pixel) fill(block, pixel);
   }
   for (const [block, since] of flash) {
     if (now - since > 400) flash.delete(block);
-    else if (cell < 4) fill(block, BLACK); // too small for an outline
+    else if (cell < 4) fill(block, dark.matches ? WHITE : BLACK); // too small for an outline
   }
   context.putImageData(image, 0, 0);
-  context.strokeStyle = "#000000";
+  context.strokeStyle = dark.matches ? "#ffffff" : "#000000";
   if (cell >= 4) for (const block of flash.keys()) outline(context, block, 1);
   if (focus) { context.strokeStyle = "#0072b2"; outline(context, chosen, 3); }
   if (flash.size) setTimeout(draw, 420);
@@ -156,7 +172,7 @@ function outline(context, block, width) {
 let legendOf = "";
 function legend() {
   const byState = $("colour").value === "state";
-  const entries = byState ? Object.entries(NAMES).map(([code, name]) => [STATES[code], name])
+  const entries = byState ? Object.entries(NAMES).map(([code, name]) => [+code ? STATES[code] : freeColour(), name])
     : tenants.map((name, i) => [TENANTS[i % TENANTS.length], name || "(no tenant)"]);
   const text = JSON.stringify(entries);
   if (text === legendOf) return;
@@ -174,7 +190,7 @@ const rows = new Map();
 function list() {
   $("queue").textContent = `${show(counters[0])} running, ${show(counters[1])} waiting, ${show(counters[2])} of them swapped out`;
   for (const [id, row] of rows) if (!requests.has(id)) { row.remove(); rows.delete(id); }
-  let room = 100;
+  const room = 100;
   for (const [id, one] of requests) {
     let row = rows.get(id);
     if (!row) {
@@ -182,7 +198,7 @@ function list() {
       row = document.createElement("tr");
       for (let i = 0; i < 8; i++) row.insertCell();
       const button = document.createElement("button");
-      button.textContent = id;
+      button.textContent = button.title = id;
       button.onclick = () => describe("requests/" + encodeURIComponent(id));
       row.cells[0].append(button);
       row.cells[1].textContent = one.tenant;
@@ -201,6 +217,8 @@ function list() {
     meter.value = output;
     row.cells[6].lastChild.textContent = `${show(output)} of ${show(one.max)}`;
   }
+  const left = requests.size - rows.size;
+  $("others").textContent = left ? `and ${show(left)} more` : rows.size ? "" : "No request runs or waits.";
 }
 
 // ---- details
@@ -243,9 +261,13 @@ function percentile(name, now, before, q) {
 }
 const rate = (i) => (now, before) => (now.totals[i] - before.totals[i]) / (now.at - before.at);
 const event = (i) => (now, before) => (now.counters[i] - before.counters[i]) / (now.at - before.at);
+// In the order of an operator's questions: how much is there to do, is there room, do clients wait, how much gets done.
 const PLOTS = [
-  ["output tokens / s", rate(1), 0],
-  ["prompt tokens / s", rate(0), 0],
+  ["running", (now) => now.counters[0], 0],
+  ["waiting", (now) => now.counters[1], 0],
+  ["KV cache in use, %", (now) => 100 * now.used, 1],
+  ["evictions / s", event(4), 1],
+  ["preemptions / s", event(5), 1],
   ["prefix cache hits, %", (now, before) => {
     const asked = now.totals[2] - before.totals[2];
     return asked ? (100 * (now.totals[3] - before.totals[3])) / asked : null;
@@ -254,15 +276,14 @@ const PLOTS = [
   ["TTFT p99, ms", (now, before) => percentile("ttft", now, before, 0.99), 0],
   ["inter-token p50, ms", (now, before) => percentile("itl", now, before, 0.5), 1],
   ["inter-token p99, ms", (now, before) => percentile("itl", now, before, 0.99), 1],
-  ["evictions / s", event(4), 1],
-  ["preemptions / s", event(5), 1],
-  ["running", (now) => now.counters[0], 0],
-  ["waiting", (now) => now.counters[1], 0],
+  ["output tokens / s", rate(1), 0],
+  ["prompt tokens / s", rate(0), 0],
 ];
 for (const [title] of PLOTS) {
   const figure = document.createElement("figure"), caption = document.createElement("figcaption");
   caption.textContent = title;
-  figure.append(caption, document.createElement("strong"), document.createElement("canvas"));
+  figure.append(caption, document.createElement("strong"), document.createElement("small"),
+    document.createElement("canvas"));
   $("plots").append(figure);
 }
 let plotted = 0;
@@ -286,7 +307,8 @@ function plots() {
     canvas.height = 36;
     const values = points.map(([a, b]) => [a.at, value(a, b)]).filter(([, v]) => v !== null && isFinite(v));
     const top = Math.max(1e-9, ...values.map(([, v]) => v));
-    context.strokeStyle = "#0072b2";
+    figure.children[2].textContent = values.length ? `highest ${show(top < 1e-6 ? 0 : top, digits)}` : "";
+    context.strokeStyle = dark.matches ? "#56b4e9" : "#0072b2";
     context.lineWidth = 1.5;
     context.beginPath();
     for (const [at, v] of values) context.lineTo(150 * (1 - (last.at - at) / (60 * MINUTES)), 34 - (32 * v) / top);
@@ -313,5 +335,6 @@ $("key-form").onsubmit = (event) => {
   sessionStorage.setItem("octavo-admin-key", $("key").value);
   follow();
 };
-addEventListener("resize", () => { if (spec) { layOut(); draw(); } });
+for (const [target, event] of [[window, "resize"], [dark, "change"]])
+  target.addEventListener(event, () => { if (spec) { layOut(); draw(); } });
 follow();
