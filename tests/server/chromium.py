@@ -102,8 +102,10 @@ def chromium() -> Iterator[Page]:
     # The protocol's ends are 3 and 4 in the browser.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         shell = f'exec "$0" "$@" 3<&{their_in} 4>&{their_out}'
-        flags = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}")
-        flags += ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+        flags = (
+            *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"),
+            *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        )
         browser = subprocess.Popen(
             ["/bin/bash", "-c", shell, EXECUTABLE, *flags],
             pass_fds=(their_in, their_out),

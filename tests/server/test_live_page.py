@@ -279,6 +279,7 @@ def test_top_follows_a_request_from_its_events_alone() -> None:
     assert "running, preempted 2 ×" in text
     assert "3 of 5" in text
     assert "shared 1 (64 B)" in text
+    assert "KV cache in use % 66.7" in text
     assert "2 of 8 blocks (128 B)" in text
     assert "7 blocks written, 5 read (closed after errors)" in text
     state.take({"at": 3.0, "gone": ["r"], **nothing})

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -126,9 +127,9 @@ class State:
 
     def shown(self, height: int) -> Group:
         """Return the screen's contents."""
-        return Group(self._figures(), self._blocks(), self._requests(max(3, height - 14)))
+        return Group(self._figures(), self._blocks(), self._requests(max(3, height - 16)))
 
-    def _figures(self) -> Text:
+    def _figures(self) -> Group:
         now, before = self.history[-1], self.history[0]
         seconds = max(1e-9, now["at"] - before["at"])
 
@@ -143,50 +144,60 @@ class State:
         asked = now["totals"][2] - before["totals"][2]
         hits = f"{100 * (now['totals'][3] - before['totals'][3]) / asked:.1f}" if asked else "–"
         running, waiting, swapped, *_ = now["counters"]
+        tally = self._tally()
+        # In the order of an operator's questions, as on the live page.
         figures = {
             "running": f"{running:,}",
             "waiting": f"{waiting:,} ({swapped:,} swapped)",
-            "output tok/s": rate("totals", 1),
-            "prompt tok/s": rate("totals", 0),
+            "KV cache in use %": f"{100 * sum(tally[3:]) / max(1, sum(tally)):.1f}",
+            "evictions/s": rate("counters", 4),
+            "preemptions/s": rate("counters", 5),
             "hits %": hits,
             "TTFT p50 / p99 ms": latency("ttft"),
             "ITL p50 / p99 ms": latency("itl"),
-            "evictions/s": rate("counters", 4),
-            "preemptions/s": rate("counters", 5),
+            "output tok/s": rate("totals", 1),
+            "prompt tok/s": rate("totals", 0),
         }
-        text = Text(f"{self.head.get('model')}, the last {seconds:.0f} s\n", style="bold")
-        for name, value in figures.items():
-            text.append(f"{name} ", style="not bold dim")
-            text.append(f"{value}   ")
-        return text
+        cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
+        title = Text(f"{self.head.get('model')}, the last {seconds:.0f} s", style="bold")
+        return Group(title, Columns(cells, padding=(0, 3)))
 
-    def _blocks(self) -> Text:
-        """Return a bar of the cache's blocks by state, and their numbers."""
+    def _tally(self) -> list[int]:
+        """Return the number of blocks in each of the states `_NAMES`."""
         tally = [0] * len(_NAMES)
         for code in self.codes[1:]:
             tally[min(code, len(_NAMES) - 1)] += 1
+        return tally
+
+    def _blocks(self) -> Group:
+        """Return a bar of the cache's blocks by state, their numbers, and what lies below the device."""
+        tally = self._tally()
         total, width = max(1, sum(tally)), 60
         size = self.spec.get("block_bytes", 0)
         bar = Text("blocks  ")
         for count, colour in zip(tally, _COLOURS, strict=True):
             bar.append("█" * round(width * count / total), style=colour)
-        for name, count, colour in zip(_NAMES, tally, _COLOURS, strict=True):
-            bar.append(f"  {name} {count:,} ({format_bytes(count * size)})", style=colour)
-        now = self.history[-1]
+        states = [
+            Text(f"{name} {count:,} ({format_bytes(count * size)})", style=colour)
+            for name, count, colour in zip(_NAMES, tally, _COLOURS, strict=True)
+        ]
+        now, below = self.history[-1], []
         if host := self.spec.get("host_blocks", 0):
-            bar.append(
-                f"\nhost    {now['counters'][3]:,} of {host:,} blocks ({format_bytes(now['counters'][3] * size)})"
+            below.append(
+                f"host    {now['counters'][3]:,} of {host:,} blocks ({format_bytes(now['counters'][3] * size)})"
             )
         for name, is_open, stored, loaded in now["tiers"]:
-            bar.append(
-                f"\n{name:7} {stored:,} blocks written, {loaded:,} read{'' if is_open else ' (closed after errors)'}"
+            below.append(
+                f"{name:7} {stored:,} blocks written, {loaded:,} read{'' if is_open else ' (closed after errors)'}"
             )
-        return bar
+        return Group(bar, Columns(states, padding=(0, 3)), *map(Text, below))
 
     def _requests(self, most: int) -> Table:
         table = Table(expand=True)
-        for name in ("request", "tenant", "state", "prompt", "cached", "computed", "output"):
+        for name in ("request", "tenant", "state"):
             table.add_column(name)
+        for name in ("prompt", "cached", "computed", "output"):
+            table.add_column(name, justify="right")
         for request in itertools.islice(self.requests.values(), most):
             running, computed, output, preempted = request["progress"]
             cached = "–" if request["cache"] is None else f"{request['cache']['cached_tokens']:,}"
