@@ -18,6 +18,10 @@ PROMETHEUS = shutil.which("prometheus")
 HOW_TO_GET_IT = "needs prometheus and promtool: apt-get install prometheus"
 
 
+# Without it, a scrape holds no series of tenants.
+ADMIN_KEY = "admin-key"
+
+
 def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 

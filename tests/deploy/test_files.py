@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.cli import build_parser
 from tests.deploy.files import (
+    ADMIN_KEY,
     DASHBOARD,
     DEPLOY,
     HOW_TO_GET_IT,
@@ -32,11 +33,11 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=HOW_TO_GET_IT)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of all series of a server with tiers that has served a request, and `up`, which Prometheus adds."""
+    """The names of all series that an admin sees of a server with tiers, and `up`, which Prometheus adds."""
     names = {"up"}
-    with real_server(**with_tiers(tmp_path_factory.mktemp("disk"))) as server:
+    with real_server({"admin_key": ADMIN_KEY}, **with_tiers(tmp_path_factory.mktemp("disk"))) as server:
         server.complete([5, 6, 7], max_tokens=1)
-        text = server.client.get("/metrics").text
+        text = server.client.get("/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}).text
     for family in text_string_to_metric_families(text):
         suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
         names |= {family.name + suffix for suffix in suffixes}

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.deploy.files import HOW_TO_GET_IT, PROMETHEUS, RULES, alerts, dashboard_queries, with_tiers
+from tests.deploy.files import ADMIN_KEY, HOW_TO_GET_IT, PROMETHEUS, RULES, alerts, dashboard_queries, with_tiers
 from tests.ports import free_port
 from tests.server.real_engine import RealServer, real_server
 
@@ -61,7 +61,13 @@ def prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "octavo", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [
+            {
+                "job_name": "octavo",
+                "static_configs": [{"targets": [target]}],
+                "authorization": {"credentials": ADMIN_KEY},
+            }
+        ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address, log = f"127.0.0.1:{free_port()}", folder / "log"
@@ -85,7 +91,7 @@ def scraped_server(folder: Path) -> Iterator[tuple[RealServer, Prometheus]]:
     # The server starts while Prometheus waits.
     with (
         prometheus(f"127.0.0.1:{port}", folder) as found,
-        real_server({"port": port}, **with_tiers(folder / "disk")) as server,
+        real_server({"port": port, "admin_key": ADMIN_KEY}, **with_tiers(folder / "disk")) as server,
     ):
         found.wait_until(lambda: bool(found.query("octavo:steps_total")), "no sample")
         yield server, found
