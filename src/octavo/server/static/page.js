@@ -302,11 +302,13 @@ function plots() {
   for (const one of history) { if (last.at - one.at <= 5) break; before = one; }
   PLOTS.forEach(([, value, digits], index) => {
     const figure = $("plots").children[index], canvas = figure.lastChild, context = canvas.getContext("2d");
-    figure.children[1].textContent = show(value(last, before), digits);
+    const current = value(last, before);
+    figure.children[1].textContent = show(current, digits);
     canvas.width = 150;
     canvas.height = 36;
     const values = points.map(([a, b]) => [a.at, value(a, b)]).filter(([, v]) => v !== null && isFinite(v));
-    const top = Math.max(1e-9, ...values.map(([, v]) => v));
+    // Not every look is a point, so the last value counts by itself.
+    const top = Math.max(1e-9, isFinite(current) ? current : 0, ...values.map(([, v]) => v));
     figure.children[2].textContent = values.length ? `highest ${show(top < 1e-6 ? 0 : top, digits)}` : "";
     context.strokeStyle = dark.matches ? "#56b4e9" : "#0072b2";
     context.lineWidth = 1.5;
