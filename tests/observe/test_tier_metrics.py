@@ -66,3 +66,13 @@ def test_each_tier_tells_its_hits_bytes_times_and_misses_by_reason(tmp_path: Pat
 
 def test_without_tiers_there_are_no_series_of_any() -> None:
     assert not [name for name in exposed(EngineStats(max_model_len=64)) if name.startswith("octavo:tier_")]
+
+
+def test_a_stores_series_do_not_depend_on_host_memory_for_prefixes(tmp_path: Path) -> None:
+    stats = EngineStats(max_model_len=64)
+    store = Store(MEDIA["disk"](tmp_path))
+    stats.stores = (store,)
+    families = exposed(stats)
+    store.close()
+    assert value(families, "octavo:tier_open", tier="disk", operation="read") == 1
+    assert {s.labels["tier"] for s in families["octavo:tier_misses"].samples} == {"disk"}

@@ -31,6 +31,7 @@ class TierCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if self._stats.host is not None:
             yield from self._moved()
+        if self._stats.host is not None or self._stats.stores:
             yield from self._of_stores(self._stats.stores)
         if self._stats.fetching is not None:
             yield from self._cost(self._stats.fetching)
@@ -78,14 +79,13 @@ class TierCollector(Collector):
         pace = GaugeMetricFamily(
             "octavo:tier_load_seconds_per_byte", "What each byte of a load takes, as measured.", labels=labels
         )
-        host = self._stats.host
-        assert host is not None
-        # As if it were a store: it has no room, or the step that wrote a block has failed.
-        for reason, count in ((Reason.NO_SPACE, host.refused), (Reason.IO_ERROR, host.lost)):
-            misses.add_metric([self._model_name, "host", "write", reason.value], count)
-        for operation, times in (("read", self._stats.host_loads), ("write", self._stats.host_stores)):
-            buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(times.counts)), strict=True))
-            seconds.add_metric([self._model_name, "host", operation], buckets, times.total)
+        if (host := self._stats.host) is not None:
+            # As if it were a store: it has no room, or the step that wrote a block has failed.
+            for reason, count in ((Reason.NO_SPACE, host.refused), (Reason.IO_ERROR, host.lost)):
+                misses.add_metric([self._model_name, "host", "write", reason.value], count)
+            for operation, times in (("read", self._stats.host_loads), ("write", self._stats.host_stores)):
+                buckets = list(zip(_UPPER_BOUNDS, map(float, accumulate(times.counts)), strict=True))
+                seconds.add_metric([self._model_name, "host", operation], buckets, times.total)
         for store in stores:
             if store.speed.per_load is not None and store.speed.per_byte is not None:
                 latency.add_metric([self._model_name, store.name], store.speed.per_load)
