@@ -223,24 +223,35 @@ def host_share() -> Figures:
 
 
 def admission() -> Figures:
-    """The cost of a queue head that does not fit for planning a step of 700 sequences: with and without one."""
+    """The time of one attempt to admit a head that does not fit, with nothing remembered of it, at three sizes."""
 
-    def planning(*, waiting: bool) -> float:
-        scheduler = make_scheduler(make_kv(700 * 12), seqs=2000, budget=8192)
-        for i in range(700):
-            scheduler.add(make_request([i] * 50, max_tokens=10_000))
-        while scheduler.num_running < 700:
+    def attempt(running: int) -> float:
+        scheduler = make_scheduler(make_kv(running * 32), seqs=2 * running, budget=16_384)
+        for i in range(running):
+            scheduler.add(make_request([i] * 50, max_tokens=2000))
+        while scheduler.num_running < running:
             step(scheduler)
-        if waiting:
-            scheduler.add(make_request([7] * 60_000, max_tokens=10_000))
-        seconds = [step(scheduler)[0] for _ in range(12)]
-        assert scheduler.num_running == 700
-        return statistics.median(seconds)
+        scheduler.add(make_request([7] * ((scheduler.kv.pool.num_available + 1) * BLOCK), max_tokens=1))
+        attempts: list[float] = []
+        part: Any = scheduler._admission
+        admit = part.admit
+
+        def timed(*arguments: Any) -> int:
+            started = time.perf_counter()
+            admitted: int = admit(*arguments)
+            attempts.append(time.perf_counter() - started)
+            return admitted
+
+        part.admit = timed
+        for _ in range(41):
+            part.forget_refusals()
+            step(scheduler)
+        assert scheduler.num_running == running
+        assert len(attempts) >= 41
+        return statistics.median(attempts)
 
     with as_in_a_server():
-        return {
-            "admission attempt at 700 running": ms(max(0.0, planning(waiting=True) - planning(waiting=False))),
-        }
+        return {f"an attempt to admit what does not fit, {n:,} running": ms(attempt(n)) for n in (175, 700, 1400)}
 
 
 def waiting_with_pins() -> Figures:

@@ -47,11 +47,14 @@ from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.listening import bind
 from octavo.server.memory import settle_interpreter
+from octavo.server.pinning import MAX_MARKS
+from octavo.server.responses_body import MOST_REPEATED_BYTES
 from octavo.server.run import Server
 from timed_sampler import SamplerTime
 
 RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 # After this time the client gives a body up: the worst is over by then.
 SECONDS = 8.0
 
@@ -237,10 +240,14 @@ def post(port: int, path: str, body: bytes, seconds: float = SECONDS) -> list[st
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
 
 
+def _stops() -> list[str]:
+    return [chr(97 + i) * 127 + "!" for i in range(LIMITS.max_stop_bytes // 128)]
+
+
 def bodies() -> Iterator[tuple[str, str, Any]]:
     """Yield (name, path, body); bytes are sent as they are, all else as JSON."""
     few = {"max_tokens": 16, "ignore_eos": True}
-    stops = [chr(97 + i) * 127 + "!" for i in range(LIMITS.max_stop_bytes // 128)]
+    stops = _stops()
     ids = list(range(1000, 1000 + LIMITS.max_stop_token_ids))
     yield "baseline: 5 tokens", COMPLETIONS, {"prompt": [5] * 5, **few}
     yield f"`n`: {LIMITS.max_n}", COMPLETIONS, {"prompt": [5] * 5, "n": LIMITS.max_n, **few}
@@ -382,6 +389,53 @@ def _constrained_bodies() -> Iterator[tuple[str, str, Any]]:
     )
     inputs = [[i % 40_000 + 1] * 8 for i in range(LIMITS.max_body_prompts)]
     yield f"/v1/embeddings: {len(inputs)} inputs", "/v1/embeddings", {"input": inputs}
+    yield from _newer_bodies(_stops(), tools)
+
+
+def _newer_bodies(stops: list[str], tools: list[dict[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """Bodies of /v1/messages and /v1/responses, and those that pin prefixes."""
+    control = {"type": "ephemeral", "ttl": "24h"}
+    marked = [{"role": "user", "content": f"{i} " + "the " * 1900, "cache_control": control} for i in range(MAX_MARKS)]
+    yield f"`cache_control`: {len(marked)} pins over 7,700 tokens", CHAT, {"messages": marked, "max_tokens": 4}
+    few = {"max_tokens": 4}
+    parts = [{"type": "text", "text": f"{i} " + "the " * 1900, "cache_control": control} for i in range(MAX_MARKS)]
+    yield (
+        f"/v1/messages: {len(parts)} parts pinned, `stop_sequences` {len(stops)}",
+        MESSAGES,
+        {"messages": [{"role": "user", "content": parts}], "stop_sequences": stops, **few},
+    )
+    yield "/v1/messages: 300,000 empty ones (refused)", MESSAGES, {"messages": [{}] * 300_000, **few}
+    message = {"role": "user", "content": "x"}
+    yield (
+        f"/v1/messages: {LIMITS.max_messages} (refused once tokenised)",
+        MESSAGES,
+        {"messages": [message, {"role": "assistant", "content": "y"}] * (LIMITS.max_messages // 2), **few},
+    )
+    flat = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in tools]
+    yield f"/v1/messages: {len(flat)} `tools`", MESSAGES, {"messages": [message], "tools": flat, **few}
+    yield (
+        "/v1/messages: `metadata` of 15 MB",
+        MESSAGES,
+        {"messages": [message], "metadata": {"m": "x" * 15_000_000}, **few},
+    )
+    few = {"max_output_tokens": 16}
+    yield "/v1/responses: `input` of 15 MB (refused)", RESPONSES, {"input": "a" * 15_000_000, **few}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}] * LIMITS.max_messages
+    yield f"/v1/responses: {len(items)} items (refused once tokenised)", RESPONSES, {"input": items, **few}
+    yield "/v1/responses: 300,000 empty items (refused)", RESPONSES, {"input": [{}] * 300_000, **few}
+    metadata = {f"k{i}": "x" * 500 for i in range(MOST_REPEATED_BYTES // 520)}
+    yield (
+        f"/v1/responses: `metadata` of {len(json.dumps(metadata)):,} bytes, streamed and stored",
+        RESPONSES,
+        {"input": "x", "metadata": metadata, "stream": True, "store": True, **few},
+    )
+    named = [{"type": "function", **t["function"]} for t in tools]
+    yield f"/v1/responses: {len(named)} `tools`", RESPONSES, {"input": "x", "tools": named, **few}
+    yield (
+        "/v1/responses: 7,700 tokens, stored, `top_logprobs` 20",
+        RESPONSES,
+        {"input": "the " * 7700, "top_logprobs": 20, "include": ["message.output_text.logprobs"], **few},
+    )
 
 
 def run(only: list[str] | None, *, profiles: bool, seconds: float = SECONDS) -> list[str]:
