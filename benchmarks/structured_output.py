@@ -1,7 +1,7 @@
 """Measure how often structured outputs are valid, and what they cost.
 
     python benchmarks/structured_output.py valid [--runs 20]     50 schemas x 20 runs at temperature 1, each validated
-    python benchmarks/structured_output.py formats [--runs 100]  strings of every format that is enforced, validated
+    python benchmarks/structured_output.py formats [--runs 64]  strings of every format that is enforced, validated
     python benchmarks/structured_output.py compile               how long compiling takes
     python benchmarks/structured_output.py cost [--streams 64]   steps with and without grammars, alternating
 

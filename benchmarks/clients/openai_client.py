@@ -27,7 +27,7 @@ WEATHER = {
 }
 
 
-# Short enough for a small model to finish within the limit.
+# Short enough for a small model to finish within the limit, though it may write much white space.
 class Choice(BaseModel):
     yes: bool
     count: int
@@ -113,7 +113,7 @@ def tools_stream() -> None:
 
 @check("chat, structured parse")
 def parse() -> str:
-    answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Choice, max_tokens=64)
+    answer = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=Choice, max_tokens=400)
     assert isinstance(answer.choices[0].message.parsed, Choice)
     return str(answer.choices[0].message.parsed)
 
@@ -141,7 +141,7 @@ def parse_cut_off() -> None:
 def tools_parsed() -> None:
     tools = [openai.pydantic_function_tool(Choice)]
     answer = client.chat.completions.parse(
-        model=MODEL, messages=ASK, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=64
+        model=MODEL, messages=ASK, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=400
     )
     (call,) = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Choice)
@@ -181,7 +181,7 @@ def responses_stream() -> None:
 
 @check("responses, structured parse")
 def responses_parse() -> None:
-    answer = client.responses.parse(model=MODEL, input="Is it late?", text_format=Choice, max_output_tokens=64)
+    answer = client.responses.parse(model=MODEL, input="Is it late?", text_format=Choice, max_output_tokens=400)
     assert isinstance(answer.output_parsed, Choice)
 
 

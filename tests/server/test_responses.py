@@ -310,6 +310,8 @@ def test_the_input_tokens_of_a_response_are_counted(client: openai.OpenAI) -> No
         answer = client.responses.create(model="fake", input="weather?", max_output_tokens=2, **asked)  # type: ignore[call-overload]
         assert answer.usage is not None
         assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens is 4097"):
+        client.responses.input_tokens.count(model="fake", input="x", extra_body={"max_output_tokens": 4097})
 
 
 def test_the_oldest_responses_make_room_within_a_tenant() -> None:

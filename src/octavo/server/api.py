@@ -146,6 +146,13 @@ class Api:
     async def count_input_tokens(self, request: Request) -> Response:
         read = await self._read_response(request, client_of(request.scope).tenant)
         assert isinstance(read.origin, ResponsesBody)
+        # Otherwise checked when the engine takes the request.
+        if (given := read.params.max_tokens or 0) > self._engine.max_model_len:
+            raise RequestError(
+                f"max_output_tokens is {given}, but this model's maximum context length is "
+                f"{self._engine.max_model_len} tokens",
+                param="max_output_tokens",
+            )
         counted = {"object": "response.input_tokens", "input_tokens": len(read.prompt.token_ids)}
         return self._ignored.told(read.origin, json_response(json_bytes(counted)))
 
