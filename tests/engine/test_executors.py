@@ -87,7 +87,8 @@ def test_swapped_preempted_and_cached_sequences_have_their_tokens(apart: LLM, ma
     expected = alone(make_llm, tiny_model())
     for _ in range(2):
         assert_same(apart.generate(prompts, params, use_tqdm=False), expected)
-    assert apart.core.scheduler.counters.num_preemptions > 3
+    # In the first round. How many are preempted in the second depends on which have to wait for the disk.
+    assert apart.core.scheduler.counters.num_preemptions > 0
     assert apart.core.scheduler.kv.hierarchy.host.claims.counters.blocks_in > 0
 
 

@@ -48,8 +48,10 @@ def payload(number: int) -> bytearray:
 
 
 def put(store: Store, *numbers: int, tenant: str = "") -> list[Reason | None]:
-    transfers = [store.put(label(number), memoryview(payload(number)), tenant) for number in numbers]
-    return [outcome for transfer in transfers if transfer.wait(SECONDS) for outcome in transfer.outcomes]
+    seconds = 10 * SECONDS  # each waits for those before it
+    transfers = [store.put(label(number), memoryview(payload(number)), tenant, seconds) for number in numbers]
+    assert all(transfer.wait(SECONDS) for transfer in transfers)
+    return [outcome for transfer in transfers for outcome in transfer.outcomes]
 
 
 def get(store: Store, labels: Sequence[Label], seconds: float = SECONDS) -> tuple[list[Reason | None], list[bytearray]]:
