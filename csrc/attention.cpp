@@ -75,12 +75,12 @@ struct Shape {
     int members;   // query heads of a KV head per item: all of them, unless the group is larger than a task
 };
 
-// The most rows of an item of several tokens. Coded blocks that are multiplied in tiles are decoded again for each
-// item, so there should be only as many items as keep every thread busy.
+// The most rows of an item of several tokens. If coded blocks are decoded once for all rows of an item, there should be
+// only as many items as keep every thread busy.
 int64_t item_rows(const AttentionCall& call) {
-    if (kernels().prompt_rows == 0 || call.exact || !codes_fill_tiles(call.kv)) return kMaxTaskRows;
+    if (!decodes_to_bf16(call.kv)) return kMaxTaskRows;
     const int64_t fair = call.num_tokens * call.num_heads / (int64_t{num_threads()} * kItemsPerThread);
-    return std::clamp<int64_t>(fair, kMaxTaskRows, kernels().prompt_rows);
+    return std::clamp<int64_t>(fair, kMaxTaskRows, kMaxPromptRows);
 }
 
 Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bool much_context) {

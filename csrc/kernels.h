@@ -52,10 +52,10 @@ struct LayerKV {
     CodedSide key_side, value_side;
     bool coded() const { return key_side.code != kCodePlain; }
 };
-// Whether a coded layer's heads fill whole tiles. Float32 layers stay float32, which tiles cannot multiply.
-inline bool codes_fill_tiles(const LayerKV& kv) {
-    return kv.coded() && kv.storage == kBf16 && kv.key_units % 64 == 0 && kv.value_dim % 64 == 0;
-}
+// Whether codes may be decoded to bf16 before they are multiplied. Layers of float32 stay float32.
+inline bool decodes_to_bf16(const LayerKV& kv) { return kv.coded() && kv.storage == kBf16; }
+// Whether a coded layer's heads fill whole tiles.
+inline bool codes_fill_tiles(const LayerKV& kv) { return kv.key_units % 64 == 0 && kv.value_dim % 64 == 0; }
 
 // Attention is split at multiples of these absolute positions, so that the order in which a token's scores are reduced
 // never depends on the batch, the chunk or the threads.
@@ -97,7 +97,8 @@ struct alignas(64) AttendScratch {
     float states[kTreeStates * kMaxPromptRows * (kMaxHeadDim + kRowState)];
     float query_scale[kMaxTaskRows];  // of the integer queries of coded_scores.h, and their sums
     int32_t query_zero[kMaxTaskRows * 2];
-    // For tile_coded_attention.h: a decoded split and its tokens' scales.
+    // For tile_coded_attention.h, a decoded split and its tokens' scales; for decoded_attention.h, a decoded tile and
+    // its.
     alignas(64) uint32_t keys[kSplit / 2 * kMaxHeadDim], decoded[kSplit / 2 * kMaxHeadDim];
     float factors[kSplit * 2];
 };
@@ -192,7 +193,6 @@ struct Kernels {
     const char* name;
     void (*attend[kNumStorages])(const AttendTask&, AttendScratch&);
     void (*attend_coded)(const AttendTask&, AttendScratch&);
-    int prompt_rows;  // most rows of a prompt's task over codes that fill tiles; 0 if the level has no tiles
     // Merges `count` partial states of one task's rows and writes the output. The states are nodes first_node,
     // first_node + 1, .. of one level of the tree.
     void (*merge[kNumStorages])(const AttendTask&, int first_node, int count, AttendScratch&);

@@ -3,6 +3,7 @@
 
 #include "level/attention_tile.h"
 #include "level/coded_attention.h"
+#include "level/decoded_attention.h"
 #ifdef OCTAVO_TILES
 #include "level/tile_attention.h"
 #include "level/tile_coded_attention.h"
@@ -19,11 +20,15 @@ template <Storage S> void attend(const AttendTask& task, AttendScratch& scratch)
     attend_by<S>(task, scratch, RowPasses<S>{});
 }
 
+// Codes are decoded once for all rows of a prompt's task. Those of a lone token are multiplied as they are, which is
+// faster, unless prompts must have the same bits.
 template <Code K, Code V> void attend_coded(const AttendTask& task, AttendScratch& scratch) {
+    if (!decodes_to_bf16(*task.kv) || !(task.prompt || task.exact))
+        return attend_coded_by(task, scratch, CodedRowPasses<K, V>{});
 #ifdef OCTAVO_TILES
-    if (attends_codes_in_tiles(task)) return attend_coded_by(task, scratch, CodedTilePasses<K, V>{});
+    if (codes_fill_tiles(*task.kv)) return attend_coded_by(task, scratch, CodedTilePasses<K, V>{});
 #endif
-    attend_coded_by(task, scratch, CodedRowPasses<K, V>{});
+    attend_coded_by(task, scratch, DecodedRowPasses<K, V>(*task.kv));
 }
 
 inline void attend_any_code(const AttendTask& task, AttendScratch& scratch) {

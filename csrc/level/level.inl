@@ -23,11 +23,6 @@ const Kernels OCTAVO_TABLE = {
     .name = OCTAVO_NAME,
     .attend = {OCTAVO_LEVEL::attend<kBf16>, OCTAVO_LEVEL::attend<kF32>},
     .attend_coded = OCTAVO_LEVEL::attend_any_code,
-#ifdef OCTAVO_TILES
-    .prompt_rows = kMaxPromptRows,
-#else
-    .prompt_rows = 0,
-#endif
     .merge = {OCTAVO_LEVEL::merge<kBf16>, OCTAVO_LEVEL::merge<kF32>},
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
     .rms_norm = {OCTAVO_LEVEL::rms_norm<kBf16>, OCTAVO_LEVEL::rms_norm<kF32>},

@@ -5,21 +5,16 @@
 //
 //     scratch.keys       [tile of 64 tokens][16 tokens][dim / 2][token][2]
 //     scratch.decoded    [tile of 64 tokens][16 columns][token / 2][column][2]
-//     scratch.factors    [tile of 64 tokens][scales of keys, of values][token]
 //
 // Queries (rotated if keys are) and weights (times their token's scale) are rounded to bf16, as for uncoded blocks.
 #pragma once
 
 #include "level/coded_attention.h"
+#include "level/decoded_rows.h"
 #include "level/tile_attention.h"
 #include "level/tile_codes.h"
 
 namespace octavo::OCTAVO_LEVEL {
-
-// Prompts only: a lone token is faster in vectors, and if `exact`, prompts must have the same bits as lone tokens.
-inline bool attends_codes_in_tiles(const AttendTask& task) {
-    return codes_fill_tiles(*task.kv) && !task.exact && task.prompt;
-}
 
 template <Code K, Code V> class CodedTilePasses {
   public:
@@ -30,15 +25,8 @@ template <Code K, Code V> class CodedTilePasses {
     // Packs queries as [row][dim] bf16, with each row in the space of `dim` floats.
     static void pack(const AttendTask& task, int head, uint32_t* packed, AttendScratch&) {
         const int dim = task.kv->key_units;
-        for (int r = 0; r < task.rows_per_head(); ++r, packed += dim) {
-            if constexpr (K != kCodeInt4) {
-                __builtin_memcpy(packed, query_row(task, head, r), int64_t{dim} * 2);
-                continue;
-            }
-            float query[kMaxHeadDim];
-            load_query(task, head, r, query);
-            for (int d = 0; d < dim; d += 16) F16::load(query + d).store(reinterpret_cast<bf16*>(packed) + d);
-        }
+        for (int r = 0; r < task.rows_per_head(); ++r, packed += dim)
+            load_rounded_query<K>(task, head, r, reinterpret_cast<bf16*>(packed));
     }
 
     void add(const AttendTask& task, const CodedSplit& split, const Rows& rows, AttendScratch& scratch) {
@@ -67,8 +55,6 @@ template <Code K, Code V> class CodedTilePasses {
     }
 
   private:
-    enum Factor { kKeyScale, kValueScale, kFactors };
-
     static void decode(const AttendTask& task, const CodedSplit& split, int head, AttendScratch& scratch) {
         const LayerKV& kv = *task.kv;
         CodedTile now = locate_coded(task, head, split.begin, split.end_position), next = now;
@@ -80,7 +66,7 @@ template <Code K, Code V> class CodedTilePasses {
             decode_tile_keys<K>(kv, {now, next}, visible, keys);
             decode_tile_values<V>(kv, {now, next}, visible, values);
             for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(next, v);
-            load_factors(task, now, head, visible, factors);
+            load_factors<K, V>(task, now, head, visible, tile_unit(K), tile_unit(V), factors);
             keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
             now = next;
         }
@@ -88,23 +74,6 @@ template <Code K, Code V> class CodedTilePasses {
     // Sizes per tile of the context, in units.
     static int64_t keys_size(const LayerKV& kv) { return int64_t{kv.key_units} * (kTile / 2); }
     static int64_t values_size(const LayerKV& kv) { return int64_t{kv.value_dim} * (kTile / 2); }
-
-    // Loads the factors of a tile's tokens.
-    static void load_factors(const AttendTask& task, const CodedTile& tile, int head, const Visible& visible,
-                             float* to) {
-        const LayerKV& kv = *task.kv;
-        const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * tile_unit(K));
-        const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * tile_unit(V));
-        for (int v = 0; v < kVectors; ++v, to += 16) {
-            F16 key = key_head, value = value_head;
-            if (v >= visible.first_vector && v < visible.end_vector) {
-                if constexpr (!is_fp8(K)) key = token_scale(tile.key_field[v][0]);
-                if constexpr (!is_fp8(V)) value = token_scale(tile.value_field[v][0]);
-            }
-            key.store(to + kKeyScale * kTile);
-            value.store(to + kValueScale * kTile);
-        }
-    }
 
     void configure(int rows) {
         if (rows == configured_) return;
@@ -161,29 +130,11 @@ template <Code K, Code V> class CodedTilePasses {
 
     static void weigh(const AttendTask& task, int begin, const Visible& visible, const float* factors, int first,
                       int count, const Rows& rows, AttendScratch& scratch) {
-        const auto factor = [&](Factor which, int v) { return F16::load(factors + which * kTile + v * 16); };
-        const auto score_of = [&](int r, int v) {
-            return F16::load(scratch.scores + r * kTile + v * 16) * factor(kKeyScale, v);
-        };
         float rescale[kTileRows];
-        F16 sums[kTileRows];
-        for (int r = 0; r < count; ++r) sums[r] = F16::zero();
-        const auto weigh_two = [&](int r, int v, F16 low, F16 high) {
-            sums[r] = sums[r] + low + high;
-            low = low * factor(kValueScale, v), high = high * factor(kValueScale, v + 1);
-            if (!visible.all) {
-                // The scale of a token that the row does not see may be NaN.
-                const TokenRange seen = tokens_seen(task, begin, first + r);
-                low = keep_lanes(low, seen.low - v * 16, seen.high - v * 16, F16::zero());
-                high = keep_lanes(high, seen.low - v * 16 - 16, seen.high - v * 16 - 16, F16::zero());
-            }
-            store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
-        };
-        soften_rows<kBf16>(task, begin, visible, first, count, rows, rescale, score_of, [](int) {}, weigh_two);
+        weigh_decoded_rows(task, begin, visible, factors, first, count, rows, scratch, rescale);
         for (int r = 0; r < count; ++r) {
-            float *values = rows.values(first + r), *sum = rows.sum(first + r);
-            fma(F16::load(sum), F16::set1(rescale[r]), sums[r]).store(sum);
             if (rescale[r] == 1.0f) continue;
+            float* values = rows.values(first + r);
             for (int d = 0; d < rows.value_dim; d += 16)
                 (F16::load(values + d) * F16::set1(rescale[r])).store(values + d);
         }

@@ -1,5 +1,5 @@
 // Speed of the kernels without Python: native_bench [products|threshold|attention|pages|pool] [--threads N] [--level
-// NAME]
+// NAME] [--exact]
 //
 // Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
 // from where they would come from in a model. For the limits of a machine, see `octavo bench limits`.
@@ -239,6 +239,8 @@ class Side {
     Memory codes_, scales_, zeros_;
 };
 
+bool g_exact = false;
+
 // Sequences over shuffled blocks of 16: 9 query heads of 64 over 3 KV heads, as SmolLM2-135M has.
 void attention() {
     constexpr int kHeads = 9, kKvHeads = 3, kDim = 64, kBlock = 16;
@@ -290,7 +292,7 @@ void attention() {
             call.scale = 0.125f;
             call.num_seqs = seqs;
             call.num_heads = kHeads;
-            call.exact = false;
+            call.exact = g_exact;
             const Times times = measure([&] { attend(call); });
             const double median = times.median, seen = queries == 1 ? context : context - (queries - 1) / 2.0;
             const std::string name =
@@ -379,12 +381,14 @@ int main(int argc, char** argv) {
         } else if (argument == "--level" && has_value && isa_from_name(argv[i + 1]) != kNumIsas &&
                    isa_is_supported(isa_from_name(argv[i + 1]))) {
             force_isa(isa_from_name(argv[++i]));
+        } else if (argument == "--exact") {
+            g_exact = true;  // attention only
         } else if (std::any_of(std::begin(kParts), std::end(kParts),
                                [&](const Part& part) { return argument == part.name; })) {
             only = argument;
         } else {
-            std::fprintf(
-                stderr, "usage: native_bench [products|attention|threshold|pages|pool] [--threads N] [--level NAME]\n");
+            std::fprintf(stderr, "usage: native_bench [products|attention|threshold|pages|pool] [--threads N] "
+                                 "[--level NAME] [--exact]\n");
             return 2;
         }
     }

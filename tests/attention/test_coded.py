@@ -32,8 +32,8 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("codec", CODECS)
 def test_attention_over_codes_is_that_over_what_they_decode_to(level: str, codec: str) -> None:
     chance = random.Random(level + codec)
-    # AMX multiplies queries and keys that have been rotated and rounded to bf16: scores reach 30 here.
-    bf16_error = 4e-2 if codec == "int4" and "amx" in level else 2e-2
+    # Queries that have been rotated are rounded to bf16, except a decode's: scores reach 30 here.
+    bf16_error = 4e-2 if codec == "int4" else 2e-2
     for dims, group, window, softcap in ((64, 3, None, None), (80 if codec == "int4" else 128, 1, 70, 20.0)):
         value_dim = 64 if dims == 80 else dims
         paged = PagedSequences([LayerKVSpec(2, dims, value_dim, window)], 16, 3, 700, dtype=codec)

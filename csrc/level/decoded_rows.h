@@ -1,0 +1,71 @@
+// Shared by the kernels that decode coded keys and values to bf16 before they multiply them, in tiles or in vectors:
+// scales are factors of scores and of weights.
+//
+//     scratch.factors    [tile of 64 tokens][scales of keys, of values][token]
+#pragma once
+
+#include "level/coded_scores.h"
+
+namespace octavo::OCTAVO_LEVEL {
+
+enum Factor { kKeyScale, kValueScale, kFactors };
+
+// Loads the factors of a tile's tokens. `key_unit` and `value_unit` are those of decoded codes.
+template <Code K, Code V>
+inline void load_factors(const AttendTask& task, const CodedTile& tile, int head, const Visible& visible,
+                         float key_unit, float value_unit, float* to) {
+    const LayerKV& kv = *task.kv;
+    const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * key_unit);
+    const F16 value_head = F16::set1(kv.value_side.scale(task.kv_head + head) * value_unit);
+    for (int v = 0; v < kVectors; ++v, to += 16) {
+        F16 key = key_head, value = value_head;
+        if (v >= visible.first_vector && v < visible.end_vector) {
+            if constexpr (!is_fp8(K)) key = token_scale(tile.key_field[v][0]);
+            if constexpr (!is_fp8(V)) value = token_scale(tile.value_field[v][0]);
+        }
+        key.store(to + kKeyScale * kTile);
+        value.store(to + kValueScale * kTile);
+    }
+}
+
+// Rotates a query if keys are, and rounds it to bf16.
+template <Code K> inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* to) {
+    const int dim = task.kv->key_units;
+    if constexpr (K != kCodeInt4) {
+        __builtin_memcpy(to, query_row(task, head, row), int64_t{dim} * 2);
+        return;
+    }
+    float query[kMaxHeadDim];
+    load_query(task, head, row, query);
+    for (int d = 0; d < dim; d += 16) F16::load(query + d).store(to + d);
+}
+
+// From scratch.scores to scratch.weights, in bf16; updates the rows' maxima and sums. What else the rows' states hold
+// has to be multiplied by `rescale`.
+inline void weigh_decoded_rows(const AttendTask& task, int begin, const Visible& visible, const float* factors,
+                               int first, int count, const Rows& rows, AttendScratch& scratch, float* rescale) {
+    const auto factor = [&](Factor which, int v) { return F16::load(factors + which * kTile + v * 16); };
+    const auto score_of = [&](int r, int v) {
+        return F16::load(scratch.scores + r * kTile + v * 16) * factor(kKeyScale, v);
+    };
+    F16 sums[16];
+    for (int r = 0; r < count; ++r) sums[r] = F16::zero();
+    const auto weigh_two = [&](int r, int v, F16 low, F16 high) {
+        sums[r] = sums[r] + low + high;
+        low = low * factor(kValueScale, v), high = high * factor(kValueScale, v + 1);
+        if (!visible.all) {
+            // The scale of a token that the row does not see may be NaN.
+            const TokenRange seen = tokens_seen(task, begin, first + r);
+            low = keep_lanes(low, seen.low - v * 16, seen.high - v * 16, F16::zero());
+            high = keep_lanes(high, seen.low - v * 16 - 16, seen.high - v * 16 - 16, F16::zero());
+        }
+        store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
+    };
+    soften_rows<kBf16>(task, begin, visible, first, count, rows, rescale, score_of, [](int) {}, weigh_two);
+    for (int r = 0; r < count; ++r) {
+        float* sum = rows.sum(first + r);
+        fma(F16::load(sum), F16::set1(rescale[r]), sums[r]).store(sum);
+    }
+}
+
+}  // namespace octavo::OCTAVO_LEVEL
