@@ -129,7 +129,7 @@ void products() {
         for (const WeightFormat format :
              {WeightFormat::bf16, WeightFormat::f32, WeightFormat::q4_0, WeightFormat::q4_1, WeightFormat::q8_0}) {
             Weights weights(format, inputs, outputs);
-            for (const int rows : {1, 8, 64, 256}) {
+            for (const int rows : {1, 8, 32, 64, 128, 256}) {
                 const Product product(weights, rows);
                 const double median = measure([&] { product(false); }).median;
                 std::printf("%-12s %6d %7d -> %5d %10.1f %8.1f %10.1f\n", kFormatNames[static_cast<int>(format)], rows,
