@@ -400,6 +400,7 @@ def shared_llm(tiny_llama: Path) -> Any:
     from octavo import LLM
 
     options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": "16MiB", "block_size": 8}
+    options["max_grammar_ms"] = 60_000  # a busy machine may take long over any
     with LLM(str(tiny_llama), **options) as llm:
         yield llm
         assert_nothing_left(llm)
