@@ -124,7 +124,7 @@ def test_it_says_what_it_serves_and_where_once_it_does(start: Callable[..., Serv
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_lets_a_stream_finish(start: Callable[..., ServerProcess], number: signal.Signals) -> None:
-    server = start(shutdown_timeout=600)
+    server = start(shutdown_timeout=120)
     stream = server.stream(3000)
     server.stop(number)
     wait_until(lambda: not server.listens())
