@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import gc
 import json
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -272,6 +275,31 @@ def test_an_unread_stream_is_cut_and_its_request_ended(start: Callable[..., Runn
         wait_until(lambda: server.server.connections.unread == 1)
         wait_until(lambda: not server.engine.running)
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_connection_that_was_reset_is_freed_without_a_garbage_collection(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is never idle collects no garbage: each kept its buffers, and its last request with its prompts."""
+    made: list[weakref.ref[GuardedConnection]] = []
+    begin = GuardedConnection.connection_made
+
+    def noted(connection: GuardedConnection, transport: asyncio.Transport) -> None:
+        made.append(weakref.ref(connection))
+        begin(connection, transport)
+
+    monkeypatch.setattr(GuardedConnection, "connection_made", noted)
+    server = start(keep_alive_timeout=SHORT)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with connect(server) as connection:
+                assert ask(connection).startswith(b"HTTP/1.1 200 ")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        wait_until(lambda: len(made) >= 5 and not any(one() for one in made[-5:]))
+    finally:
+        gc.enable()
 
 
 def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., Running]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from functools import cache
 
 # Thresholds of the garbage collector's generations: objects made before the youngest generation is collected, such
 # collections before the middle one is, and collections of the middle one before the oldest is. A few thousand objects
@@ -46,5 +47,10 @@ def return_free_memory() -> None:
     It keeps what lies below anything in use: 112 MiB after 60 bodies of 8 MB, in a server at work. Returning that took
     6 ms, without the interpreter's lock.
     """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    if (trim := getattr(_c_library(), "malloc_trim", None)) is not None:
         trim(0)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

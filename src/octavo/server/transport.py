@@ -130,9 +130,12 @@ class GuardedConnection(H11Protocol):
 
     def _lose(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # asyncio's transport refers to itself by this method; only a full garbage collection would free the cycle.
+        # Only a full garbage collection would free cycles, and a server that is never idle runs none. asyncio's
+        # transport refers to itself by this method; the last request, which holds its prompt, to this connection.
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
+        self.cycle = None
+        self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
