@@ -6,6 +6,7 @@ import asyncio
 import json
 import select
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -197,3 +198,21 @@ def test_the_limit_of_all_bodies_is_no_less_than_that_of_one() -> None:
 
     with pytest.raises(ConfigError, match=r"max_total_body_size \(1024\) must be at least max_body_size \(2048\)"):
         ServerConfig(max_body_size="2KiB", max_total_body_size="1KiB")
+
+
+@pytest.mark.parametrize("most", [200, 100], ids=["to make room", "because it is too large"])
+async def test_what_came_of_a_body_that_is_cut_off_is_freed(most: int) -> None:
+    """Its error held what had come, in a cycle: 450 MiB a round of stalled bodies, until a server was idle."""
+    bodies = intake(most * KIB)
+    cut = Upload(bodies)
+    await cut.send(100 * KIB)
+    await cut.send(100 * KIB)
+    other = Upload(bodies)
+    await other.send(200 * KIB)
+    error = await cut.error()
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    received = [frame.f_locals["chunks"] for frame in frames if "chunks" in frame.f_locals]
+    assert received == [[]]
+    assert not any(frame.f_locals.get("refusal") is error for frame in frames)
+    assert not any(getattr(frame.f_locals.get("body"), "refusal", None) is error for frame in frames)
+    other.task.cancel()

@@ -72,6 +72,16 @@ class _Body:
     is_whole: bool = False
     refusal: ApiError | None = None
 
+    def take_refusal(self) -> ApiError:
+        """Return why the body was cut off, and forget it.
+
+        An error that is raised refers to the frames that it left, and so to what has been received. If these frames
+        referred to the error, only a full garbage collection would free that, which a busy server does not run.
+        """
+        refusal, self.refusal = self.refusal, None
+        assert refusal is not None
+        return refusal
+
 
 class BodyIntake:
     """The bodies of all connections. Used only from the event loop.
@@ -119,14 +129,17 @@ class BodyIntake:
                     raise BodyTooLargeError(self._most)
                 self._hold(body)
                 chunks.append(chunk)
+            body.is_whole = True
         except ClientDisconnect:
             raise ClientLeftError from None
         except asyncio.CancelledError:
             if body.refusal is None:
                 raise
             body.task.uncancel()
-            raise body.refusal from None
-        body.is_whole = True
+            raise body.take_refusal() from None
+        finally:
+            if not body.is_whole:
+                chunks.clear()
         if body.size < _JOINED_AT_ONCE:
             return b"".join(chunks)
         return await asyncio.to_thread(b"".join, chunks)
@@ -139,13 +152,13 @@ class BodyIntake:
         while self.held > self._most_in_all:
             victim, refusal = self._victim()
             if victim is body:
-                raise refusal
-            victim.refusal = refusal
+                raise refusal(self._most_in_all)
+            victim.refusal = refusal(self._most_in_all)
             self.held -= victim.held
             victim.held = 0
             victim.task.cancel()
 
-    def _victim(self) -> tuple[_Body, ApiError]:
+    def _victim(self) -> tuple[_Body, type[TooManyBodiesError] | type[TooManyTenantBodiesError]]:
         """Return the oldest incomplete body of the tenant that holds the most, of those with one, and its error."""
         unfinished = [body for body in self._bodies if body.held and not body.is_whole]
         by_tenant: Counter[str] = Counter()
@@ -155,5 +168,5 @@ class BodyIntake:
         victim = next(body for body in unfinished if body.tenant == worst)
         # Without API keys all clients are one tenant, whose name is empty: what they hold is no single client's.
         if worst and by_tenant[worst] > self._most_in_all // 2:
-            return victim, TooManyTenantBodiesError(self._most_in_all)
-        return victim, TooManyBodiesError(self._most_in_all)
+            return victim, TooManyTenantBodiesError
+        return victim, TooManyBodiesError
