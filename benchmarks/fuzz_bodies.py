@@ -261,7 +261,7 @@ def report(rows: list[dict[str, Any]]) -> str:
             f"{row['stream_ms']} | {row['first_ms']} | {row['health_ms']} | {memory} |"
         )
     total = sum(row["bodies"] for row in rows)
-    served = ", ".join(f"{path} {sum(row['served'][path][0] for row in rows):,}" for path in ENDPOINTS)
+    served = ", ".join(f"{path} {sum(row['served'].get(path, [0])[0] for row in rows):,}" for path in ENDPOINTS)
     return "\n".join(lines) + f"\n\n{total:,} bodies in all. Served with 200: {served}.\n"
 
 

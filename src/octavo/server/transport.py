@@ -134,7 +134,7 @@ class GuardedConnection(H11Protocol):
         # transport refers to itself by this method; the last request, which holds its prompt, to this connection.
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
-        self.cycle = None
+        self.cycle = None  # type: ignore[assignment]  # as it is before the first request
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
