@@ -286,6 +286,16 @@ def test_top_follows_a_request_from_its_events_alone() -> None:
     assert not state.requests
 
 
+def test_top_shows_something_after_each_event_of_a_server(real: RealServer) -> None:
+    """The first one only describes the server, which once ended `octavo top` with an IndexError."""
+    state, console = State(), Console(width=100, record=True, file=io.StringIO())
+    for news in events(real, 2):
+        state.take(news)
+        console.print(state.shown(24))
+    assert "tiny: no figures yet" in (text := console.export_text())
+    assert "KV cache in use %" in text
+
+
 def test_top_says_why_it_shows_nothing(real: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "127.0.0.1:8000"]) == 1
     assert "write http://127.0.0.1:8000" in capsys.readouterr().err

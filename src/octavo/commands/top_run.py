@@ -127,6 +127,8 @@ class State:
 
     def shown(self, height: int) -> Group:
         """Return the screen's contents."""
+        if not self.history:  # the first event only describes the server
+            return Group(Text(f"{self.head.get('model')}: no figures yet …"))
         return Group(self._figures(), self._blocks(), self._requests(max(3, height - 16)))
 
     def _figures(self) -> Group:
