@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import shutil
 import struct
 import subprocess
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +37,7 @@ from tests.tiers.stores import (
     put,
     slab,
 )
+from tests.traced import measured
 
 
 def load(folder: Path, *numbers: int) -> list[Reason | None]:
@@ -371,23 +370,16 @@ def test_a_tenants_name_that_cannot_be_written_costs_no_block(tmp_path: Path) ->
 def test_the_index_of_a_full_disk_takes_no_more_memory_than_the_plan_says(
     tmp_path: Path, policy: str, num_slots: int
 ) -> None:
-    def index(num_slots: int, num_blocks: int) -> DiskMedium:
+    def index(folder: str) -> DiskMedium:
         size = SlabLayout(64, num_slots).slab_bytes
         eviction = make_lower_eviction(policy)
-        medium = DiskMedium(tmp_path / str(num_slots), size, FINGERPRINT, 64, eviction=eviction, slab_bytes=size)
-        for number in range(num_blocks):
+        medium = DiskMedium(tmp_path / folder, size, FINGERPRINT, 64, eviction=eviction, slab_bytes=size)
+        for number in range(num_slots * 3):
             medium.write(label(number), memoryview(bytes(64)), "ada")
         return medium
 
-    index(10, 20).close()  # what is made once
-    gc.collect()
-    tracemalloc.start()
-    try:
-        medium = index(num_slots, num_slots * 3)
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    index("first").close()
+    taken, medium = measured(lambda: index("second"))
     assert medium.num_blocks == num_slots == most_slots(medium._size, 64)
     medium.close()
     assert taken <= num_slots * (slabs.INDEX_BYTES + eviction_bytes(policy)) + 24_000
