@@ -143,6 +143,12 @@ def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) ->
     assert failure.value.status == 500
 
 
+def test_a_large_body_is_not_searched_for_its_parts_on_the_event_loop() -> None:
+    bodies, large = reading(workers=PartsKept), b"[" * MEDIUM_BODY
+    with patch("octavo.server.body_reading._num_parts", side_effect=AssertionError("it was searched")):
+        assert asyncio.run(bodies.read("completion", large)) == (large,)
+
+
 def test_bodies_that_go_on_from_a_response_share_its_items_until_they_are_read() -> None:
     bodies, items = reading(workers=PartsKept), b'{"role": "user", "content": "x"}' * 1000
     parts = asyncio.run(bodies.read("next_response", *frame(items, b"", b"{}"), tenant="ada"))
