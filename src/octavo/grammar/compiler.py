@@ -188,7 +188,7 @@ class GrammarCompiler:
         try:
             try_compiling(lark, self._max_ms / 1e3)
         except (TrialFailedError, OSError) as failed:
-            # On a machine that is less busy, or has more memory, it may be compiled.
+            # Not remembered: it may succeed when the machine is less busy, or has more memory.
             with self._lock:
                 self._compiled.pop(wanted, None)
             if not isinstance(failed, TrialFailedError):

@@ -72,7 +72,7 @@ def validated(body_type: type[Body], given: dict[str, Any]) -> Body:
 
 @contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors name fields as a client does who sent them under other names: `names` has these by ours."""
+    """Rename fields in errors from our names to those that the client sent; `names` maps the former to the latter."""
     try:
         yield
     except (ApiError, RequestError) as error:

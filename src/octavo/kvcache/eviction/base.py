@@ -46,7 +46,7 @@ class EvictionPolicy(Protocol):
         """Choose, remove and return a victim. Raises KeyError if no block is held."""
 
     def evict_many(self, count: int) -> list[BlockId]:
-        """Call `evict` so many times. Raises KeyError, and evicts none, if fewer are held."""
+        """Evict `count` blocks. Raises KeyError, and evicts none, if fewer are held."""
 
     def add_all(self, block_ids: BlockIds) -> None:
         """Call `add` for each block in turn."""
