@@ -56,6 +56,7 @@ PARTS = {
     "kernels": 90.0,
     **{f"decode {model}": 60.0 for model in MODELS[1:]},
     f"transformers {MODELS[0]}": 75.0,
+    f"transformers-batching {MODELS[0]}": 90.0,
 }
 """Parts of the benchmark, and the maximum seconds that each may take."""
 ROW = "@row "  # begins a line in which the process of a part reports what it has found
@@ -287,6 +288,7 @@ class Clock:
 
 def benchmark(report: Report, clock: Clock, interpreted: bool) -> None:
     parts = {"limits": 0.0, "attention": 0.0, "kernels": 0.0, "decode tiny": 0.0, "transformers tiny": 0.0}
+    parts["transformers-batching tiny"] = 0.0
     for name, seconds in (parts if interpreted else PARTS).items():
         limits = report.found.get("limits")
         command = [sys.executable, __file__, "--part", name, "--limits", json.dumps(limits)]
@@ -334,8 +336,8 @@ def measure(part: str, limits: dict[str, float] | None, interpreted: bool) -> It
         print(f"copy {best.copy_bandwidth / 1e12:.2f} TB/s, products {best.matrix_rate / 1e12:.0f} TFLOP/s")
         yield {"limits": asdict(best)}
         return
-    if kind == "transformers":
-        yield from generate(model, device, interpreted)
+    if kind.startswith("transformers"):
+        yield from generate(kind, model, device, interpreted)
         return
     if limits is None:
         raise RuntimeError("the machine's limits are not known")
@@ -348,10 +350,11 @@ def measure(part: str, limits: dict[str, float] | None, interpreted: bool) -> It
     else:
         codecs = ("int4",) if interpreted else None
         rows = gpu_kernels.measure_kernels(device, sizes, known, repeats=repeats, codecs=codecs)
-    print(f"{kind:<34} {'ms':>9} {'of limit':>9} {'torch ms':>9}", flush=True)
+    print(f"{kind:<34} {'ms':>9} {'of limit':>9} {'torch ms':>9} {'FlashInfer ms':>13}", flush=True)
     for row in rows:
-        torch_ms = "" if row.torch_seconds is None else f"{row.torch_seconds * 1e3:9.3f}"
-        print(f"{row.name:<34} {row.seconds * 1e3:9.3f} {row.share:9.1%} {torch_ms:>9}", flush=True)
+        peers = ["" if s is None else f"{s * 1e3:.3f}" for s in (row.torch_seconds, row.flashinfer_seconds)]
+        line = f"{row.name:<34} {row.seconds * 1e3:9.3f} {row.share:9.1%} {peers[0]:>9} {peers[1]:>13}"
+        print(line.rstrip(), flush=True)
         yield {kind: [asdict(row)]}
 
 
@@ -381,17 +384,22 @@ def decode(name: str, device: Any, bandwidth: float, interpreted: bool) -> Itera
         }  # fmt: skip
 
 
-def generate(name: str, device: Any, interpreted: bool) -> Iterator[Found]:
+def generate(kind: str, name: str, device: Any, interpreted: bool) -> Iterator[Found]:
+    """Measure transformers' `generate`, or, for `transformers-batching`, its continuous batching."""
     import torch
 
-    from octavo.bench.gpu_decode import measure_transformers
+    from octavo.bench.gpu_peers import measure_generate, measure_generate_batch, transformers_model
 
-    dtype = torch.float32 if interpreted else torch.bfloat16
+    model = transformers_model(name, device, torch.float32 if interpreted else torch.bfloat16)
     context, steps = (20, 2) if interpreted else (500, 16)
-    for count in [1] if interpreted else [1, 32]:
-        took = measure_transformers(name, device, dtype, num_seqs=count, context=context, steps=steps)
-        print(f"{name:<14} {count:9d} {took * 1e3:10.3f} {count / took:9.0f}  transformers' generate", flush=True)
-        yield {"transformers": [{"model": name, "num_seqs": count, "seconds": took}]}
+    if kind == "transformers":
+        function, counts, measuring = "generate", [1, 32], measure_generate
+    else:
+        function, counts, measuring = "generate_batch", [32, 128], measure_generate_batch
+    for count in counts[:1] if interpreted else counts:
+        took = measuring(model, num_seqs=count, context=context, steps=steps)
+        print(f"{name:<14} {count:9d} {took * 1e3:10.3f} {count / took:9.0f}  transformers' {function}", flush=True)
+        yield {"transformers": [{"model": name, "function": function, "num_seqs": count, "seconds": took}]}
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -47,7 +47,10 @@ def test_interpreted_it_runs_tests_and_benchmark_and_writes_what_it_found(
     assert all(row["seconds"] > 0 for kind in ("kernels", "decode", "transformers") for row in report[kind])
     assert {"rms_norm", "copy blocks", "decode int4", "draw all"} <= {row["name"] for row in report["kernels"]}
     assert [row["num_seqs"] for row in report["decode"]] == [1, 2]
-    assert [row["num_seqs"] for row in report["transformers"]] == [1]
+    assert [(row["function"], row["num_seqs"]) for row in report["transformers"]] == [
+        ("generate", 1),
+        ("generate_batch", 32),
+    ]
     assert "the numbers say nothing of a GPU" in capsys.readouterr().out
     assert report["seconds"] > 0
 

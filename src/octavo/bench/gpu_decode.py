@@ -9,13 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from octavo.attention import make_backend
+from octavo.bench.gpu_shapes import SHAPES, WARM_UP_STEPS
 from octavo.checkpoint.hf_config import hf_model_config
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.kvcache.block import BlockId
@@ -31,33 +30,6 @@ from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import DRAWN, NewSequence, SamplingSnapshot, StepPlan
 from octavo.storage.arena import KVArena
-
-_WARM_UP = 3
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    },
-    "Qwen3-0.6B": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 8192, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "SmolLM2-135M": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-        "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "max_position_embeddings": 8192, "rope_theta": 100000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 32,
-        "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    },
-}  # fmt: skip
-"""The parts of the models' `config.json` that matter here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +102,7 @@ class DecodeBench:
         self.model = LlamaDecoder(config, _RandomWeights(config, device), dtype=dtype, device=device, ops=ops)
         spec = KVCacheSpec.build(self.model.kv_layers, block_size, str(dtype).removeprefix("torch."))
         # All blocks, including those of the last tokens, are allocated from the start, so that no plan changes a table.
-        self._blocks = spec.blocks_for_tokens(context + _WARM_UP + steps + 1)
+        self._blocks = spec.blocks_for_tokens(context + WARM_UP_STEPS + steps + 1)
         attention = make_backend("triton", device)
         arena = KVArena(spec, 1 + most_seqs * self._blocks, device, attention.layout)
         self._spec = spec
@@ -150,13 +122,13 @@ class DecodeBench:
         ids = torch.randperm(num_seqs * self._blocks) + 1
         tables = [tuple(map(BlockId, row)) for row in ids.view(num_seqs, -1).tolist()]
         seq_ids = tuple(map(SequenceId, range(num_seqs)))
-        params = SamplingParams(temperature=0, max_tokens=self._steps + _WARM_UP, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=self._steps + WARM_UP_STEPS, ignore_eos=True)
         sampling = SamplingSnapshot(RequestId("measuring"), params, seed=0, num_prompt_tokens=self._context)
         new = tuple(NewSequence(seq, sampling, (table,)) for seq, table in zip(seq_ids, tables, strict=True))
         took: list[float] = []
         collect: Collect | None = None
         started = time.perf_counter()
-        for step in range(_WARM_UP + self._steps):
+        for step in range(WARM_UP_STEPS + self._steps):
             is_first = step == 0
             plan = StepPlan(
                 step=step + 1,
@@ -177,56 +149,6 @@ class DecodeBench:
                 started = time.perf_counter()
         if collect is not None:
             collect()
-        seconds = statistics.median(took[_WARM_UP:])
+        seconds = statistics.median(took[WARM_UP_STEPS:])
         read = self.model.weight_bytes + num_seqs * self._context * self._spec.bytes_per_token
         return DecodeRow(self.name, num_seqs, self._context, seconds, read / copy_bandwidth)
-
-
-class _Arrivals:
-    """A streamer for `generate` that records when each step's tokens arrived on the host."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, token_ids: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-def measure_transformers(
-    name: str, device: torch.device, dtype: torch.dtype, *, num_seqs: int, context: int, steps: int
-) -> float:
-    """Measure transformers' `generate` with a model of the same shape.
-
-    Returns:
-        The median time between the arrivals of tokens, in seconds; the prompt's step is not counted.
-    """
-    import transformers
-
-    raw = {key: value for key, value in SHAPES[name].items() if key not in ("architectures", "model_type")}
-    config = transformers.AutoConfig.for_model(SHAPES[name]["model_type"], **raw)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    ids = torch.ones(num_seqs, context, dtype=torch.int64, device=device)
-
-    arrivals = _Arrivals()
-    # The prompt arrives first, then one token per step.
-    with torch.inference_mode():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=_WARM_UP + steps,
-            min_new_tokens=_WARM_UP + steps,
-            do_sample=False,
-            pad_token_id=0,
-            streamer=arrivals,
-        )
-    after = arrivals.times[_WARM_UP:]
-    return statistics.median(later - sooner for sooner, later in pairwise(after))

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBatch, GroupBatch
+from octavo.bench.gpu_peers import flashinfer_attention, has_flashinfer, torch_attention
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.models.ops import Heads
@@ -68,12 +68,14 @@ class KernelRow:
         share: share of the limit that applies to this shape.
         torch_seconds: time of `scaled_dot_product_attention` over contiguous keys and values of the same length; None
             if torch has no such kernel.
+        flashinfer_seconds: time of FlashInfer's over the same blocks; None if it has no such kernel or is not there.
     """
 
     name: str
     seconds: float
     share: float
     torch_seconds: float | None = None
+    flashinfer_seconds: float | None = None
 
 
 def seconds_per_call(call: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
@@ -115,20 +117,21 @@ def measure_attention(
     decode = _Call(device, sizes, [context] * num_seqs, 1, block_size)
     took = seconds_per_call(decode.ours, device, repeats=repeats)
     rate = decode.kv_bytes / took / limits.copy_bandwidth
-    yield KernelRow(f"decode {num_seqs} x {context}", took, rate, decode.torch_seconds(repeats))
+    yield KernelRow(f"decode {num_seqs} x {context}", took, rate, *decode.peers_seconds(repeats))
     del decode
     long, short = sizes.mixed
     mixed = _Call(device, sizes, [long] + [short] * (num_seqs - 1), 1, block_size)
     took = seconds_per_call(mixed.ours, device, repeats=repeats)
     rate = mixed.kv_bytes / took / limits.copy_bandwidth
-    yield KernelRow(f"decode 1 x {long}, {num_seqs - 1} x {short}", took, rate)
+    name = f"decode 1 x {long}, {num_seqs - 1} x {short}"
+    yield KernelRow(name, took, rate, None, mixed.flashinfer_seconds(repeats))
     del mixed
     count = sizes.prefill
     prefill = _Call(device, sizes, [count], count, block_size)
     took = seconds_per_call(prefill.ours, device, repeats=repeats)
     operations = 4 * query_heads * dim * count * (count + 1) / 2
     share = operations / took / limits.matrix_rate
-    yield KernelRow(f"prefill {count}", took, share, prefill.torch_seconds(repeats))
+    yield KernelRow(f"prefill {count}", took, share, *prefill.peers_seconds(repeats))
 
 
 @torch.inference_mode()
@@ -226,15 +229,23 @@ class _Call:
             self._qkv, self._heads, None, self._rotation, self._kv, self._batch, self._backend
         )
 
+    def peers_seconds(self, repeats: int) -> tuple[float, float | None]:
+        """Measure torch's and FlashInfer's attention."""
+        return self.torch_seconds(repeats), self.flashinfer_seconds(repeats)
+
     def torch_seconds(self, repeats: int) -> float:
-        """Measure torch's attention over contiguous keys and values of equal length, all that it supports."""
-        _, heads, dim = self._query.shape
-        query = self._query.view(len(self._contexts), self._queries, heads, dim).transpose(1, 2)
-        shape = (len(self._contexts), self._heads.kv_heads, self._contexts[0], dim)
-        key, value = (torch.randn(shape, device=self._device).to(query.dtype) for _ in range(2))
-        causal = self._queries > 1
-        return seconds_per_call(
-            lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True),
-            self._device,
-            repeats=repeats,
+        call = torch_attention(self._by_sequence, self._contexts[0], self._heads.kv_heads)
+        return seconds_per_call(call, self._device, repeats=repeats)
+
+    def flashinfer_seconds(self, repeats: int) -> float | None:
+        if not has_flashinfer():
+            return None
+        (group,) = self._batch.groups
+        call = flashinfer_attention(
+            self._by_sequence, group.block_tables, self._contexts, self._heads.kv_heads, self._kv.block_size
         )
+        return seconds_per_call(call, self._device, repeats=repeats)
+
+    @property
+    def _by_sequence(self) -> torch.Tensor:
+        return self._query.view(len(self._contexts), self._queries, *self._query.shape[1:])
