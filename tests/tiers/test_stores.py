@@ -98,7 +98,7 @@ class Held:
         return None
 
     def close(self) -> None:
-        self.go.set()
+        return
 
 
 def test_what_is_cancelled_or_late_before_it_begins_is_not_read() -> None:
@@ -205,6 +205,7 @@ class Busy:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.begun = threading.Semaphore(0)
+        self.closed = threading.Event()
         self.done: list[str] = []
 
     def contains(self, key: bytes) -> bool | None:
@@ -225,7 +226,21 @@ class Busy:
         return None
 
     def close(self) -> None:
-        self.go.set()
+        self.done.append("close")
+        self.closed.set()
+
+
+def test_a_store_closed_during_a_write_closes_its_medium_after_it_and_begins_no_other() -> None:
+    medium = Busy()
+    store = Store(medium, num_threads=1)
+    first, second = (store.put(label(number), memoryview(b"x")) for number in (1, 2))
+    assert medium.begun.acquire(timeout=SECONDS)
+    store.close(seconds=0)
+    assert medium.done == []
+    medium.go.set()
+    assert medium.closed.wait(SECONDS)
+    assert medium.done == ["write", "close"]
+    assert (first.outcomes, second.outcomes) == ([None], [Reason.CLOSED])
 
 
 def test_questions_and_reads_go_before_the_writes_that_wait() -> None:
@@ -247,7 +262,8 @@ def test_however_much_is_being_written_a_thread_is_left_for_questions() -> None:
     assert medium.begun.acquire(timeout=SECONDS)
     assert store.ask([label(8)], SECONDS).wait(SECONDS), "while a write takes its time"
     assert not any(transfer.done for transfer in writes)
-    store.close(0.0)
+    medium.go.set()
+    store.close(SECONDS)
     assert all(transfer.wait(SECONDS) for transfer in writes), "closing finishes what was asked for"
 
 

@@ -70,6 +70,8 @@ class Store:
         self._lock = threading.Lock()
         self._coming: set[bytes] = set()  # keys of requested writes
         self._ended = False
+        self._out_of_time = False
+        self._num_working = num_threads
         self._works = {Work.ASK: self._ask, Work.READ: self._read, Work.WRITE: self._write}
         self._threads = [
             threading.Thread(target=self._work, name=f"octavo-{self.name}-{i}", daemon=True) for i in range(num_threads)
@@ -144,7 +146,10 @@ class Store:
         return self._submit(Transfer(Work.WRITE, [label], [payload], self._clock() + seconds, tenant))
 
     def close(self, seconds: float = 10.0) -> None:
-        """Finish the requested transfers within `seconds`, and close the medium."""
+        """Finish the requested transfers within `seconds`; those not started by then end as CLOSED.
+
+        The medium is closed by the last thread to end, so that none ever uses a closed one.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -153,10 +158,9 @@ class Store:
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        try:
-            self.medium.close()
-        except Exception:
-            logger.exception("%s: closing it failed", self.name)
+        if any(thread.is_alive() for thread in self._threads):
+            self._out_of_time = True
+            logger.warning("%s: closing without waiting for a transfer that takes over %g s", self.name, seconds)
 
     def _submit(self, transfer: Transfer) -> Transfer:
         refused = Reason.CLOSED if self._is_stopped(transfer.work) else self._queue.put(transfer)
@@ -173,6 +177,17 @@ class Store:
                 outcomes = [_reason_of(error)] * len(transfer.labels)
             self._settle(transfer, outcomes)
             self._queue.did(transfer)
+        with self._lock:
+            self._num_working -= 1
+            is_last = not self._num_working
+        if is_last:
+            self._close_medium()
+
+    def _close_medium(self) -> None:
+        try:
+            self.medium.close()
+        except Exception:
+            logger.exception("%s: closing it failed", self.name)
 
     def _ask(self, transfer: Transfer) -> Sequence[Reason | None]:
         medium, labels = self.medium, transfer.labels
@@ -215,7 +230,7 @@ class Store:
             return Reason.CANCELLED
         if self._clock() > transfer.deadline:
             return Reason.LATE
-        return Reason.CLOSED if self._is_stopped(transfer.work) else None
+        return Reason.CLOSED if self._out_of_time or self._is_stopped(transfer.work) else None
 
     def _is_stopped(self, work: Work) -> bool:
         return self._reading.is_closed or (work is Work.WRITE and self._writing.is_closed)
