@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo.bench.server_process import ServerStartError, running_server
 
 HERE = Path(__file__).parent
 REPORT = HERE / "results" / "compatibility.md"
 MODEL = "smollm2"
 KEY, ADMIN = "sk-client", "sk-admin"
-START_SECONDS, CLIENT_SECONDS = 120, 1800
+CLIENT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def _run(client: Client, home: Path, tokenizer: Path) -> list[dict[str, Any]]:
                 text=True,
                 timeout=CLIENT_SECONDS,
             )
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    except (OSError, subprocess.SubprocessError, ServerStartError) as error:
         return [_row(client, "", "installed and run", ok=False, note=str(error)[:200])]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
     rows = [_row(client, versions, each["check"], ok=each["ok"], note=each["note"]) for each in found]
@@ -188,31 +186,9 @@ def _tiny_model(home: Path) -> str:
 
 @contextmanager
 def _server(model: str, options: tuple[str, ...]) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    small = ("--kv-cache-memory", "256MiB", "--log-level", "warning")
-    small += ("--served-model-name", MODEL)
-    command = [sys.executable, "-m", "octavo", "serve", model, "--port", str(port), *small, *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not _is_up(url):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start: exit code {server.poll()}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            server.terminate()
-
-
-def _is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2):
-            return True
-    except OSError:
-        return False
+    small = ("--kv-cache-memory", "256MiB", "--log-level", "warning", "--served-model-name", MODEL)
+    with running_server([model, *small, *options]) as server:
+        yield server.base_url
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

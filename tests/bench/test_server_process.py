@@ -15,13 +15,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(sys.argv[1:]).encode())
     def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler)
+print("WARNING a line of the log on the way", file=sys.stderr, flush=True)
+print(f"Octavo serving a model on http://127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
 """
 
 
 def test_a_server_is_awaited_passed_its_options_and_stopped() -> None:
     with running_server(["--max-num-seqs=3"], [sys.executable, "-c", HEALTHY]) as server:
-        assert "--max-num-seqs=3" in fetch_json(server.base_url + "/health")
+        arguments = fetch_json(server.base_url + "/health")
+        assert "--max-num-seqs=3" in arguments
+        assert arguments[arguments.index("--port") + 1] == "0", "a port chosen for it could be taken before it is bound"
         assert server.startup_s > 0
     with pytest.raises(ConfigError, match="cannot read"):
         fetch_json(server.base_url + "/health", timeout_s=60)

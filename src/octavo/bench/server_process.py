@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from octavo.errors import ConfigError, OctavoError
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
+_MOST_LOG_BYTES = 1 << 20
+_READY = re.compile(r"^Octavo serving .* on (http\S+)\n", re.MULTILINE)
 
 
 class ServerStartError(OctavoError):
@@ -29,7 +32,7 @@ class ServerStartError(OctavoError):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers `/health`, and the time that it took to start."""
+    """A server that is ready, and the time that it took to start."""
 
     base_url: str
     startup_s: float
@@ -39,30 +42,23 @@ class RunningServer:
 def running_server(arguments: Sequence[str], command: Sequence[str] | None = None) -> Iterator[RunningServer]:
     """Run `octavo serve ARGUMENTS` on a free port of this machine within the context.
 
+    The server takes the port itself, and its URL is read from the line that it prints once it is ready.
+
     Args:
-        command: command to run instead of `octavo serve`.
+        command: command to run instead of `octavo serve`, which prints the same line.
 
     Raises:
-        ServerStartError: the server ended at its start, or did not answer in time.
+        ServerStartError: the server ended at its start, or was not ready in time.
     """
-    port = free_port()
-    base_url = f"http://127.0.0.1:{port}"
-    argv = [*(command or (sys.executable, "-m", "octavo", "serve")), "--host", "127.0.0.1", "--port", str(port)]
+    argv = [*(command or (sys.executable, "-m", "octavo", "serve")), "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
         process = subprocess.Popen([*argv, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
-            _await_health(process, base_url, log)
+            base_url = _await_url(process, log)
             yield RunningServer(base_url, time.perf_counter() - start)
         finally:
             _stop(process)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fetch_json(url: str, api_key: str | None = None, timeout_s: float = 10.0) -> Any:
@@ -82,23 +78,25 @@ def fetch_json(url: str, api_key: str | None = None, timeout_s: float = 10.0) ->
         raise ConfigError(f"cannot read {url}: {error}") from error
 
 
-def _await_health(process: subprocess.Popen[bytes], base_url: str, log: IO[bytes]) -> None:
+def _await_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
     deadline = time.perf_counter() + START_TIMEOUT_S
     while time.perf_counter() < deadline:
-        if process.poll() is not None:
-            raise ServerStartError(f"the server ended with code {process.returncode} at its start: {_last_words(log)}")
-        try:
-            with urllib.request.urlopen(base_url + "/health", timeout=5.0):
-                return
-        except OSError:
-            time.sleep(_POLL_S)
-    raise ServerStartError(f"the server did not answer /health within {START_TIMEOUT_S:.0f} s: {_last_words(log)}")
+        ended = process.poll()
+        if (found := _READY.search(_text(log))) is not None:
+            return found[1]
+        if ended is not None:
+            raise ServerStartError(f"the server ended with code {ended} at its start: {_last_words(log)}")
+        time.sleep(_POLL_S)
+    raise ServerStartError(f"the server was not ready within {START_TIMEOUT_S:.0f} s: {_last_words(log)}")
 
 
 def _last_words(log: IO[bytes], lines: int = 8) -> str:
-    log.seek(0)
-    text = log.read().decode(errors="replace").strip()
-    return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
+    return "\n".join(_text(log).strip().splitlines()[-lines:]) or "it said nothing"
+
+
+def _text(log: IO[bytes]) -> str:
+    # Without moving the position in the file, which the server that writes it shares.
+    return os.pread(log.fileno(), _MOST_LOG_BYTES, 0).decode(errors="replace")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
