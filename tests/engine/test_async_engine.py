@@ -22,6 +22,7 @@ from octavo.errors import ContextLengthError, EngineDeadError, RequestError, Unr
 from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.engine.tiny_engine import (
     POISON,
     assert_drained,
@@ -461,3 +462,34 @@ async def test_a_request_whose_outputs_are_not_read_is_ended(core: EngineCore, m
         assert num_read == 200
         await until(lambda: is_drained(core) and not engine._delivery)
         assert_drained(core)
+
+
+async def test_a_tenants_slow_grammars_delay_neither_grammars_nor_prompts_of_others(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = threading.Event()
+
+    def compiles(lark: str, seconds: float) -> None:
+        assert "slow" not in lark or ends.wait(600)
+
+    monkeypatch.setattr("octavo.grammar.compiler.try_compiling", compiles)
+
+    def answer(text: str, prompt: list[int], tenant: str) -> asyncio.Task[list[int]]:
+        wanted = StructuredOutputsParams(choice=[text]) if text else None
+        params = SamplingParams(max_tokens=3, structured_outputs=wanted)
+        return asyncio.ensure_future(collect(engine, prompt, params, RequestContext(tenant=tenant)))
+
+    async with started(core) as engine:
+        try:
+            # More than there are threads that work for the event loop.
+            slow = [answer(f"slow {i}", PROMPT, "ada") for i in range(40)]
+            while engine.core.inputs.grammars is None or not engine._grammars._turns._held["ada"]:
+                await asyncio.sleep(0.001)
+            long_prompt = [5] * async_engine._MADE_AT_ONCE
+            async with asyncio.timeout(120):
+                assert await answer("yes", PROMPT, "ben")
+                with pytest.raises(ContextLengthError):
+                    await answer("", long_prompt, "ben")
+        finally:
+            ends.set()
+        assert all(await asyncio.gather(*slow))

@@ -19,7 +19,7 @@ from octavo.errors import RequestError
 from octavo.grammar import trial
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.source import to_lark
-from octavo.grammar.trial import TrialFailedError, TrialProcess
+from octavo.grammar.trial import TrialFailedError
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
 from tests.engine.tiny_engine import VOCAB_SIZE, tiny_model
@@ -85,25 +85,41 @@ def test_grammars_that_would_take_minutes_keep_neither_a_thread_nor_a_core() -> 
     assert not compiler.compile(WANTED).matcher.is_error()
 
 
-def test_a_process_that_takes_too_long_is_killed() -> None:
-    process = TrialProcess()
-    process.compile('start: "a"', 60.0)
+def test_a_process_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_idle", [])
+    trial.try_compiling('start: "a"', 60.0)
+    (process,) = trial._idle
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + trial.NICENESS
     with pytest.raises(TrialFailedError) as failed:
-        process.compile(to_lark(ENDLESS[0]), 0.1)
+        trial.try_compiling(to_lark(ENDLESS[0]), 0.1)
     assert failed.value.too_slow
+    assert trial._idle == []
     assert not process.is_usable
     with pytest.raises(ProcessLookupError):
-        os.kill(process._process.pid, 0)
+        os.kill(process.pid, 0)
 
 
 def test_a_process_that_takes_too_much_memory_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # Doubled sixty times; llguidance's own limit would meet it at 100 MB.
     lark = "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"\n'
-    monkeypatch.setattr(trial, "_MAIN", trial._MAIN.replace("trial.main()", "trial.MEMORY = 1 << 20; trial.main()"))
+    monkeypatch.setattr(trial, "MEMORY", 1 << 20)
     monkeypatch.setattr(trial, "_idle", [])
     compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 60_000)
     with pytest.raises(RequestError, match="takes more than 512 MiB of memory"):
         compiler.compile(StructuredOutputsParams(grammar=lark))
+
+
+def test_a_tenants_grammars_are_compiled_anew_for_others() -> None:
+    compiler = GrammarCompiler(tiny_tokenizer, VOCAB_SIZE, frozenset({2}), 60_000)
+    tried: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.grammar.compiler.try_compiling", lambda lark, seconds: tried.append(lark))
+        first = compiler.begin(WANTED, "ada").result()
+        assert compiler.known(WANTED, "ada") is first
+        assert compiler.known(WANTED, "ben") is None
+        assert compiler.begin(WANTED, "ben").result() is first  # one in memory, though it took its time
+    assert len(tried) == 2
+    assert compiler.in_use(WANTED).result() is first
 
 
 def test_a_grammar_that_was_refused_for_its_time_may_be_tried_again() -> None:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from octavo import helper_process
 from octavo.errors import ContextLengthError, RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server import body_reading, body_worker
@@ -200,15 +201,15 @@ def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
     bodies = reading()
     assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
     (idle,) = bodies._chats._idle
-    idle._process.kill()
-    idle._process.wait()
+    idle._process._process.kill()
+    idle._process._process.wait()
     assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
 
 
 def test_a_system_without_proc_reads_bodies_without_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(body_worker, "_OWN_PAGES", "/nonexistent/statm")
-    body_worker._limit_memory(2**30)
+    monkeypatch.setattr(helper_process, "_OWN_PAGES", "/nonexistent/statm")
+    helper_process.limit_memory(2**30)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 

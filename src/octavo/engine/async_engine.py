@@ -19,11 +19,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.delivery import Delivery
+from octavo.engine.grammar_queue import GrammarQueue
 from octavo.engine.inbox import Abort, Addition, Message, OutputFailed, Question, Tally
 from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
@@ -95,6 +97,11 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watchdog = Watchdog(self._thread, core.stats, watchdog_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @cached_property
+    def _grammars(self) -> GrammarQueue:
+        assert self.core.inputs.grammars is not None  # or the request would have been refused
+        return GrammarQueue(self.core.inputs.grammars)
 
     @property
     def config(self) -> EngineConfig:
@@ -174,10 +181,13 @@ class AsyncEngine:
         """
         self._require_alive()
         self._check_room(0 if isinstance(prompt, str) else len(prompt), context)
+        make = self.core.inputs.make_without_grammar
         if len(prompt) < _MADE_AT_ONCE and params.structured_outputs is None and not params.bad_words:
-            request = self.core.make_request(prompt, params, context)
+            request = make(prompt, params, context)
         else:
-            request = await asyncio.to_thread(self.core.make_request, prompt, params, context)
+            request = await asyncio.to_thread(make, prompt, params, context)
+            if (wanted := request.params.structured_outputs) is not None:
+                request.grammar = await self._grammars.compile(wanted, context.tenant)
             self._require_alive()
         # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)

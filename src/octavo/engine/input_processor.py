@@ -16,7 +16,6 @@ from octavo.pooling import PooledStates
 from octavo.request import DEFAULT_CONTEXT, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.scheduler import Scheduler
-from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.bad_words import bad_word_token_ids
 from octavo.text.prompt_checks import check_text_length, check_token_ids, packed_token_ids
 from octavo.text.tokenizer import Tokenizer
@@ -63,7 +62,7 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
     ) -> Request:
-        """Tokenise and validate a request.
+        """Tokenise and validate a request, and compile its grammar.
 
         If `context` asks for an embedding, `params` is ignored.
 
@@ -73,6 +72,16 @@ class InputProcessor:
                 or a parameter is out of range.
             ContextLengthError, CapacityError: the request could never be served; the message has the numbers.
         """
+        request = self.make_without_grammar(prompt, params, context, add_special_tokens=add_special_tokens)
+        if (wanted := request.params.structured_outputs) is not None:
+            assert self.grammars is not None  # or it would have been refused
+            request.grammar = self.grammars.compile(wanted)
+        return request
+
+    def make_without_grammar(
+        self, prompt: Prompt, params: SamplingParams, context: RequestContext, *, add_special_tokens: bool = True
+    ) -> Request:
+        """Do all that `make_request` does but compiling the grammar, which the caller does."""
         if context.pooling is not None:
             params = _EMBEDDING
         self.config.check_context(context.priority, context.cache_salt)
@@ -104,8 +113,6 @@ class InputProcessor:
             pooled=pooled,
         )
         # Done here to keep it out of the engine's thread.
-        if params.structured_outputs is not None:
-            request.grammar = self._compile(params.structured_outputs)
         self.scheduler.kv.holdings.hash_prompt(request)
         return request
 
@@ -113,6 +120,8 @@ class InputProcessor:
         """Refuse parameters that are out of range or contradict each other; returns the token ids of the bad words."""
         self.config.check_sampling(params)
         self.config.check_structured_outputs(params.structured_outputs)
+        if params.structured_outputs is not None and self.grammars is None:
+            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
         check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
         check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")
@@ -177,11 +186,6 @@ class InputProcessor:
             raise RequestError("this model has no tokenizer: pass token ids as the prompt", param="prompt")
         check_text_length(text, self.max_model_len, self.tokenizer.max_token_bytes)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _compile(self, wanted: StructuredOutputsParams) -> object:
-        if self.grammars is None:
-            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
-        return self.grammars.compile(wanted)
 
 
 def _hash_salt(cache_salt: str) -> str:

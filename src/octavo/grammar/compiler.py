@@ -1,7 +1,9 @@
 """Compiles grammars for one tokenizer with llguidance, each once.
 
-    compile ──> [cache: description -> future] ──> CompiledGrammar ──start──> GrammarState, one per sequence
+    begin ──> [cache: tenant, description -> future] ──> CompiledGrammar ──> GrammarState, one per sequence
                           └─ worker thread: on trial in another process, then here
+
+A tenant's grammars are not found by other tenants, who could tell by the time it takes whether somebody uses the same.
 
 llguidance is imported with the first grammar.
 """
@@ -9,19 +11,21 @@ llguidance is imported with the first grammar.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from octavo.errors import OverloadedError, RequestError
 from octavo.grammar.limits import compile_grammar, first_error
 from octavo.grammar.source import may_force_long_runs, to_lark, without_forcing
-from octavo.grammar.trial import MEMORY, TrialFailedError, start_one, try_compiling
+from octavo.grammar.trial import MEMORY, NICENESS, TrialFailedError, start_one, try_compiling
 from octavo.option import flag
 from octavo.structured_outputs import StructuredOutputsParams
 from octavo.text.tokenizer import Tokenizer
@@ -31,8 +35,12 @@ logger = logging.getLogger(__name__)
 # Limits of the cache, in compiled grammars and in bytes of their descriptions.
 _KEPT, _KEPT_BYTES = 256, 1 << 20
 _SHOWN_REASON = 300
-# Seconds that a request waits for those of others to be compiled, and for the first process to start.
-_PATIENCE = 30.0
+PATIENCE = 30.0
+"""Seconds that a grammar waits for others to be compiled, and for the first process to start."""
+
+NUM_SHARED_THREADS = 2
+"""Number of grammars compiled at a time; the thread of one more is for a tenant of which none is (`GrammarQueue`)."""
+
 # Letters that are rare in names and keywords: a grammar that allows all of them is taken to allow free text.
 _PROBES = ("z", "q")
 
@@ -112,12 +120,12 @@ class GrammarCompiler:
         self._max_ms = max_ms
         self._on_trial = on_trial
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutputsParams, Future[CompiledGrammar]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Future[CompiledGrammar]] = OrderedDict()
         # All compiled grammars in use, including those that have been dropped from the cache.
         self._used: weakref.WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
             weakref.WeakValueDictionary()
         )
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="octavo-grammar")
+        self._threads = ThreadPoolExecutor(NUM_SHARED_THREADS + 1, "octavo-grammar", _give_way)
 
     def prepare(self) -> None:
         """Import llguidance and let it read the tokenizer, so that the first grammar does not wait for it.
@@ -141,39 +149,56 @@ class GrammarCompiler:
             OverloadedError: too many grammars before it take long.
         """
         try:
-            return self.begin(wanted).result(_PATIENCE + self._max_ms / 1e3)
+            return self.begin(wanted).result(PATIENCE + self._max_ms / 1e3)
         except FutureTimeoutError:
             raise OverloadedError(
-                f"structured_outputs.{wanted.kind} has waited {_PATIENCE:g} s for grammars of others to be compiled; "
+                f"structured_outputs.{wanted.kind} has waited {PATIENCE:g} s for other grammars to be compiled; "
                 "try again later"
             ) from None
 
-    def begin(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """Start compiling a grammar, unless it is cached, in use, or being compiled."""
+    def begin(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[CompiledGrammar]:
+        """Start compiling a grammar, unless it is cached for this tenant, or is being compiled for it."""
         with self._lock:
-            future = self._compiled.pop(wanted, None)
+            key = (tenant, wanted)
+            future = self._compiled.pop(key, None)
             if future is None:
-                if (used := self._used.get(wanted)) is not None:
-                    future = Future()
-                    future.set_result(used)
-                else:
-                    future = self._threads.submit(self._compile, wanted)
-            self._compiled[wanted] = future
+                future = self._threads.submit(self._compile, wanted, tenant)
+            self._compiled[key] = future
             self._make_room()
             return future
 
+    def known(self, wanted: StructuredOutputsParams, tenant: str) -> CompiledGrammar | None:
+        """Return a grammar that is cached for this tenant; None if there is none, or it is not compiled yet.
+
+        Raises:
+            RequestError: it is known that the grammar cannot be compiled.
+        """
+        with self._lock:
+            future = self._compiled.get((tenant, wanted))
+        return self.begin(wanted, tenant).result() if future is not None and future.done() else None
+
+    def in_use(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """Return the grammar that a request holds, or start compiling it if none does."""
+        with self._lock:
+            used = self._used.get(wanted)
+        if used is None:
+            return self.begin(wanted)
+        future: Future[CompiledGrammar] = Future()
+        future.set_result(used)
+        return future
+
     def _make_room(self) -> None:
-        total = sum(wanted.num_bytes for wanted in self._compiled) if len(self._compiled) > 1 else 0
+        total = sum(wanted.num_bytes for _, wanted in self._compiled) if len(self._compiled) > 1 else 0
         while len(self._compiled) > 1 and (len(self._compiled) > _KEPT or total > _KEPT_BYTES):
-            oldest, _ = self._compiled.popitem(last=False)
+            (_, oldest), _ = self._compiled.popitem(last=False)
             total -= oldest.num_bytes
 
-    def _compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
+    def _compile(self, wanted: StructuredOutputsParams, tenant: str) -> CompiledGrammar:
         lark = to_lark(wanted)
         if may_force_long_runs(wanted):
             lark = without_forcing(lark)
         if self._on_trial:
-            self._try(wanted, lark)
+            self._try(wanted, lark, tenant)
         compiled = CompiledGrammar(lark, self._vocabulary)
         error = first_error(compiled.matcher, self._vocabulary.eos_token_ids)
         if error and not compiled.matcher.is_error():
@@ -181,16 +206,16 @@ class GrammarCompiler:
         if error:
             raise RequestError(_reason(wanted, error), param="structured_outputs")
         with self._lock:
-            self._used[wanted] = compiled
-        return compiled
+            # One for all who use it, so that it is found for as long as any of them does.
+            return self._used.setdefault(wanted, compiled)
 
-    def _try(self, wanted: StructuredOutputsParams, lark: str) -> None:
+    def _try(self, wanted: StructuredOutputsParams, lark: str, tenant: str) -> None:
         try:
             try_compiling(lark, self._max_ms / 1e3)
         except (TrialFailedError, OSError) as failed:
             # Not remembered: it may succeed when the machine is less busy, or has more memory.
             with self._lock:
-                self._compiled.pop(wanted, None)
+                self._compiled.pop((tenant, wanted), None)
             if not isinstance(failed, TrialFailedError):
                 raise
             most = f"{self._max_ms} ms, the most allowed ({flag('max_grammar_ms')})"
@@ -221,6 +246,12 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output is not available with this model's tokenizer: {error}", param="structured_outputs"
             ) from error
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread below that of the engine's (Linux only)."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _reason(wanted: StructuredOutputsParams, error: str) -> str:

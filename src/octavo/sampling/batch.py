@@ -106,7 +106,7 @@ class SamplingState:
         if params.structured_outputs is not None:
             assert grammars is not None, "whoever takes in requests knows that there is no tokenizer"
             output = token_ids[snapshot.num_prompt_tokens :].tolist()
-            grammar = GrammarState(grammars.begin(params.structured_outputs), output)
+            grammar = GrammarState(grammars.in_use(params.structured_outputs), output)
         given = params.allowed_token_ids
         allowed = None if given is None else np.array(sorted(given), dtype=np.int64)
         # Converted to arrays once, because a thousand biases of 64 sequences took 4 ms per step.

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from octavo.engine.turns import Turns
+from octavo.helper_process import HelperEndedError
 from octavo.server.body_worker import BodyWorker
 from octavo.server.errors import ApiError
 from octavo.server.reading import BodyReader
-from octavo.server.turns import Turns
 
 logger = logging.getLogger("octavo.server")
 
@@ -104,7 +105,7 @@ class _Workers:
         worker = self._take()
         try:
             return worker.read(method, parts, self._seconds)
-        except (EOFError, OSError) as error:
+        except (HelperEndedError, OSError) as error:
             worker.close()
             logger.error("the process that read a body has ended: %s", error)
             raise ApiError(

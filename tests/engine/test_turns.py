@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.server.turns import Turns
+from octavo.engine.turns import Turns
 
 
 async def soon() -> None:
