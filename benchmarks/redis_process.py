@@ -16,13 +16,19 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class RedisProcess:
-    """A server that can be killed, restarted and suspended."""
+    """A server that can be killed, restarted and suspended.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        memory: what it may take, such as "512mb"; it evicts for more. Unlimited by default.
+    """
+
+    def __init__(self, folder: Path, memory: str | None = None) -> None:
         if PROGRAM is None:
             raise SystemExit("there is neither redis-server nor valkey-server here: apt-get install redis-server")
         self._socket = folder / "socket"
         options = ["--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        if memory is not None:
+            options += ["--maxmemory", memory, "--maxmemory-policy", "allkeys-lru"]
         self._command = [PROGRAM, *options, "--dir", str(folder)]
         self.start()
 
@@ -61,11 +67,11 @@ class RedisProcess:
 
 
 @contextmanager
-def redis_process() -> Iterator[RedisProcess]:
-    """Run a server for the duration of a `with`."""
+def redis_process(memory: str | None = None) -> Iterator[RedisProcess]:
+    """Run a server for the duration of a `with`; `memory` as for `RedisProcess`."""
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="octavo-redis-") as folder:
-        server = RedisProcess(Path(folder))
+        server = RedisProcess(Path(folder), memory)
         try:
             yield server
         finally:
@@ -73,10 +79,10 @@ def redis_process() -> Iterator[RedisProcess]:
 
 
 @contextmanager
-def redis_url() -> Iterator[str | None]:
+def redis_url(memory: str | None = None) -> Iterator[str | None]:
     """Run a server for the duration of a `with`; yields its URL, or None if no program is installed."""
     if PROGRAM is None:
         yield None
         return
-    with redis_process() as server:
+    with redis_process(memory) as server:
         yield server.url

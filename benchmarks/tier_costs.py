@@ -207,13 +207,14 @@ def nothing_to_hit(arguments: argparse.Namespace, demotion: str = "on_second_use
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.dir, prefix="octavo-disk-"))
         tiers: dict[str, Any] = {
             "kv_host_memory": "256MiB",
+            "swap_space": 0,
             "kv_disk": folder,
-            "kv_disk_size": "2GiB",
+            "kv_disk_size": "512MiB",
             "kv_demotion": demotion,
         }
-        if (redis := stack.enter_context(redis_url())) is not None:
+        if (redis := stack.enter_context(redis_url("512mb"))) is not None:
             tiers["kv_remote"] = redis
-        # The pool is full, as in a server that has been running for a while.
+        # The pool and all tiers are full, as in a server that has been running for a while.
         common = {"model": arguments.model, "num_blocks": 600, "max_num_seqs": 8}
         off = stack.enter_context(LLM(**common))
         on = stack.enter_context(LLM(**common, **tiers))
@@ -226,7 +227,8 @@ def nothing_to_hit(arguments: argparse.Namespace, demotion: str = "on_second_use
             assert not any(output.num_cached_tokens for output in outputs)
             return time.perf_counter() - began, time.process_time() - processor
 
-        for llm in (off, on, off, on):
+        # 400 blocks each: what the largest tier holds, twice.
+        for llm in (off, *[on] * 8, off):
             seconds(llm)
         until = time.monotonic() + arguments.seconds
         while len(walls) < 4 or time.monotonic() < until:

@@ -173,7 +173,8 @@ def test_rows_cross_on_a_stream_of_their_own_as_they_were_when_they_left() -> No
     arena.zero_()  # overwritten as soon as it is copied aside
     assert torch.equal(link.to_host(rows, ready), given)
     slow = (slow @ slow).clamp(-1, 1)
-    back = link.to_device(given)
+    back = link.to_device(list(given))
+    assert isinstance(back, torch.Tensor)
     given.zero_()  # the host's rows are free once the call returns
     assert not torch.equal(back.cpu(), given)
     assert torch.equal(back.cpu(), rows.cpu())

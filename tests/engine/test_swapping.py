@@ -11,11 +11,12 @@ from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError
 from octavo.llm import LLM
-from octavo.runner import swapping
+from octavo.runner import runner
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.preemption import CheaperWay, Recompute, RestoreSpeed
 from tests.conftest import MakeLLM
 from tests.engine.test_same_tokens import alone, assert_same, thrash, workload  # type: ignore[attr-defined]
+from tests.runner.test_swapping import CountingLink
 
 CACHES: list[dict[str, Any]] = [{"enable_prefix_caching": False}, {"prefix_cache": "hashed"}, {"prefix_cache": "radix"}]
 
@@ -55,9 +56,9 @@ def test_swapping_changes_no_token(
     victim: str,
     way: str,
 ) -> None:
-    """Whether blocks are stored before the step computes, as these small ones would be, or while it does."""
+    """Whether blocks are stored before the step computes, as on a CPU, or while it does, as on a GPU."""
     if way == "beside":
-        monkeypatch.setattr(swapping, "_WORTH_A_THREAD", 0)
+        monkeypatch.setattr(runner, "make_link", lambda device: CountingLink())
     folder = request.getfixturevalue(model)
     llm = make_llm(folder, preemption_mode="swap", preemption_victim=victim, **tight(**cache))
     thrash(llm.core)

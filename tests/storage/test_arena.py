@@ -110,8 +110,9 @@ def test_blocks_are_moved_as_whole_rows_and_not_byte_by_byte() -> None:
     pool, tier = arena(), HostTier(4, arena().spec.block_bytes)
     with Operations() as seen:
         pool.copy_blocks([(1, 2), (1, 3)])
-        tier.write([2, 0], pool.read_blocks([2, 3]))
-        pool.write_blocks([4, 5], tier.read([0, 2]))
+        tier.write([2, 0], pool.rows([2, 3]))
+        tier.write([1], pool.read_blocks([1]))
+        pool.write_blocks([4, 5], tier.rows([0, 2]))
     assert "copy_" in seen.names
     assert not {"index", "index_put_", "_index_put_impl_"} & seen.names
 

@@ -138,6 +138,21 @@ def test_a_full_directory_gives_up_the_least_recently_used(tmp_path: Path) -> No
     assert load(tmp_path, 0, 20) == [None, None]
 
 
+def test_a_full_directory_is_not_listed_again_for_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(disk(tmp_path, size=128 << 10), num_threads=1)
+    put(store, *range(16))
+    listed: list[Path] = []
+
+    def list_slabs(folder: Path) -> int:
+        listed.append(folder)
+        return 128 << 10
+
+    monkeypatch.setattr(disk_module, "slab_bytes_in", list_slabs)
+    assert put(store, *range(20, 30)) == [None] * 10
+    assert not listed
+    store.close()
+
+
 def test_another_models_oldest_blocks_go_for_those_of_this_one(tmp_path: Path) -> None:
     fill(tmp_path, 0)
     os.utime(tmp_path / FINGERPRINT.hex(), (0, 0))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
 class HostLink(ABC):
-    """Copies rows of bytes between the device and the host. `to_host` may be called from another thread."""
+    """Copies rows of bytes between the device and the host. `to_host` may be called from another thread.
+
+    Attributes:
+        is_apart: whether the device has a memory of its own.
+    """
+
+    is_apart = True
 
     @abstractmethod
     def ready(self, rows: torch.Tensor) -> Any:
@@ -20,12 +27,14 @@ class HostLink(ABC):
         """Copy `rows` to host memory; the copy is complete when this returns."""
 
     @abstractmethod
-    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy `rows` to the device, for the work queued there next."""
+    def to_device(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Copy `rows`, all of one size, to the device, for the work queued there next."""
 
 
 class SameMemory(HostLink):
     """The link for a CPU, where nothing needs to be copied."""
+
+    is_apart = False
 
     def ready(self, rows: torch.Tensor) -> Any:
         return None
@@ -33,7 +42,7 @@ class SameMemory(HostLink):
     def to_host(self, rows: torch.Tensor, ready: Any) -> torch.Tensor:
         return rows
 
-    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+    def to_device(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return rows
 
 
@@ -62,10 +71,10 @@ class CudaLink(HostLink):
         self._stream.synchronize()
         return host
 
-    def to_device(self, rows: torch.Tensor) -> torch.Tensor:
+    def to_device(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            there = rows.pin_memory().to(self._device, non_blocking=True)
+            there = torch.stack(list(rows)).pin_memory().to(self._device, non_blocking=True)
         computing.wait_stream(self._stream)
         there.record_stream(computing)
         return there

@@ -15,34 +15,32 @@ from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import BlockTier
 
-# Blocks being stored are in memory twice, at most two pieces of this size at a time.
+# Blocks on their way to other memory are copied aside before, at most two pieces of this size at a time.
 _PIECE_BYTES = 32 << 20
-# Storing less than this takes less time than starting a thread.
-_WORTH_A_THREAD = 1 << 20
 
 
 def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
     """Copy blocks from the device to a tier; those on the device may be overwritten once this returns."""
-    for piece in _pieces(arena, swaps):
-        tier.write([swap.host for swap in piece], arena.read_blocks([swap.device for swap in piece]))
+    tier.write([swap.host for swap in swaps], arena.rows([swap.device for swap in swaps]))
 
 
 def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
     """Copy blocks from a tier to the device."""
     for piece in _pieces(arena, swaps):
-        rows = link.to_device(tier.read([swap.host for swap in piece]))
+        rows = link.to_device(tier.rows([swap.host for swap in piece]))
         arena.write_blocks([swap.device for swap in piece], rows)
 
 
 class BlockMover:
-    """Executes a plan's transfers; storing in the tier overlaps with the step's computation.
+    """Executes a plan's transfers before its computation; a GPU's blocks are stored in the tier beside it.
 
         step      copy aside │ copies │ blocks from the tier │ model ……………… │ finish
         beside               └──> store in the tier ………………………………………┘
 
-    A device block may be overwritten as soon as it is copied aside. Loads are needed by the step's own computation, and
-    may include blocks that it has just stored, so they wait for all stores. On a GPU the copy aside stays on the
-    device, and the thread transfers it on its own stream.
+    A GPU's block may be overwritten as soon as it is copied aside on the device; a thread transfers the copy on its own
+    stream. Loads are needed by the step's own computation, and may include blocks that it has just stored, so they wait
+    for all stores. On a CPU, a thread would take the time that it needs, and that of a second copy, from the model,
+    which uses every core: blocks are copied once, to their places.
 
     Args:
         tier: the tier to move blocks to and from; None if no plan swaps.
@@ -66,7 +64,7 @@ class BlockMover:
         arena, tier = self._arena, self._tier
         self.load_seconds = self.store_seconds = 0.0
         if tier is not None and (out := plan.stores):
-            if len(out) * arena.spec.block_bytes >= _WORTH_A_THREAD:
+            if self._link.is_apart:
                 self._swap_out_beside(tier, out)
             else:
                 began = time.perf_counter()

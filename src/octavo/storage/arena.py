@@ -131,6 +131,10 @@ class KVArena:
         else:
             self._copy(self._bytes, self._bytes, copies)
 
+    def rows(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
+        """Return whole blocks, uint8 [block_bytes] each: on a CPU their memory itself, on a GPU a copy."""
+        return self.read_blocks(ids) if self._bytes.is_cuda else [self._bytes[block_id] for block_id in ids]
+
     def read_blocks(self, ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of whole blocks, as rows uint8 [n, block_bytes] on the arena's device."""
         if not self._bytes.is_cuda:
@@ -139,15 +143,19 @@ class KVArena:
         self._copy(self._bytes, rows, [(block_id, row) for row, block_id in enumerate(ids)])
         return rows
 
-    def write_blocks(self, ids: Sequence[int], rows: torch.Tensor) -> None:
-        """Overwrite the blocks `ids`, which must be distinct, with rows uint8 [n, block_bytes] from any device."""
+    def write_blocks(self, ids: Sequence[int], rows: torch.Tensor | Sequence[torch.Tensor]) -> None:
+        """Overwrite the blocks `ids`, which must be distinct, with rows uint8 [block_bytes]: a tensor [n, block_bytes]
+        from any device, or separate ones on a CPU."""
         if len(ids) != len(rows):
             raise ValueError(f"{len(rows)} rows for {len(ids)} blocks")
-        self._copy(rows.to(self._bytes.device), self._bytes, list(enumerate(ids)))
+        source = rows.to(self._bytes.device) if isinstance(rows, torch.Tensor) else rows
+        self._copy(source, self._bytes, list(enumerate(ids)))
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:
+    def _copy(
+        self, source: torch.Tensor | Sequence[torch.Tensor], target: torch.Tensor, copies: Sequence[tuple[int, int]]
+    ) -> None:
         """Copy rows of `source` to rows of `target`; in the same tensor, no row may be both read and written."""
-        if source.is_cuda and importlib.util.find_spec("triton") is not None:
+        if isinstance(source, torch.Tensor) and source.is_cuda and importlib.util.find_spec("triton") is not None:
             from octavo.storage.block_copy import copy_blocks
 
             copy_blocks(source, target, copies)

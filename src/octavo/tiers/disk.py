@@ -91,6 +91,7 @@ class DiskMedium:
         self._free: list[int] = []
         self._files: list[int] = []
         self._number = 0
+        self._is_full = False  # no slab will be added any more
         self._may_grow_at = 0.0
         self.num_evicted = 0
         self.open_misses = Counter[Reason]()
@@ -265,7 +266,7 @@ class DiskMedium:
 
     def _grow(self) -> bool:
         """Add a slab if the total size allows it, after removing other models' slabs; return whether it was added."""
-        if time.monotonic() < self._may_grow_at:
+        if self._is_full or time.monotonic() < self._may_grow_at:
             return False
         try:
             file = self._new_slab()
@@ -274,6 +275,9 @@ class DiskMedium:
             self._may_grow_at = time.monotonic() + GROW_AGAIN_SECONDS
             return False
         if file is None:
+            # For good: the size is fixed, and nobody else writes here. Listing the files again for every block took
+            # nearly half of the time of writing it.
+            self._is_full = True
             return False
         self._add(file)
         return True
