@@ -62,6 +62,8 @@ _SMALL = (
 CLIENTS = (
     Client("openai", "openai_client.py", "clients", _LIBRARIES, ("openai",)),
     Client("anthropic", "anthropic_client.py", "clients", _LIBRARIES, ("anthropic",)),
+    Client("ollama", "ollama_client.py", "ollama", ("ollama",), ("ollama",)),
+    Client("llama.cpp", "llamacpp_examples.py", "ollama", ("ollama",), ()),
     Client("fields", "foreign_fields.py", "clients", _LIBRARIES, ()),
     Client(
         *("agents", "agent_frameworks.py", "agents", ("openai-agents", "pydantic-ai-slim[openai]")),

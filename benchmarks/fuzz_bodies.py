@@ -174,13 +174,16 @@ def fault_of(status: int, answer: bytes, method: str, path: str) -> str:
         return "" if status < 400 or b'"error"' in answer else "no error object"
     if answer.startswith((b"data: ", b"event: ")):
         return _fault_of_stream(answer)
+    if path.startswith("/api/") and status == 200 and answer.endswith(b"\n"):
+        return _fault_of_lines(answer)
     try:
         given = strict_json(answer)
     except ValueError as error:
         return f"no JSON: {error}"
     if (problem := next(_checker(path, str(status)).iter_errors(given), None)) is not None:
         return f"not as described: {problem.message[:200]}"
-    if status >= 400 and len(given["error"]["message"]) < 10:
+    # Ollama's errors are only a message.
+    if status >= 400 and len(given["error"] if path.startswith("/api/") else given["error"]["message"]) < 10:
         return "a message that says nothing"
     return ""
 
@@ -197,9 +200,20 @@ def _fault_of_stream(answer: bytes) -> str:
             return f"no JSON in a stream: {error}: {content[:100]!r}"
         if (given.get("error") or {}).get("type") in ("server_error", "api_error"):
             return f"an error of the server's in a stream: {given}"
-    ends = (b"[DONE]", b'"type":"message_stop"', b'"type":"response.completed"', b'"type":"response.incomplete"')
+    ends = (b"[DONE]", b'"stop":true', b'"type":"message_stop"')
+    ends += (b'"type":"response.completed"', b'"type":"response.incomplete"')
     last = answer.rstrip().rpartition(b"\n\n")[2]
     return "" if any(end in last for end in ends) or b'"error"' in last else f"a stream without an end: {last[:100]!r}"
+
+
+def _fault_of_lines(answer: bytes) -> str:
+    """What is wrong with a stream of Ollama's API; the last line says how it ended."""
+    try:
+        lines = [strict_json(line) for line in answer.splitlines()]
+    except ValueError as error:
+        return f"no JSON in a stream: {error}: {answer[:100]!r}"
+    ended = lines[-1].get("done") or lines[-1].get("status") == "success" or "error" in lines[-1]
+    return "" if ended else f"a stream without an end: {lines[-1]}"
 
 
 def strict_json(text: bytes) -> Any:

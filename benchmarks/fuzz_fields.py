@@ -16,6 +16,7 @@ from octavo.server.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+OLLAMA = OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 # Weights of the paths; a path that the server gains and that is not here is a `KeyError` in `ENDPOINTS`.
 WEIGHTS = {
     COMPLETIONS: 6,
@@ -25,6 +26,14 @@ WEIGHTS = {
     MESSAGES: 3,
     COUNT_TOKENS: 1,
     "/v1/embeddings": 2,
+    OLLAMA_CHAT: 2,
+    OLLAMA_GENERATE: 2,
+    "/api/embed": 1,
+    "/api/embeddings": 1,
+    "/api/show": 1,
+    "/api/pull": 1,
+    "/completion": 2,
+    "/completions": 1,
     "/tokenize": 1,
     "/detokenize": 1,
 }
@@ -48,7 +57,9 @@ def make_body(rng: random.Random, path: str) -> bytes:
         described = rng.choice([name for name in STRUCTURED if name in schema["properties"]])
         given[described] = MAKERS[described](v)
     if path == "/tokenize" and v.maybe(0.95):
-        del given[rng.choice(["prompt", "messages"])]
+        kept = rng.choice(["prompt", "messages", "content"])
+        given = {name: value for name, value in given.items() if name not in ("prompt", "messages", "content")}
+        given[kept] = OF_PATH.get((path, kept), MAKERS["messages"])(v)
     if v.maybe(0.03):
         given[rng.choice([*OTHER_NAMES, *NEUTRAL, *HARMLESS, "unknown"])] = v.odd()
     names = list(given)
@@ -115,6 +126,37 @@ def _call(v: Values) -> dict[str, Any]:
     return {"id": "call_1", "type": "function", "function": {"name": _tool_name(v), "arguments": arguments}}
 
 
+def _ollama_messages(v: Values) -> list[Any]:
+    return [_ollama_message(v) for _ in range(v.at(LIMITS.max_messages, 0.003))]
+
+
+def _ollama_message(v: Values) -> dict[str, Any]:
+    message = {"role": v.rng.choice(["user", "user", "assistant", "system", "tool"]), "content": v.text()}
+    if v.maybe(0.15):
+        message |= v.some(
+            thinking=lambda v: v.text(),
+            tool_name=_tool_name,
+            images=lambda v: [] if v.maybe(0.9) else ["aGk="],
+            tool_calls=lambda v: [{"function": {"name": _tool_name(v), "arguments": {"a": 1}}}],
+        )
+    return message
+
+
+def _ollama_options(v: Values) -> dict[str, Any]:
+    return {
+        "num_predict": v.rng.choice([1, 4, 16]),
+        **v.some(
+            temperature=lambda v: v.rng.choice([0, 0.8, 2]),
+            seed=lambda v: v.at(100),
+            stop=_stop,
+            num_ctx=lambda v: 4096,
+            top_k=lambda v: v.rng.choice([0, 40, -1]),
+            repeat_penalty=lambda v: v.rng.choice([1.1, 1, 0]),
+            mirostat=lambda v: 0 if v.maybe(0.9) else 1,
+        ),
+    }
+
+
 def _anthropic_messages(v: Values) -> list[Any]:
     roles = ["user", "assistant"]
     return [{"role": v.rng.choice(roles), "content": _blocks(v)} for _ in range(v.at(LIMITS.max_messages, 0.003))]
@@ -159,6 +201,10 @@ def _item(v: Values) -> dict[str, Any]:
     ]
     item: dict[str, Any] = v.rng.choices(kinds, [6, 3, 1, 1, 1, 1, 1])[0](v)
     return item
+
+
+def _bias_pairs(v: Values) -> Any:
+    return [[v.rng.randrange(VOCAB_SIZE), v.rng.choice([1.5, -3, False])] for _ in range(v.at(5))]
 
 
 def _template_variables(v: Values) -> dict[str, Any]:
@@ -340,6 +386,12 @@ MAKERS: dict[str, Maker] = {
     "truncation": lambda v: v.rng.choice(["auto", "disabled", "x"]),
     "cache_control": _cache_control,
     "encoding_format": lambda v: v.rng.choice(["float", "base64"]),
+    "options": _ollama_options,
+    "keep_alive": lambda v: v.rng.choice(["5m", 0, -1]),
+    "think": lambda v: v.rng.choice([True, False, "low", "x"]),
+    "grammar": _grammar,
+    "json_schema": _object_schema,
+    "n_predict": lambda v: v.rng.choice([1, 4, 16, -1]),
 }
 OF_PATH: dict[tuple[str, str], Maker] = {
     **{(path, "input"): _items for path in (RESPONSES, INPUT_TOKENS)},
@@ -347,6 +399,13 @@ OF_PATH: dict[tuple[str, str], Maker] = {
     **{(path, "messages"): _anthropic_messages for path in (MESSAGES, COUNT_TOKENS)},
     **{(path, "tools"): _anthropic_tools for path in (MESSAGES, COUNT_TOKENS)},
     **{(path, "tool_choice"): _anthropic_tool_choice for path in (MESSAGES, COUNT_TOKENS)},
+    (OLLAMA_CHAT, "messages"): _ollama_messages,
+    **{(path, "format"): lambda v: v.rng.choice(["json", "", _object_schema(v)]) for path in OLLAMA},
+    **{(path, "prompt"): lambda v: v.text(400) for path in (OLLAMA_GENERATE, "/api/embeddings")},
+    (OLLAMA_GENERATE, "context"): lambda v: v.ids(40),
+    ("/api/embed", "input"): lambda v: v.rng.choice([v.text(400), [v.text() for _ in range(v.at(20))]]),
+    **{(path, "logit_bias"): _bias_pairs for path in ("/completion", "/completions")},
+    ("/tokenize", "content"): lambda v: v.text(3000),
     ("/tokenize", "prompt"): lambda v: v.text(3000),
     ("/detokenize", "tokens"): lambda v: v.ids(400),
 }
@@ -354,11 +413,12 @@ STRUCTURED = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 # Fields that nearly all bodies have, though none need them.
-USUAL = {"input", "prompt", "messages", "max_tokens", "max_output_tokens"}
+USUAL = {"input", "prompt", "messages", "max_tokens", "max_output_tokens", "n_predict", "options"}
 # Fields that most bodies leave out; with them in half of all, few bodies would be served.
 RARE = {
     *STRUCTURED,
-    *("guided_whitespace_pattern", "model", "stream_options", "use_beam_search", "prompt_logprobs", "priority"),
+    *("format", "grammar", "json_schema", "guided_whitespace_pattern", "model", "stream_options"),
+    *("use_beam_search", "prompt_logprobs", "priority"),
     *("continue_final_message", "tool_choice", "previous_response_id", "truncate_prompt_tokens", "output_format"),
     *("top_logprobs", "dimensions", "allowed_token_ids", "text", "output_config"),
     *("cache_control", "length_penalty", "early_stopping", "best_of", "stop", "truncation"),

@@ -319,6 +319,7 @@ class Request:
         bad_word_ids: the token sequences that spell `params.bad_words`.
         pins: prefixes of the prompt to pin once they are computed.
         pin_receipts: results of the pins.
+        admitted_time, first_token_time: as `arrival_time`, of its first step and of its first token; None before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission; None before it.
         cached_by_tier: these tokens by the tier where they were found: "device", "host", "disk", "remote".
         cache_report: why there were not more; None before first admission.
@@ -343,6 +344,8 @@ class Request:
     traceparent: str | None = None
     full_blocks: object = None
     grammar: object = None
+    admitted_time: float | None = None
+    first_token_time: float | None = None
     num_cached_tokens: int | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cache_report: CacheReport | None = None

@@ -71,6 +71,8 @@ class FakeEngine:
     """
 
     model_name = "fake"
+    architecture = "poem"
+    weight_bytes = 1000
     vocab_size = VOCAB_SIZE
     hidden_size = 4
     pooling = Pooling.LAST

@@ -148,9 +148,7 @@ def test_an_unknown_path_is_a_404(server: Running, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/api/chat", "Ollama's own API is not served"),
         ("/v1/v1/messages", "Anthropic's clients add it themselves"),
-        ("/completion", "llama.cpp's own API is not served"),
         ("/chat/completions", "Use /v1/chat/completions."),
     ],
 )

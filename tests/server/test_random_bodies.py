@@ -13,8 +13,9 @@ import pytest
 from octavo.errors import RequestError
 from octavo.limits import DEFAULT_LIMITS
 from octavo.server.errors import ApiError
+from octavo.server.native_reading import NativeReader
 from octavo.server.openapi import describe
-from octavo.server.reading import BodyReader, FollowUp, frame
+from octavo.server.reading import FollowUp, frame
 from octavo.server.schema_ranges import Described
 from tests.server.fake_engine import ByteTokenizer
 
@@ -27,6 +28,14 @@ METHODS = {
     "/v1/messages": "message",
     "/v1/messages/count_tokens": "count_tokens",
     "/v1/embeddings": "embedding",
+    "/api/chat": "ollama_chat",
+    "/api/generate": "ollama_generate",
+    "/api/embed": "ollama_embed",
+    "/api/embeddings": "ollama_embeddings",
+    "/api/show": "model",
+    "/api/pull": "model",
+    "/completion": "llamacpp_completion",
+    "/completions": "llamacpp_completion",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -38,8 +47,8 @@ def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("fuzz_fields")
 
 
-def reader_of(fuzz: Any) -> BodyReader:
-    return BodyReader(
+def reader_of(fuzz: Any) -> NativeReader:
+    return NativeReader(
         tokenizer=ByteTokenizer(),
         vocab_size=fuzz.VOCAB_SIZE,
         hidden_size=64,

@@ -76,6 +76,12 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
 }
 
 
+def family_name(architecture: str) -> str:
+    """Return the short name of an architecture: 'LlamaForCausalLM' -> 'llama'."""
+    native = NATIVE_ARCHITECTURES.get(architecture)
+    return architecture.removesuffix("ForCausalLM").lower() if native is None else native.model_type
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its scaling beyond the trained context.

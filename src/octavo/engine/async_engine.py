@@ -108,6 +108,14 @@ class AsyncEngine:
         return self.core.config
 
     @property
+    def architecture(self) -> str:
+        return self.core.architecture
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.core.weight_bytes
+
+    @property
     def max_model_len(self) -> int:
         return self.core.max_model_len
 

@@ -103,6 +103,7 @@ def build_engine(config: EngineConfig, *, prepare_grammars: bool = False) -> Eng
         hidden_size=facts.hidden_size,
         pooling=pooling,
         weight_bytes=facts.weight_bytes,
+        architecture=facts.architecture,
         tiers=tiers,
         plans_ahead=facts.device == "cuda" if config.async_scheduling is None else config.async_scheduling,
     )

@@ -67,6 +67,7 @@ class EngineCore:
         default_sampling: default keyword arguments of `SamplingParams`, as recommended by the model's authors.
         hidden_size: dimension of an embedding.
         pooling: default pooling of embeddings.
+        weight_bytes, architecture: for reports about the model.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EngineCore:
         hidden_size: int = 0,
         pooling: Pooling = Pooling.LAST,
         weight_bytes: int = 0,
+        architecture: str = "",
         tiers: LowerTiers | None = None,
         plans_ahead: bool = False,
     ) -> None:
@@ -93,7 +95,8 @@ class EngineCore:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.pooling = pooling
-        self._weight_bytes = weight_bytes
+        self.weight_bytes = weight_bytes
+        self.architecture = architecture
         self.tiers = tiers
         self.max_model_len = scheduler.config.max_model_len
         self.stats = EngineStats(max_model_len=self.max_model_len)
@@ -125,7 +128,7 @@ class EngineCore:
         """A one-line summary for people: the model, its context length, and the memory of weights and cache."""
         spec, num_blocks = self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
         return (
-            f"{self.config.model}: {self.max_model_len:,} tokens of context, {format_bytes(self._weight_bytes)} of "
+            f"{self.config.model}: {self.max_model_len:,} tokens of context, {format_bytes(self.weight_bytes)} of "
             f"weights, {format_bytes(num_blocks * spec.block_bytes)} of KV cache for "
             f"{(num_blocks - 1) // len(spec.groups) * spec.block_size:,} tokens"
         )

@@ -44,6 +44,15 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request arrived, was first computed, and got its first token, by `time.monotonic`."""
+
+    arrival: float
+    admitted: float
+    first_token: float
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """One request's completions, or the new parts of them.
@@ -61,6 +70,7 @@ class RequestOutput:
         error_reason: explanation of the failure that the client may see.
         pins: results for the prefixes to be pinned; set when finished.
         embedding: embedding of the prompt, if requested; set when finished.
+        times: set when finished, if it got a token.
     """
 
     request_id: RequestId
@@ -76,6 +86,7 @@ class RequestOutput:
     error_reason: str | None = None
     embedding: list[float] | None = None
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+    times: RequestTimes | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:

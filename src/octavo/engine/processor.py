@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.engine.outputs import STEP_FAILED, CompletionOutput, Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.outputs import (
+    STEP_FAILED,
+    CompletionOutput,
+    Ended,
+    OutputKind,
+    RequestOutput,
+    RequestTimes,
+    StepNews,
+)
 from octavo.engine.stopping import read
 from octavo.request import FinishReason, Request, RequestId, Sequence, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate
@@ -170,6 +178,7 @@ class OutputProcessor:
                 output.prompt_logprobs = [None, *request.prompt_logprobs]
         if finished:
             output.pins = request.pin_receipts
+            output.times = _times(request)
             if request.pooled is not None:
                 output.embedding = request.pooled.embedding()
             if request.cache_report is not None:
@@ -203,6 +212,13 @@ class OutputProcessor:
         return RequestOutput(
             request.request_id, tracked.prompt, request.prompt_token_ids, ended, finished=True, error=STEP_FAILED
         )
+
+
+def _times(request: Request) -> RequestTimes | None:
+    admitted, first_token = request.admitted_time, request.first_token_time
+    return (
+        None if admitted is None or first_token is None else RequestTimes(request.arrival_time, admitted, first_token)
+    )
 
 
 def _best(tracked: _Tracked) -> list[_Completion]:

@@ -41,6 +41,7 @@ class StatsRecorder:
         """Record a request's first admission, before it is computed."""
         now = time.monotonic()
         self._gauges_due = now
+        request.admitted_time = now
         self._stats.waiting.leave(request.request_id)
         if self._stats.tracer is not None:
             self._stats.tracer.on_admitted(request, now)
@@ -69,6 +70,7 @@ class StatsRecorder:
                 last_tokens[last] = last_tokens.get(last, 0) + 1
             elif seq.index == 0:
                 prompt_tokens += len(seq.request.prompt_token_ids)
+                seq.request.first_token_time = now
                 self._stats.on_first_token(now - seq.request.arrival_time)
                 if self._stats.tracer is not None:
                     self._stats.tracer.on_first_token(seq.request, now)

@@ -13,7 +13,7 @@ from octavo import kernels
 from octavo.attention import make_backend
 from octavo.attention.base import AttentionBackend
 from octavo.attention.native import NativeAttention
-from octavo.checkpoint.model_config import ModelConfig
+from octavo.checkpoint.model_config import ModelConfig, family_name
 from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
 from octavo.config import EngineConfig, format_bytes
 from octavo.engine.sizing import size_before_loading, size_loaded
@@ -64,6 +64,7 @@ class RunnerFacts:
     hidden_size: int
     eos_token_ids: frozenset[int]
     weight_bytes: int
+    architecture: str
     attention: str
     dtype: str
     layout: str
@@ -124,6 +125,7 @@ def build_runner(config: EngineConfig, file: SharedFile | None = None) -> tuple[
         hidden_size=model_config.hidden_size,
         eos_token_ids=model.eos_token_ids,
         weight_bytes=model.weight_bytes,
+        architecture=family_name(model_config.architecture),
         attention=attention.name,
         dtype=str(model.dtype).removeprefix("torch."),
         layout=arena.layout.value,

@@ -8,15 +8,18 @@ from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
 from octavo.server.access import Access
-from octavo.server.api import Api, served_names
+from octavo.server.api import Api
 from octavo.server.auth import AdminAccess, RequireApiKey
 from octavo.server.config import ServerConfig
 from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
+from octavo.server.handling import Handling
 from octavo.server.ignored_fields import IGNORED_HEADER
 from octavo.server.live_page import LivePage
+from octavo.server.llamacpp_api import LlamaCppApi
 from octavo.server.logs import RequestLog
+from octavo.server.ollama_api import OllamaApi
 from octavo.server.openapi import Description
 from octavo.server.operations import Operations
 from octavo.server.origin import RefuseWebPages
@@ -42,11 +45,13 @@ def create_app(
     # Not `in_flight or …`: an `InFlight` without requests is falsy.
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
     quotas = Quotas()
-    api = Api(engine, config, in_flight)
-    admin, name = AdminAccess(access.admins), served_names(engine, config)[0]
+    handling = Handling(engine, config, in_flight)
+    admin, name = AdminAccess(access.admins), handling.names[0]
     has_keys = access.needs_key or any(client.admin for client in access.admins.clients)
     endpoints = [
-        *api.endpoints(),
+        *Api(engine, config, handling).endpoints(),
+        *OllamaApi(engine, handling).endpoints(),
+        *LlamaCppApi(engine, handling).endpoints(),
         *Operations(engine, config, in_flight, admin, quotas, name).endpoints(),
         *LivePage(
             engine, in_flight, admin, name, open_to_all=not has_keys, shows_text=config.live_page_text
@@ -69,7 +74,7 @@ def create_app(
     # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
     app.router.redirect_slashes = False
     # Called by the server at start-up, so that the first chat need not wait until a process has started.
-    app.state.warm_up = api.warm_up
+    app.state.warm_up = handling.warm_up
     return app
 
 

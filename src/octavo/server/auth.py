@@ -9,10 +9,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
 from octavo.server.keys import ANYBODY, Client, KeyRing
-from octavo.server.paths import is_under, path_of
+from octavo.server.paths import LLAMACPP_PATHS, is_under, path_of
 
 # Paths that need a key: all that make the server work for a client or reveal what it serves. Probes stay open.
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/api", "/tokenize", "/detokenize", *LLAMACPP_PATHS)
 
 
 def presented_key(scope: Scope) -> str | None:

@@ -36,7 +36,9 @@ NUM_WORKERS = 2
 # Niceness of the processes that read large bodies, so that the engine has priority on a busy machine; see nice(2).
 LARGE_NICENESS = 10
 # Methods of `BodyReader` that render the model's chat template.
-_RENDERED = frozenset({"chat", "message", "count_tokens", "response", "next_response"})
+_RENDERED = frozenset(
+    {"chat", "message", "count_tokens", "response", "next_response", "ollama_chat", "ollama_generate"}
+)
 
 
 class BodyReading:

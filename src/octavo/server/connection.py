@@ -17,6 +17,9 @@ from octavo.server.errors import ApiError, RequestTimedOutError, ShuttingDownErr
 # nginx's status for a client that closed the connection. Nobody receives it; it only ends the handler.
 CLIENT_CLOSED_REQUEST = 499
 
+# The media type of server-sent events.
+EVENTS = "text/event-stream"
+
 # Bytes of an answer that are handed to the socket at a time.
 _SENT_AT_ONCE = 64 * 1024
 
@@ -123,7 +126,7 @@ def _grouped(pieces: Sequence[bytes]) -> Iterator[bytes]:
 
 
 class EventStream(Response):
-    """A response of server-sent events: chunks of bytes as `events` yields them.
+    """A response that is sent in pieces, by default server-sent events: chunks of bytes as `events` yields them.
 
     The status is sent with the first chunk: an error before it becomes an error response, a later one an event.
     """
@@ -133,10 +136,11 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         in_flight: InFlight,
         error_event: Callable[[ApiError], bytes] | None = None,
+        media_type: str = EVENTS,
     ) -> None:
         super().__init__(
             status_code=HTTPStatus.OK,
-            media_type="text/event-stream",
+            media_type=media_type,
             # Proxies such as nginx would otherwise buffer the events before passing them on.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )

@@ -40,15 +40,29 @@ class Dialects:
         tool_call_parser: name of the format of tool calls, "auto" to detect it in the template, or "none". If the
             template does not support tools, they are described in the system message, and "auto" means "hermes".
         reasoning_parser: name of the format of reasoning, "auto" to detect it in the template, or "none".
+
+    Attributes:
+        has_template: whether the model has a chat template.
     """
 
     def __init__(self, template: str, tool_call_parser: str, reasoning_parser: str) -> None:
         self._calls = call_format(tool_call_parser, template)
         self._reasoning = reasoning_format(reasoning_parser, template)
+        self.has_template = bool(template)
         self._template_knows_developers = "developer" in template
         self._template_knows_tools = re.search(r"\btools\b", template) is not None
         if tool_call_parser == "auto" and not self._template_knows_tools:
             self._calls = self._calls or call_format("hermes", template)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the format of tool calls is known."""
+        return self._calls is not None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format of reasoning is known."""
+        return self._reasoning is not None
 
     def calls_for(self, tools: ToolUse) -> CallFormat | None:
         """Return the format of an answer's calls, or None if it has no tools; raise `RequestError` if none is known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +32,16 @@ class Embeddings:
 
     def answer(self, read: EmbeddingRequest, client: Client, traceparent: str | None = None) -> EmbeddingAnswer:
         """Return the answer to a body that was read; nothing runs until it is awaited."""
+        return EmbeddingAnswer(
+            self._engine, self.job(read, client, traceparent), as_base64=read.body.encoding_format == "base64"
+        )
+
+    def job(self, read: EmbeddingRequest, client: Client, traceparent: str | None) -> Job:
+        """Return the engine requests of a body."""
         client.check_prompts(len(read.prompts))
         context = client.context(new_id("embd"), read.body.priority, read.cache_salt)
         context = replace(context, traceparent=traceparent, pooling=self._engine.pooling)
-        job = Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=self._turnstile)
-        return EmbeddingAnswer(self._engine, job, as_base64=read.body.encoding_format == "base64")
+        return Job(read.model, read.prompts, _NO_PARAMS, context, turnstile=self._turnstile)
 
 
 class EmbeddingAnswer:
@@ -46,30 +51,36 @@ class EmbeddingAnswer:
         usage: the request's tokens, of which none are generated.
     """
 
-    def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool) -> None:
+    def __init__(self, engine: EngineClient, job: Job, *, as_base64: bool = False) -> None:
         self._engine = engine
-        self._job = job
+        self.job = job
         self._as_base64 = as_base64
         self.usage = Usage(job.prompts)
 
     async def whole(self) -> list[bytes]:
         """Run the request and return the response body, in pieces."""
         try:
-            outputs = await self._job.results(self._engine)
+            outputs = await self.job.results(self._engine)
         except RequestError as error:
             error.param = "input"
             raise
-        return await offload(sum(len(output.embedding or ()) for output in outputs), lambda: self._assemble(outputs))
+        return await offload(sum(len(output.embedding or ()) for output in outputs), lambda: self.assemble(outputs))
 
-    def _assemble(self, outputs: Sequence[RequestOutput]) -> list[bytes]:
-        head = {"id": self._job.response_id, "object": "list", "created": self._job.created, "model": self._job.model}
-        pieces = [json_bytes(head)[:-1] + b',"data":[']
+    def vectors(self, outputs: Sequence[RequestOutput]) -> Iterator[list[float]]:
+        """Yield the embedding of each output, and count its prompt's tokens."""
         for index, output in enumerate(outputs):
             if output.embedding is None:
                 raise StepFailedError(output.request_id)
             self.usage.add_prompt(index, output)
+            yield output.embedding
+
+    def assemble(self, outputs: Sequence[RequestOutput]) -> list[bytes]:
+        """Return the response body, in pieces."""
+        head = {"id": self.job.response_id, "object": "list", "created": self.job.created, "model": self.job.model}
+        pieces = [json_bytes(head)[:-1] + b',"data":[']
+        for index, embedding in enumerate(self.vectors(outputs)):
             # Encoded one by one, because encoding holds the interpreter's lock.
-            pieces.append(b"," * bool(index) + self._entry(index, output.embedding))
+            pieces.append(b"," * bool(index) + self._entry(index, embedding))
         pieces.append(b'],"usage":' + json_bytes(self._usage()) + b"}")
         return pieces
 

@@ -57,12 +57,14 @@ class PromptEncoder:
         *,
         keeps_text: bool = False,
         kept: int | None = None,
+        keeps_end: bool = True,
     ) -> EncodedPrompt:
         """Return a prompt as tokens.
 
         Args:
             keeps_text: keep the text beside them, if the prompt is one.
             kept: result of `kept_tokens`.
+            keeps_end: of a prompt that is cut, the end is kept, not the beginning.
 
         Raises:
             RequestError: it is empty, holds an invalid token id, or exceeds the model's length.
@@ -77,7 +79,7 @@ class PromptEncoder:
                 raise RequestError("prompt must not be empty", param="prompt")
             text = prompt if keeps_text else None
         if kept is not None and len(token_ids) > kept:
-            token_ids, text = token_ids[-kept:], None
+            token_ids, text = token_ids[-kept:] if keeps_end else token_ids[:kept], None
         self._check_length(token_ids)
         return EncodedPrompt(array("i", token_ids), text)
 

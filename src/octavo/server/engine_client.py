@@ -65,6 +65,16 @@ class EngineClient(Protocol):
     def model_name(self) -> str: ...
 
     @property
+    def architecture(self) -> str:
+        """The model's architecture, such as "llama"."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """The memory that the weights take."""
+        ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property

@@ -2,6 +2,8 @@
 
 OpenAI's       {"error": {"message", "type", "param", "code"}}
 Anthropic's    {"type": "error", "error": {"type", "message"}, "request_id"}
+Ollama's       {"error": message}
+llama.cpp's    {"error": {"code": status, "type", "message"}}
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from octavo.errors import (
     UnreadError,
     shortened,
 )
-from octavo.server.paths import is_anthropic
+from octavo.server.paths import LLAMACPP_PATHS, is_anthropic, is_llamacpp, is_ollama, is_under
 
 logger = logging.getLogger("octavo.server")
 
@@ -50,6 +52,13 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+}
+_LLAMACPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
 }
 
 
@@ -91,11 +100,25 @@ class ApiError(OctavoError):
         error = {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": self.message}
         return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
 
+    def ollama_body(self) -> bytes:
+        """Return the error as JSON in the form of Ollama's API."""
+        return json.dumps({"error": self.message}).encode()
+
+    def llamacpp_body(self) -> bytes:
+        """Return the error as JSON in the form of llama.cpp's API."""
+        kind = _LLAMACPP_TYPES.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
+        return json.dumps({"error": {"code": self.status, "message": self.message, "type": kind}}).encode()
+
     def response(self, scope: Scope) -> Response:
         """Return the response to a request, in the form of the API that the request used."""
-        request_id = scope.get("state", {}).get("request_id")
-        body = self.anthropic_body(request_id) if is_anthropic(scope) else self.body()
-        return Response(body, self.status, self.headers, media_type="application/json")
+        return Response(self._body_for(scope), self.status, self.headers, media_type="application/json")
+
+    def _body_for(self, scope: Scope) -> bytes:
+        if is_anthropic(scope):
+            return self.anthropic_body(scope.get("state", {}).get("request_id"))
+        if is_ollama(scope):
+            return self.ollama_body()
+        return self.llamacpp_body() if is_llamacpp(scope) else self.body()
 
 
 def _api_error(
@@ -254,11 +277,14 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 def _hint(path: str) -> str:
     """Return what clients of other servers' own APIs use here instead."""
     if path.startswith("/api/"):
-        return ". Ollama's own API is not served: use its client for OpenAI's API, with the base URL ending in /v1."
+        return (
+            ". Of Ollama's API, chat, generate, embed, embeddings, show, tags, ps, version and pull are served: the "
+            "model is chosen when the server starts (octavo serve MODEL)."
+        )
     if path.startswith("/v1/v1/"):
         return ". Is /v1 in the base URL twice? Anthropic's clients add it themselves."
-    if path in ("/completion", "/completions", "/infill", "/props", "/slots"):
-        return ". llama.cpp's own API is not served: use OpenAI's, such as POST /v1/completions."
+    if is_under(path, "/slots") or path in LLAMACPP_PATHS:
+        return ". Of llama.cpp's own API, /completion, /props, /tokenize and /detokenize are served."
     if path in ("/chat/completions", "/responses", "/embeddings", "/models"):
         return f". OpenAI's API is below /v1: is the base URL without it? Use /v1{path}."
     return ""

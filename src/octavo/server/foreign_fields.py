@@ -25,6 +25,9 @@ OLLAMA_OPTIONS = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty", "typical_p", "tfs_z", "mirostat")},
 }
+# What Ollama and llama.cpp sample with where neither the request nor the model says it. Used on their own APIs only.
+OLLAMA_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+LLAMACPP_DEFAULTS: dict[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Values by which llama.cpp and vLLM mean "not set".
 _UNSET = {"max_tokens": -1, "max_completion_tokens": -1, "seed": -1}
 

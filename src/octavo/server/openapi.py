@@ -13,9 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.server.connection import EVENTS
 from octavo.server.docs_page import DOCS_PAGE
 from octavo.server.generation import json_bytes
+from octavo.server.llamacpp_body import LlamaCppBody
 from octavo.server.messages_body import CountTokensBody, MessagesBody
+from octavo.server.ollama import LINES
+from octavo.server.ollama_body import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+)
+from octavo.server.paths import LLAMACPP_PATHS
 from octavo.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -52,6 +63,14 @@ _POSTS = {
     "/v1/responses/input_tokens": _Post(ResponsesBody, "InputTokens", "How many tokens a response would read"),
     "/v1/messages": _Post(MessagesBody, "Message", "Answer a chat, by Anthropic's API"),
     "/v1/messages/count_tokens": _Post(CountTokensBody, "TokenCount", "How many tokens the prompt of a message has"),
+    "/api/chat": _Post(OllamaChatBody, "OllamaChat", "Answer a chat, by Ollama's API"),
+    "/api/generate": _Post(OllamaGenerateBody, "OllamaCompletion", "Answer a prompt, by Ollama's API"),
+    "/api/embed": _Post(OllamaEmbedBody, "OllamaEmbeddings", "An embedding of each input, by Ollama's API"),
+    "/api/embeddings": _Post(OllamaEmbeddingsBody, "OllamaEmbedding", "An embedding, by Ollama's older API"),
+    "/api/show": _Post(OllamaModelBody, "OllamaModel", "What the model is, by Ollama's API"),
+    "/api/pull": _Post(OllamaModelBody, "Status", "Does nothing, for the model that is served"),
+    "/completion": _Post(LlamaCppBody, "LlamaCppCompletion", "Continue a prompt, by llama.cpp's API"),
+    "/completions": _Post(LlamaCppBody, "LlamaCppCompletion", "As /completion"),
     "/tokenize": _Post(TokenizeBody, "Tokens", "A prompt's or a chat's token ids"),
     "/detokenize": _Post(DetokenizeBody, "Text", "The text of token ids"),
 }
@@ -62,6 +81,10 @@ _OTHERS = {
     ("/v1/responses/{response_id}/input_items", "get"): ("ItemList", "The items that a stored response answers"),
     ("/v1/models", "get"): ("ModelList", "The models served"),
     ("/v1/models/{model}", "get"): ("Model", "One model"),
+    ("/api/tags", "get"): ("OllamaModels", "The models served, by Ollama's API"),
+    ("/api/ps", "get"): ("OllamaModels", "As /api/tags"),
+    ("/api/version", "get"): ("Version", "The version of Octavo"),
+    ("/props", "get"): ("LlamaCppProperties", "What the server serves, by llama.cpp's API"),
     ("/health", "get"): (
         "Status",
         '200 while the engine runs, 503 when it does not; status "degraded" where its block accounting is wrong',
@@ -107,7 +130,11 @@ _QUERIES = {
         "after": {"type": "string"},
     }
 }
-_STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_STREAMS = {
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"), EVENTS),
+    **dict.fromkeys(("/completion", "/completions"), EVENTS),
+    **dict.fromkeys(("/api/chat", "/api/generate", "/api/pull"), LINES),
+}
 # Why a request may be refused, by status; all other statuses are error objects too.
 _REFUSALS = {
     "400": "The body is wrong, or asks for what cannot be served",
@@ -151,11 +178,14 @@ def describe(version: str, server: Described) -> dict[str, Any]:
             "post": {
                 "summary": post.summary,
                 "requestBody": {"required": True, "content": {"application/json": content}},
-                "responses": _responses(post.answer, streams=path in _STREAMS, error=_error_of(path)),
+                "responses": _responses(post.answer, stream=_STREAMS.get(path), error=_error_of(path)),
             }
         }
     for (path, method), (answer, summary) in _OTHERS.items():
-        paths.setdefault(path, {})[method] = {"summary": summary, "responses": _responses(answer)}
+        paths.setdefault(path, {})[method] = {
+            "summary": summary,
+            "responses": _responses(answer, error=_error_of(path)),
+        }
     for path, methods in paths.items():
         for operation in methods.values():
             parameters: list[dict[str, Any]] = [
@@ -195,13 +225,12 @@ def _bodies(server: Described) -> dict[str, Any]:
     return schemas
 
 
-def _responses(answer: str, *, streams: bool = False, error: dict[str, Any] | None = None) -> dict[str, Any]:
-    error = _reference("Error") if error is None else error
+def _responses(answer: str, *, error: dict[str, Any], stream: str | None = None) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _reference(answer)}}
     if "/" in answer:
         content = {answer: {"schema": {"type": "string"}}}
-    if streams:
-        content["text/event-stream"] = {}
+    if stream is not None:
+        content[stream] = {}
     refused = {"application/json": {"schema": error}}
     return {
         "200": {"description": "The answer", "content": content},
@@ -213,7 +242,11 @@ def _responses(answer: str, *, streams: bool = False, error: dict[str, Any] | No
 def _error_of(path: str) -> dict[str, Any]:
     """Return the schema of a path's errors; refusals before routing, such as of a wrong key, are OpenAI's object."""
     anthropic = {"anyOf": [_reference("MessageError"), _reference("Error")]}
-    return anthropic if path.startswith("/v1/messages") else _reference("Error")
+    if path.startswith("/v1/messages"):
+        return anthropic
+    if path.startswith("/api/"):
+        return _reference("OllamaError")
+    return _reference("LlamaCppError") if path in LLAMACPP_PATHS else _reference("Error")
 
 
 def _reference(name: str) -> dict[str, str]:

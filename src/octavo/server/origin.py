@@ -6,20 +6,25 @@ resolves to 127.0.0.1) even read the answers. Three headers distinguish such req
     Host           names the page's own domain after rebinding: only this server's names and IP addresses are served
     Origin         sent by browsers with every POST from a page: only this server's own and allowed pages are served
     Content-Type   a page may send application/json to another origin only after a preflight, which is not granted here
+
+Ollama's documentation has clients that send no such Content-Type (`curl -d`). On its paths, a form's is taken too where
+the request has none of the headers by which browsers say that a page sent it (`Origin`, `Referer`, `Sec-Fetch-*`).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.errors import ApiError
+from octavo.server.paths import is_ollama
 
 ANY = "*"
+_OF_PAGES = (b"origin", b"referer")
 
 
 class RefuseWebPages:
@@ -54,9 +59,17 @@ class RefuseWebPages:
         if origin and not self._allows(origin, host):
             message = "Pages of this origin may not use this server; --allowed-origins adds origins."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
-        if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", "")):
+        if scope["method"] == "POST" and not self._is_program(scope, headers):
             message = "Send the body as 'Content-Type: application/json': without API keys this server takes no other."
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+    @staticmethod
+    def _is_program(scope: Scope, headers: Mapping[bytes, str]) -> bool:
+        given = headers.get(b"content-type", "")
+        if _is_json(given):
+            return True
+        by_page = any(name in _OF_PAGES or name.startswith(b"sec-fetch-") for name in headers)
+        return is_ollama(scope) and not by_page and given in ("", "application/x-www-form-urlencoded")
 
     def _is_own(self, name: str) -> bool:
         # An IP address cannot be rebound: the browser connected to the address in the header itself.

@@ -26,7 +26,7 @@ _DICTIONARY, _LIST = re.compile(r"a valid dictionary( or instance of \w+)?"), re
 # The levels of nested objects and arrays that pydantic's JSON parser accepts.
 MOST_NESTED = 201
 # Maximum number of ignored fields that are noted per body.
-_MOST_NOTED = 64
+MOST_NOTED = 64
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -52,14 +52,20 @@ def parse_body(body_type: type[Body], raw: bytes, *, strict: bool = False) -> Bo
     if not strict:
         translate(given, body_type.model_fields)
     # Before pydantic validates: there may be a million unknown fields, which must not become an error each.
+    unknown = drop_unknown(body_type, given, strict=strict)
+    body = validated(body_type, given)
+    body.note_ignored(unknown)
+    return body
+
+
+def drop_unknown(body_type: type[BaseModel], given: dict[str, Any], *, strict: bool) -> tuple[str, ...]:
+    """Remove fields that a type does not have, and return their names; raise `ApiError` if they are to be refused."""
     unknown = [name for name, value in _drop_unknown(body_type, given) if strict or value is not None]
     if unknown and strict:
         plural = "s" if len(unknown) > 1 else ""
         message = f"Unrecognized request argument{plural} supplied: {named(unknown)}"
         raise _bad_request(message, shortened(unknown[0]))
-    body = validated(body_type, given)
-    body.note_ignored(tuple(map(shortened, unknown[:_MOST_NOTED])))
-    return body
+    return tuple(map(shortened, unknown[:MOST_NOTED]))
 
 
 def validated(body_type: type[Body], given: dict[str, Any]) -> Body:

@@ -1,4 +1,4 @@
-"""A request's path, and the API (OpenAI's or Anthropic's) that it belongs to."""
+"""A request's path, and the API (OpenAI's, Anthropic's, Ollama's or llama.cpp's) that it belongs to."""
 
 from __future__ import annotations
 
@@ -28,3 +28,17 @@ def is_anthropic(scope: Scope) -> bool:
     if is_under(path, "/v1/messages"):
         return True
     return is_under(path, "/v1/models") and any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def is_ollama(scope: Scope) -> bool:
+    """Return whether a request is one of Ollama's API."""
+    return is_under(path_of(scope), "/api")
+
+
+# llama.cpp's paths that are not OpenAI's, those that are not served too.
+LLAMACPP_PATHS = ("/completion", "/completions", "/infill", "/props", "/slots", "/lora-adapters", "/apply-template")
+
+
+def is_llamacpp(scope: Scope) -> bool:
+    """Return whether a request is one of llama.cpp's own API."""
+    return any(is_under(path_of(scope), path) for path in LLAMACPP_PATHS)

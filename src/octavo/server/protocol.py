@@ -329,11 +329,18 @@ class EmbeddingBody(RequestBody):
 
 
 class TokenizeBody(RequestBody):
-    """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them."""
+    """`POST /tokenize`: a prompt, or the messages of a chat as its template renders them.
 
-    bulky: ClassVar[tuple[str, ...]] = ("prompt", "messages", "chat_template_kwargs", "tools")
+    `content`, `add_special` and `with_pieces` are llama.cpp's names; without `add_special`, a content has no special
+    tokens added.
+    """
+
+    bulky: ClassVar[tuple[str, ...]] = ("prompt", "content", "messages", "chat_template_kwargs", "tools")
 
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -46,13 +46,18 @@ AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A completion body that was read; its bulky fields have been emptied."""
+    """A completion body that was read; its bulky fields have been emptied.
+
+    Attributes:
+        origin: the body of another API that was translated into this one; None for OpenAI's.
+    """
 
     body: CompletionBody
     model: str
     params: SamplingParams
     prompts: list[EncodedPrompt]
     cache_salt: str
+    origin: RequestBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,17 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """An embedding body that was read; its bulky fields have been emptied."""
+    """An embedding body that was read; its bulky fields have been emptied.
+
+    Attributes:
+        origin: the body of another API that was translated into this one; None for OpenAI's.
+    """
 
     body: EmbeddingBody
     model: str
     prompts: list[EncodedPrompt]
     cache_salt: str
+    origin: RequestBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,7 @@ class BodyReader:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
+        self.tokenizer = tokenizer
         self._prompts = PromptEncoder(tokenizer, vocab_size, max_model_len)
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
@@ -159,33 +170,47 @@ class BodyReader:
         """Return the model name for the response; if the client names none, the first served name."""
         if model is None:
             return self._names[0]
-        if model not in self._names:
+        # Ollama's clients add this tag to names without one.
+        if model not in self._names and model.removesuffix(":latest") not in self._names:
             raise ModelMissingError(model)
         return model
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the format of the model's tool calls is known."""
+        return self._dialects.has_calls
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format of the model's reasoning is known."""
+        return self._dialects.has_reasoning
+
     def completion(self, raw: bytes) -> CompletionRequest:
         body, model = self._parse(CompletionBody, raw)
+        return self._read_completion(body, model, keeps_text=bool(body.echo))
+
+    def _read_completion(self, body: CompletionBody, model: str, *, keeps_text: bool) -> CompletionRequest:
         params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
         kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
         given = split_prompts(body.prompt)
         self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
         prompts = [
-            self._prompts.encode(prompt, body.add_special_tokens is not False, keeps_text=bool(body.echo), kept=kept)
+            self._prompts.encode(prompt, body.add_special_tokens is not False, keeps_text=keeps_text, kept=kept)
             for prompt in given
         ]
-        return CompletionRequest(_without_bulk(body), model, params, prompts, body.cache_salt or "")
+        return CompletionRequest(without_bulk(body), model, params, prompts, body.cache_salt or "")
 
     def embedding(self, raw: bytes) -> EmbeddingRequest:
         body, model = self._parse(EmbeddingBody, raw)
         body.check(self._hidden_size, self._limits)
         kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, 0)
         given = split_prompts(body.input, "input")
-        with _about("input"):
+        with about("input"):
             self._limits.check_prompts(len(given), 1, "n")
             prompts = [
                 self._prompts.encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given
             ]
-        return EmbeddingRequest(_without_bulk(body), model, prompts, body.cache_salt or "")
+        return EmbeddingRequest(without_bulk(body), model, prompts, body.cache_salt or "")
 
     def chat(self, raw: bytes) -> ChatRequest:
         body, model = self._parse(ChatBody, raw)
@@ -200,7 +225,7 @@ class BodyReader:
         body, model = self._parse(CountTokensBody, raw)
         self._limits.check_messages(len(body.messages))
         chat = self._translated(body, model, body.chat())
-        return ReadAnswer(_without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
+        return ReadAnswer(without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
 
     def response(self, raw: bytes) -> ChatRequest | FollowUp:
         body, model = self._parse(ResponsesBody, raw)
@@ -239,7 +264,7 @@ class BodyReader:
         """Read the chat that another API's body was translated into; `origin` becomes that body."""
         with named_as(body.chat_names):
             read = self._read_chat(validated(ChatBody, {**chat, "model": model}), model)
-        return replace(read, origin=_without_bulk(body))
+        return replace(read, origin=without_bulk(body))
 
     def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:
         params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
@@ -265,35 +290,46 @@ class BodyReader:
             params = replace(params, skip_special_tokens=False)
         speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
         echoed = _echoed(body, messages)
-        return ChatRequest(_without_bulk(body), model, params, prompt, echoed, body.cache_salt or "", speech)
+        return ChatRequest(without_bulk(body), model, params, prompt, echoed, body.cache_salt or "", speech)
 
     def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give either prompt or messages", param="prompt")
+        if [body.prompt, body.content, body.messages].count(None) != 2:
+            raise RequestError("give either prompt or messages, or llama.cpp's content", param="prompt")
         if body.messages is not None:
             messages = checked_messages(body.messages, self._limits)
             tools = checked_tools(body.tools, None, self._limits)
             self._dialects.calls_for(tools)
             chat = self._dialects.chat(messages, tools)
             token_ids = list(self._prompts.render(body, chat, body.chat_template_kwargs or {})[0].token_ids)
+        elif body.content is not None:
+            token_ids = self._prompts.tokenize(body.content, bool(body.add_special))
         else:
             token_ids = self._prompts.tokenize(body.prompt or "", body.add_special_tokens is not False)
         to_token = self._prompts.tokenizer.id_to_token
         answer = {
             "count": len(token_ids),
             "max_model_len": self._max_model_len,
-            "tokens": token_ids,
+            "tokens": [self._piece(token_id) for token_id in token_ids] if body.with_pieces else token_ids,
             "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
         }
-        return ReadAnswer(_without_bulk(body), json_bytes(answer))
+        return ReadAnswer(without_bulk(body), json_bytes(answer))
 
     def detokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(DetokenizeBody, raw)
         check_token_ids(body.tokens, self._vocab_size, "tokens")
         # Special tokens are kept, so that /detokenize returns what was given to /tokenize.
         text = self._prompts.tokenizer.decode(body.tokens, False)
-        return ReadAnswer(_without_bulk(body), json_bytes({"prompt": text}))
+        # vLLM's name and llama.cpp's.
+        return ReadAnswer(without_bulk(body), json_bytes({"prompt": text, "content": text}))
+
+    def _piece(self, token_id: int) -> dict[str, Any]:
+        """Return a token in llama.cpp's form: its text, or its bytes where they are no text by themselves."""
+        raw = self._prompts.tokenizer.token_bytes(token_id)
+        try:
+            return {"id": token_id, "piece": raw.decode()}
+        except UnicodeDecodeError:
+            return {"id": token_id, "piece": list(raw)}
 
     def _constrained(self, params: SamplingParams, constraint: StructuredOutputsParams) -> SamplingParams:
         if params.structured_outputs is not None:
@@ -321,7 +357,7 @@ class BodyReader:
 
 
 @contextmanager
-def _about(param: str) -> Iterator[None]:
+def about(param: str) -> Iterator[None]:
     """Make errors about a prompt name the field that it came from."""
     try:
         yield
@@ -330,7 +366,7 @@ def _about(param: str) -> Iterator[None]:
         raise
 
 
-def _without_bulk(body: Body) -> Body:
+def without_bulk(body: Body) -> Body:
     return body.model_copy(update=dict.fromkeys(body.bulky))
 
 

@@ -34,6 +34,19 @@ def _const(*values: str) -> Schema:
 _DETAILS = _object(cached_tokens=_COUNT)
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT, prompt_tokens_details=_DETAILS)
 _MODEL = _object(id=_TEXT, object=_const("model"), created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT)
+_OLLAMA = {"model": _TEXT, "created_at": _TEXT, "done": _FLAG, "done_reason": _TEXT}
+_LLAMACPP = _object(
+    index=_COUNT,
+    content=_TEXT,
+    tokens=_list(_COUNT),
+    stop=_FLAG,
+    stop_type=_const("none", "eos", "limit", "word"),
+    tokens_predicted=_COUNT,
+    tokens_evaluated=_COUNT,
+    timings={"type": "object"},
+)
+# With llama.cpp's `with_pieces`, a token is an object.
+_TOKEN: Schema = {"anyOf": [_COUNT, _object(id=_COUNT)]}
 
 SCHEMAS: dict[str, Schema] = {
     "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT))),
@@ -90,8 +103,19 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "InputTokens": _object(object=_const("response.input_tokens"), input_tokens=_COUNT),
     "TokenCount": _object(input_tokens=_COUNT),
-    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_or_null(_list(_TEXT))),
-    "Text": _object(prompt=_TEXT),
+    "OllamaError": _object(error=_TEXT),
+    "OllamaChat": _object(**_OLLAMA, message=_object(role=_const("assistant"), content=_TEXT)),
+    "OllamaCompletion": _object(**_OLLAMA, response=_TEXT),
+    "OllamaEmbeddings": _object(model=_TEXT, embeddings=_list(_list({"type": "number"})), prompt_eval_count=_COUNT),
+    "OllamaEmbedding": _object(embedding=_list({"type": "number"})),
+    "OllamaModel": _object(template=_TEXT, details={"type": "object"}, capabilities=_list(_TEXT)),
+    "OllamaModels": _object(models=_list(_object(name=_TEXT, model=_TEXT, size=_COUNT))),
+    "LlamaCppError": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT)),
+    # Several prompts are answered by a list.
+    "LlamaCppCompletion": {"anyOf": [_LLAMACPP, _list(_LLAMACPP)]},
+    "LlamaCppProperties": _object(default_generation_settings={"type": "object"}, chat_template=_TEXT),
+    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_TOKEN), token_strs=_or_null(_list(_TEXT))),
+    "Text": _object(prompt=_TEXT, content=_TEXT),
     "Model": _MODEL,
     "ModelList": _object(object=_const("list"), data=_list(_MODEL)),
     "Status": _object(status=_TEXT),
@@ -113,6 +137,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "What is a block?"},
     "/v1/messages": {"messages": _CHAT, "max_tokens": 32},
     "/v1/messages/count_tokens": {"messages": _CHAT},
+    "/api/chat": {"messages": _CHAT, "options": {"num_predict": 32}, "stream": False},
+    "/api/generate": {"prompt": "Once upon a time", "options": {"num_predict": 16}, "stream": False},
+    "/api/embed": {"input": ["one text", "another"]},
+    "/api/embeddings": {"prompt": "one text"},
+    "/api/show": {},
+    "/api/pull": {"stream": False},
+    "/completion": {"prompt": "Once upon a time", "n_predict": 16},
+    "/completions": {"prompt": "Once upon a time", "n_predict": 16},
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

@@ -103,6 +103,7 @@ def _sampling(limits: RequestLimits) -> dict[str, Schema]:
         "top_k": {"integer": {"minimum": -1}},
         "min_p": {"number": {"minimum": 0, "maximum": 1}},
         "repetition_penalty": {"number": {"exclusiveMinimum": 0}},
+        "repeat_penalty": {"number": {"exclusiveMinimum": 0}},
         "presence_penalty": penalty,
         "frequency_penalty": penalty,
         "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
@@ -110,6 +111,7 @@ def _sampling(limits: RequestLimits) -> dict[str, Schema]:
         "logprobs": logprobs,
         "top_logprobs": logprobs,
         "prompt_logprobs": logprobs,
+        "n_probs": logprobs,
     }
 
 
@@ -144,8 +146,14 @@ def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
     item = {"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": list(ROLES)}}}
     choice = {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}}
     anthropic = {"tool_choice": {"object": choice}}
+    native = {"integer": {"minimum": -1}}
     return {
         "TokenizeBody": {"prompt": {}},
+        "OllamaChatBody": {"messages": {}, "tools": {"array": {"maxItems": limits.max_tools}}},
+        "OllamaGenerateBody": {"prompt": {}},
+        "OllamaEmbedBody": {"input": {}},
+        "OllamaEmbeddingsBody": {"prompt": {}},
+        "LlamaCppBody": {"n_predict": native, "max_tokens": native, "logit_bias": {}},
         "ResponsesBody": {
             "input": {"any": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": item}]}},
             "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
@@ -161,8 +169,15 @@ TOGETHER: Mapping[str, Schema] = {
     "ResponsesBody": {"required": ["input"]},
     "TokenizeBody": {
         "oneOf": [
-            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
-            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            {
+                "required": [given],
+                "properties": {given: {"not": {"type": "null"}}, **{name: {"type": "null"} for name in others}},
+            }
+            for given, others in (
+                ("prompt", ("content", "messages")),
+                ("content", ("prompt", "messages")),
+                ("messages", ("prompt", "content")),
+            )
         ]
     },
 }

@@ -1,0 +1,135 @@
+"""What the handlers of all APIs share: reading a body, sending an answer, and telling which fields were ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.server.auth import client_of
+from octavo.server.body_reading import BodyReading
+from octavo.server.config import ServerConfig
+from octavo.server.connection import EVENTS, EventStream, InFlight, WholeAnswer
+from octavo.server.engine_client import EngineClient, TokenizerLike
+from octavo.server.errors import ApiError
+from octavo.server.generation import Usage
+from octavo.server.ignored_fields import IgnoredFields
+from octavo.server.intake import BodyIntake
+from octavo.server.native_reading import NativeReader
+from octavo.server.protocol import RequestBody
+from octavo.server.quota import charge_of
+from octavo.server.reading import ReadAnswer
+from octavo.server.route import json_response
+
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")
+
+
+class WholeOnly(Protocol):
+    """The answer to one body."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+    def whole(self) -> Coroutine[Any, Any, list[bytes]]: ...
+
+
+class Answer(WholeOnly, Protocol):
+    """The answer to one body, whole or as a stream; only one of the two is used."""
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+
+class Handling:
+    """Reads bodies and sends answers, for one engine.
+
+    Attributes:
+        names: the names under which the model is served; the first is used if a body names none.
+    """
+
+    def __init__(self, engine: EngineClient, config: ServerConfig, in_flight: InFlight) -> None:
+        self._config = config
+        self._in_flight = in_flight
+        self.names = served_names(engine, config)
+        self._reader = NativeReader(
+            tokenizer=_tokenizer_of(engine),
+            vocab_size=engine.vocab_size,
+            hidden_size=engine.hidden_size,
+            max_model_len=engine.max_model_len,
+            limits=engine.limits,
+            names=self.names,
+            strict=config.strict_requests,
+            default_sampling=engine.default_sampling,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
+        self._ignored = IgnoredFields()
+        self.intake = BodyIntake(config.body_limit, config.total_body_limit)
+        self.reading = BodyReading(self._reader, config.max_body_seconds, config.body_memory)
+
+    def warm_up(self) -> None:
+        """Start the process that reads chats in the background, so that the first chat need not wait for it."""
+        self.reading.warm_up()
+
+    @property
+    def reader(self) -> NativeReader:
+        return self._reader
+
+    async def read(self, request: Request, method: str) -> Any:
+        """Receive the request's body and return the result of `BodyReader.<method>`."""
+        async with self.intake.body(request) as raw:
+            return await self.reading.read(method, raw, tenant=client_of(request.scope).tenant)
+
+    async def respond(
+        self,
+        request: Request,
+        body: RequestBody,
+        answer: Answer,
+        *,
+        streams: bool,
+        error_event: Callable[[ApiError], bytes] | None = None,
+        media_type: str = EVENTS,
+    ) -> Response:
+        """Send the answer, whole or as a stream.
+
+        Args:
+            error_event: formats an error as an event of the stream; if None, errors are sent as in chat completions.
+            media_type: of the stream.
+        """
+        if not streams:
+            return await self.respond_whole(request, body, answer)
+        charge_of(request.scope).begin(answer.usage)
+        stream = EventStream(answer.events(), self._in_flight, error_event, media_type)
+        return self._ignored.told(body, stream)
+
+    async def respond_whole(self, request: Request, body: RequestBody, answer: WholeOnly) -> Response:
+        charge_of(request.scope).begin(answer.usage)
+        return self._ignored.told(body, WholeAnswer(await self._in_flight.run(request.receive, answer.whole())))
+
+    def respond_read(self, read: ReadAnswer) -> Response:
+        """Send what answers a body without the engine."""
+        return self.respond_json(read.body, read.content)
+
+    def respond_json(self, body: RequestBody, content: bytes) -> Response:
+        return self._ignored.told(body, json_response(content))
+
+    def traceparent(self, request: Request) -> str | None:
+        """Return the request's `traceparent` header, or None if it is absent or invalid, or tracing is off."""
+        given = request.headers.get("traceparent", "") if self._config.otlp_traces_endpoint is not None else ""
+        return given if _TRACEPARENT.fullmatch(given) else None
+
+
+def served_names(engine: EngineClient, config: ServerConfig) -> tuple[str, ...]:
+    """Return the names under which the model is served; the first is used if a body names none."""
+    return tuple(config.served_model_name) or (engine.model_name,)
+
+
+def _tokenizer_of(engine: EngineClient) -> TokenizerLike | None:
+    try:
+        return engine.tokenizer
+    except RequestError:
+        return None  # bodies that need a tokenizer are refused with the reason

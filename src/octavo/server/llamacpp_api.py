@@ -1,0 +1,54 @@
+"""The endpoints of llama.cpp's own API; `/tokenize` and `/detokenize` take its fields too."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.errors import RequestError
+from octavo.server.auth import client_of
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import AT_ONCE
+from octavo.server.handling import Handling
+from octavo.server.llamacpp import LlamaCppAnswer, error_event, properties
+from octavo.server.llamacpp_body import LlamaCppBody
+from octavo.server.logprobs import TokenTexts
+from octavo.server.reading import CompletionRequest
+from octavo.server.route import Endpoint, json_response
+from octavo.server.turnstile import Turnstile
+
+
+class LlamaCppApi:
+    """The request handlers."""
+
+    def __init__(self, engine: EngineClient, handling: Handling) -> None:
+        self._engine = engine
+        self._handling = handling
+        self._texts = TokenTexts(engine)
+        self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("POST", "/completion", self.create_completion),
+            Endpoint("POST", "/completions", self.create_completion),
+            Endpoint("GET", "/props", self.show_properties),
+        ]
+
+    async def create_completion(self, request: Request) -> Response:
+        read: CompletionRequest = await self._handling.read(request, "llamacpp_completion")
+        client = client_of(request.scope)
+        client.check_prompts(len(read.prompts))
+        traceparent = self._handling.traceparent(request)
+        answer = LlamaCppAnswer(self._engine, self._texts, read, client, traceparent, self._turnstile)
+        body = read.origin
+        assert isinstance(body, LlamaCppBody)
+        return await self._handling.respond(request, body, answer, streams=body.streams, error_event=error_event)
+
+    async def show_properties(self, request: Request) -> Response:
+        try:
+            template = self._engine.tokenizer.chat_template_text
+        except RequestError:  # no tokenizer
+            template = ""
+        names, length = self._handling.names, self._engine.max_model_len
+        return json_response(properties(names, length, template, octavo.__version__))

@@ -1,0 +1,147 @@
+"""The endpoints of Ollama's API, of which the official clients use these to talk to a model and to ask about it.
+
+Models are not managed: there is one, which was chosen when the server started. Pulling it succeeds at once, because
+many programs do that at their start.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import octavo
+from octavo.server.auth import client_of
+from octavo.server.embeddings import Embeddings
+from octavo.server.engine_client import EngineClient
+from octavo.server.generation import json_bytes
+from octavo.server.handling import Handling
+from octavo.server.logprobs import TokenTexts
+from octavo.server.native_reading import NamedModel, ReadEmpty
+from octavo.server.ollama import LINES, OllamaAnswer, OllamaEmbedAnswer, embeddings, error_line, line
+from octavo.server.ollama_body import OllamaGenerationBody, now
+from octavo.server.reading import ChatRequest, EmbeddingRequest, ReadAnswer
+from octavo.server.route import Endpoint, json_response
+
+# The tag that names have which the client gives none.
+_TAG = ":latest"
+# As in Ollama for a model that stays loaded.
+_NEVER = "2318-04-07T00:00:00Z"
+
+
+class OllamaApi:
+    """The request handlers."""
+
+    def __init__(self, engine: EngineClient, handling: Handling) -> None:
+        self._engine = engine
+        self._handling = handling
+        self._texts = TokenTexts(engine)
+        self._embeddings = Embeddings(engine)
+        self._started = now()
+
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("POST", "/api/chat", self.chat),
+            Endpoint("POST", "/api/generate", self.generate),
+            Endpoint("POST", "/api/embed", self.embed),
+            Endpoint("POST", "/api/embeddings", self.embed_one),
+            Endpoint("POST", "/api/show", self.show),
+            Endpoint("POST", "/api/pull", self.pull),
+            Endpoint("GET", "/api/tags", self.list_models),
+            Endpoint("GET", "/api/ps", self.list_running),
+            Endpoint("GET", "/api/version", self.show_version),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generation(request, "ollama_chat")
+
+    async def generate(self, request: Request) -> Response:
+        return await self._generation(request, "ollama_generate")
+
+    async def _generation(self, request: Request, method: str) -> Response:
+        began = time.monotonic()
+        read: ChatRequest | ReadAnswer = await self._handling.read(request, method)
+        if isinstance(read, ReadAnswer):
+            return self._handling.respond_read(read)
+        traceparent = self._handling.traceparent(request)
+        answer = OllamaAnswer(self._engine, self._texts, read, client_of(request.scope), traceparent, began)
+        body = read.origin
+        assert isinstance(body, OllamaGenerationBody)
+        return await self._handling.respond(
+            request, body, answer, streams=body.streams, error_event=error_line, media_type=LINES
+        )
+
+    async def embed(self, request: Request) -> Response:
+        return await self._embedding(request, "ollama_embed", is_single=False)
+
+    async def embed_one(self, request: Request) -> Response:
+        return await self._embedding(request, "ollama_embeddings", is_single=True)
+
+    async def _embedding(self, request: Request, method: str, *, is_single: bool) -> Response:
+        began = time.monotonic()
+        read: EmbeddingRequest | ReadEmpty = await self._handling.read(request, method)
+        if isinstance(read, ReadEmpty):
+            empty = [b'{"embedding":[]}'] if is_single else embeddings(read.model, [], began, 0)
+            return self._handling.respond_json(read.body, b"".join(empty))
+        job = self._embeddings.job(read, client_of(request.scope), self._handling.traceparent(request))
+        answer = OllamaEmbedAnswer(self._engine, job, began, is_single=is_single)
+        assert read.origin is not None
+        return await self._handling.respond_whole(request, read.origin, answer)
+
+    async def show(self, request: Request) -> Response:
+        named: NamedModel = await self._handling.read(request, "model")
+        return self._handling.respond_json(named.body, json_bytes(self._description()))
+
+    async def pull(self, request: Request) -> Response:
+        named: NamedModel = await self._handling.read(request, "model")
+        told = line({"status": "success"})
+        if named.body.streams:
+            return Response(told, media_type=LINES)
+        return self._handling.respond_json(named.body, told)
+
+    async def list_models(self, request: Request) -> Response:
+        return json_response(json_bytes({"models": [self._card(name) for name in self._handling.names]}))
+
+    async def list_running(self, request: Request) -> Response:
+        running = {"expires_at": _NEVER, "size_vram": 0, "context_length": self._engine.max_model_len}
+        return json_response(json_bytes({"models": [{**self._card(name), **running} for name in self._handling.names]}))
+
+    async def show_version(self, request: Request) -> Response:
+        return json_response(json_bytes({"version": octavo.__version__}))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        tagged = name if ":" in name else name + _TAG
+        card = {"name": tagged, "model": tagged, "modified_at": self._started, "size": self._engine.weight_bytes}
+        return {**card, "digest": "", "details": self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        family = self._engine.architecture
+        return {
+            "parent_model": "",
+            "format": "",
+            "family": family,
+            "families": [family],
+            "parameter_size": "",
+            "quantization_level": "",
+        }
+
+    def _description(self) -> dict[str, Any]:
+        reader, family = self._handling.reader, self._engine.architecture
+        tokenizer = reader.tokenizer
+        capabilities = {"tools": reader.has_tools, "thinking": reader.has_reasoning}
+        return {
+            "modelfile": "",
+            "parameters": "\n".join(f"{name} {value}" for name, value in self._engine.default_sampling.items()),
+            "template": "" if tokenizer is None else tokenizer.chat_template_text,
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": self._engine.max_model_len,
+                f"{family}.embedding_length": self._engine.hidden_size,
+                f"{family}.vocab_size": self._engine.vocab_size,
+            },
+            "capabilities": ["completion", *(name for name, has in capabilities.items() if has)],
+            "modified_at": self._started,
+        }
