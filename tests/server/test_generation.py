@@ -207,7 +207,7 @@ async def test_a_request_with_bad_words_is_made_in_a_thread() -> None:
             threads.append(threading.current_thread())
             raise RequestError("no more", param="prompt")
 
-        core.make_request = make  # type: ignore[assignment]
+        core.inputs.make_without_grammar = make  # type: ignore[assignment]
         engine = AsyncEngine(core, "m")
         await engine.start()
         for words in ((), ("x",)):
