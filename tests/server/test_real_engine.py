@@ -52,7 +52,7 @@ class TestEndpoints:
     def test_tokens_come_back_as_the_text_they_were(self, server: RealServer) -> None:
         text = "the blocks, ünïcödé, 日本語 😀"
         answer = server.post("/tokenize", {"prompt": text}).json()
-        assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+        assert server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"] == text
         chat = server.post("/tokenize", {"messages": MESSAGES}).json()
         rendered = server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"]
         assert rendered == "<|im_start|>user\nthe rest is not lost<|im_end|>\n<|im_start|>assistant\n"
