@@ -37,7 +37,7 @@ from attacks import write_model
 from endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
 from faulty_server import CURSE
 from octavo.bench.server_process import running_server
-from watched_server import machine, resident, server_on
+from watched_server import machine, resident
 
 RESULTS = Path(__file__).parent / "results" / "endurance.md"
 ADMIN = "a-key-of-the-admin"
@@ -254,7 +254,8 @@ def endure(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     options += ["--model", args.model or str(folder / "model"), *args.server.split()]
     with running_server(options, [*server, "serve"]) as running:
         port = int(running.base_url.rpartition(":")[2])
-        pid = server_on(port)
+        assert running.pid is not None
+        pid = running.pid
         known = [(question, alone(port, question)) for question in asked]
         long = Question("/v1/completions", LONG)
         load = Load(port, known, (long, alone(port, long)), args.seed)

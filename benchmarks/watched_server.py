@@ -139,7 +139,8 @@ def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator
         argv = [sys.executable, __file__, str(port), str(max_tokens)]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
             try:
-                watched = Watched(port, server_on(port), watcher)
+                assert server.pid is not None
+                watched = Watched(port, server.pid, watcher)
                 watched.settle()
                 yield watched
             finally:
@@ -222,14 +223,6 @@ def _end_of_answer(received: bytes) -> float:
 def resident(pid: int) -> float:
     """Resident memory of a process and of those that it started, in MiB."""
     return sum(_rss(one) for one in [pid, *_descendants(pid)]) / 2**20
-
-
-def server_on(port: int) -> int:
-    """The process started by this one that serves a port."""
-    for pid in _descendants(os.getpid()):
-        if f"\0--port\0{port}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise RuntimeError(f"no process of this one serves port {port}")
 
 
 def _descendants(pid: int) -> list[int]:
@@ -332,8 +325,10 @@ class _Watcher:
 
 
 def machine() -> str:
-    """The machine that the project's benchmarks run on."""
-    return "2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM"
+    """The processor that this runs on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of an {names[0] if names else 'unknown processor'}, KVM"
 
 
 def as_json(body: Any) -> bytes:

@@ -23,6 +23,7 @@ REFUSED = [
     ("top_p", 1.1),
     ("top_k", -2),
     ("top_k", 1.5),
+    ("top_k", 10**400),
     ("min_p", -0.1),
     ("min_p", 1.1),
     ("repetition_penalty", 0.0),

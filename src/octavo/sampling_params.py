@@ -12,6 +12,7 @@ from octavo.structured_outputs import StructuredOutputsParams
 
 MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1
 GREEDY_EPSILON = 1e-5
 
 
@@ -114,7 +115,7 @@ class SamplingParams:
             )
         _require_number("temperature", self.temperature, 0.0, math.inf)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _require_int("top_k", self.top_k, 0, None)
+        _require_int("top_k", self.top_k, 0, MAX_TOP_K)
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,8 @@ def test_a_server_is_awaited_passed_its_options_and_stopped() -> None:
         assert "--max-num-seqs=3" in arguments
         assert arguments[arguments.index("--port") + 1] == "0", "a port chosen for it could be taken before it is bound"
         assert server.startup_s > 0
+        assert server.pid is not None
+        assert str(os.getpid()) in Path(f"/proc/{server.pid}/status").read_text()
     with pytest.raises(ConfigError, match="cannot read"):
         fetch_json(server.base_url + "/health", timeout_s=60)
 

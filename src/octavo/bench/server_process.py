@@ -32,10 +32,11 @@ class ServerStartError(OctavoError):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that is ready, and the time that it took to start."""
+    """A server that is ready, the time that it took to start, and its process (None if another program started it)."""
 
     base_url: str
     startup_s: float
+    pid: int | None = None
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def running_server(arguments: Sequence[str], command: Sequence[str] | None = Non
         process = subprocess.Popen([*argv, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
             base_url = _await_url(process, log)
-            yield RunningServer(base_url, time.perf_counter() - start)
+            yield RunningServer(base_url, time.perf_counter() - start, process.pid)
         finally:
             _stop(process)
 

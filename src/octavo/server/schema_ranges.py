@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.limits import RequestLimits
-from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS
+from octavo.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_TOP_K
 from octavo.server.prompts import ROLES
 
 Schema = dict[str, Any]
@@ -100,7 +100,7 @@ def _sampling(limits: RequestLimits) -> dict[str, Schema]:
         "best_of": count,
         "temperature": {"number": {"minimum": 0}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
-        "top_k": {"integer": {"minimum": -1}},
+        "top_k": {"integer": {"minimum": -1, "maximum": MAX_TOP_K}},
         "min_p": {"number": {"minimum": 0, "maximum": 1}},
         "repetition_penalty": {"number": {"exclusiveMinimum": 0}},
         "repeat_penalty": {"number": {"exclusiveMinimum": 0}},
