@@ -1,11 +1,13 @@
 """Test whether a tenant can find out, from `cached_tokens` or by timing, what another tenant has sent.
 
-    python benchmarks/isolation.py --store hashed      and radix; each writes its part of the results
+    python benchmarks/isolation.py --store hashed      and radix, host, disk, redis; each writes its part of the results
 
-Over HTTP, with two keys. In each trial the victim sends a random prompt. Then the probing tenant sends that prompt and
-one that nobody has sent, and so does the victim. The time to the first token is measured. An attacker who takes fast
-answers for cached ones is a classifier; its area under the ROC curve (AUC) is 0.5 if the times reveal nothing. The
-victim's own times are the control: if they did not tell hits apart, the measurement could not either.
+Over HTTP, with two keys. With `host`, the device's cache is so small that what a trial looks for has been evicted to
+host memory; with `disk` and `redis`, the server is restarted before the trials. In each trial the victim sends a random
+prompt. Then the probing tenant sends that prompt and one that nobody has sent, and so does the victim. The time to the
+first token is measured. An attacker who takes fast answers for cached ones is a classifier; its area under the ROC
+curve (AUC) is 0.5 if the times reveal nothing. The victim's own times are the control: if they did not tell hits apart,
+the measurement could not either.
 
 Every trial also counts cached tokens: the prober's must be 0, with any `cache_salt` that it may forge.
 """
@@ -18,6 +20,9 @@ import json
 import random
 import tempfile
 import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +31,14 @@ import numpy as np
 
 from octavo.bench.server_process import running_server
 from octavo.request import cache_scope
+from redis_process import RedisProcess
+from watched_server import machine
 
 RESULTS = Path(__file__).parent / "results"
+STORES = ("hashed", "radix", "host", "disk", "redis")
 PROMPT_TOKENS = 256
+# Blocks on the device where a store below it is probed: six prompts. And prompts between a secret and its trial.
+SMALL_POOL, GROUP = 100, 20
 VOCABULARY = 49_152
 KEYS = """
 [tenants.victim]
@@ -46,6 +56,7 @@ class Findings:
     Attributes:
         own_cached, other_cached: most cached tokens reported to the victim and to the prober in any trial.
         forged_cached: most reported to the prober, over all forged salts.
+        loaded_bytes: bytes of keys and values that were read from the store, if it is not the device's.
         cross, control: (seconds of prompts that the victim had sent, seconds of fresh ones).
     """
 
@@ -56,6 +67,7 @@ class Findings:
     other_cached: int = 0
     forged_cached: int = 0
     forged_requests: int = 0
+    loaded_bytes: int = 0
     cross: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     control: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
@@ -110,35 +122,98 @@ def random_prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(1000, VOCABULARY) for _ in range(PROMPT_TOKENS)]
 
 
-def probe_prefix_cache(store: str, trials: int, model: str) -> Findings:
-    found = Findings(store, trials)
-    rng = random.Random(1)
+@contextmanager
+def tenants_of(*options: str) -> Iterator[tuple[Tenant, Tenant, Callable[[], int]]]:
+    """Run a server; yields the victim, the prober, and a function that returns the bytes read from lower stores."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
         keys.write(KEYS)
         keys.flush()
-        options = ["--keys-file", keys.name, "--prefix-cache", store, "--num-blocks", "40000", "--no-access-log"]
-        with running_server([model, *options]) as server:
+        with running_server(["--keys-file", keys.name, "--no-access-log", *options]) as server:
             port = int(server.base_url.rpartition(":")[2])
             victim, prober = Tenant(port, "sk-victim"), Tenant(port, "sk-prober")
+            rng = random.Random()
             for _ in range(10):  # threads and connections warm up
                 victim.send(random_prompt(rng))
                 prober.send(random_prompt(rng))
-            for _ in range(trials):
-                one_trial(found, rng, victim, prober)
+
+            def loaded() -> int:
+                with urllib.request.urlopen(f"{server.base_url}/metrics") as response:
+                    lines = response.read().decode().splitlines()
+                read = [line for line in lines if line.startswith("octavo:tier_read_bytes_total")]
+                # What a store has read has come to host memory, and counts there too.
+                lowest = [line for line in read if 'tier="host"' not in line] or read
+                return sum(int(float(line.rpartition(" ")[2])) for line in lowest)
+
+            yield victim, prober, loaded
+
+
+def probe_device(store: str, trials: int, model: str) -> Findings:
+    found = Findings(store, trials)
+    rng = random.Random(1)
+    with tenants_of(model, "--prefix-cache", store, "--num-blocks", "40000") as (victim, prober, _):
+        for _ in range(trials):
             secret = random_prompt(rng)
             victim.send(secret)
-            victim.send(secret, cache_salt="victim")
-            for salt in FORGED_SALTS:
-                _, cached = prober.send(secret, cache_salt=salt)
-                found.forged_cached += cached
-                found.forged_requests += 1
+            one_trial(found, rng, secret, victim, prober)
+        forge(found, rng, victim, prober)
     return found
 
 
-def one_trial(found: Findings, rng: random.Random, victim: Tenant, prober: Tenant) -> None:
-    """Run one trial, in random order so that drift over time has no effect."""
+def probe_host(trials: int, model: str) -> Findings:
+    found = Findings("host", trials)
+    rng = random.Random(1)
+    options = ["--num-blocks", str(SMALL_POOL), "--kv-host-memory", "1GiB", "--kv-demotion", "all"]
+    with tenants_of(model, *options) as (victim, prober, loaded):
+        for first in range(0, trials, GROUP):
+            secrets = [random_prompt(rng) for _ in range(min(GROUP, trials - first))]
+            for secret in secrets:
+                victim.send(secret)
+            for _ in range(SMALL_POOL * 16 // PROMPT_TOKENS + 1):  # evict the last of them
+                prober.send(random_prompt(rng))
+            for secret in secrets:
+                one_trial(found, rng, secret, victim, prober)
+        forge(found, rng, victim, prober)
+        found.loaded_bytes = loaded()
+    return found
+
+
+def probe_store(store: str, trials: int, model: str) -> Findings:
+    found = Findings(store, trials)
+    rng = random.Random(1)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if store == "disk":
+            place = ["--kv-disk", folder, "--kv-disk-size", "8GiB"]
+        else:
+            redis = RedisProcess(Path(folder))
+            stack.callback(redis.kill)
+            place = ["--kv-remote", redis.url]
+        options = [model, "--num-blocks", str(SMALL_POOL), "--kv-host-memory", "256MiB", "--kv-demotion", "all", *place]
+        secrets = [random_prompt(rng) for _ in range(trials)]
+        with tenants_of(*options) as (victim, _, _):
+            for secret in secrets:
+                victim.send(secret)
+        with tenants_of(*options) as (victim, prober, loaded):
+            for secret in secrets:
+                one_trial(found, rng, secret, victim, prober)
+            forge(found, rng, victim, prober)
+            found.loaded_bytes = loaded()
+    return found
+
+
+def forge(found: Findings, rng: random.Random, victim: Tenant, prober: Tenant) -> None:
+    """Let the prober look for one prompt with salts that might be the victim's."""
     secret = random_prompt(rng)
     victim.send(secret)
+    victim.send(secret, cache_salt="victim")
+    for salt in FORGED_SALTS:
+        _, cached = prober.send(secret, cache_salt=salt)
+        found.forged_cached += cached
+        found.forged_requests += 1
+
+
+def one_trial(found: Findings, rng: random.Random, secret: list[int], victim: Tenant, prober: Tenant) -> None:
+    """Run one trial, in random order so that drift over time has no effect."""
     asked: list[tuple[Tenant, list[int], list[float]]] = [
         (prober, secret, found.cross[0]),
         (prober, random_prompt(rng), found.cross[1]),
@@ -169,9 +244,9 @@ def summary(found: Findings) -> dict[str, Any]:
     return numbers
 
 
-def write(summaries: dict[str, Any], machine: str) -> None:
+def write(summaries: dict[str, Any], folder: Path) -> None:
     rows = []
-    for store in ("hashed", "radix"):
+    for store in STORES:
         if (told := summaries.get(store)) is None:
             continue
         cross, control = told["cross"], told["control"]
@@ -182,41 +257,47 @@ def write(summaries: dict[str, Any], machine: str) -> None:
             f"{cross['fresh_ms']:.1f} | {sum(cross['samples'])} | {control['auc']:.3f} | "
             f"{control['known_ms']:.1f} / {control['fresh_ms']:.1f} | {sum(control['samples'])} |"
         )
+    others = ", ".join(f"`{store}`" for store in STORES[1:])
     text = f"""# What one tenant learns of another's cache
 
-`python benchmarks/isolation.py --store hashed` (and `radix`); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
-tokens; {machine}. The script says how each number comes about.
+`python benchmarks/isolation.py --store hashed` (and {others}); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
+tokens; {machine()}. The script says how each number comes about.
 
 Cached tokens, of {PROMPT_TOKENS}, that the same tenant and another were told, and that another was told with forged
 salts; AUC across tenants, and of a tenant's own prompts, each with the median milliseconds of prompts sent before and
 of fresh ones, and the number of times taken.
 
-| store | same | other | forged | AUC across (95 %) | ms | times | AUC own | ms | times |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| store | same | other | forged | AUC across (95 %) | ms | times | AUC own | ms | times | read, MiB |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
 An AUC of 0.5 says nothing; the aims are at most 0.55 across tenants, and at least 0.9 for a tenant's own prompts, which
-shows that the clock would have told. Host memory, disk and Redis were not timed.
+shows that the clock would have told. "read" is what was read from the store below the device: the victim's blocks.
 """
-    (RESULTS / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
-    (RESULTS / "isolation.md").write_text(text)
+    (folder / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
+    (folder / "isolation.md").write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", choices=("hashed", "radix"), required=True)
+    parser.add_argument("--store", choices=STORES, required=True)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="print the findings and write nothing")
     args = parser.parse_args()
-    told = summary(probe_prefix_cache(args.store, args.trials, args.model))
+    if args.store == "host":
+        told = summary(probe_host(args.trials, args.model))
+    elif args.store in ("disk", "redis"):
+        told = summary(probe_store(args.store, args.trials, args.model))
+    else:
+        told = summary(probe_device(args.store, args.trials, args.model))
     print(json.dumps(told))
     if args.dry_run:
         return
-    path = RESULTS / "isolation.json"
+    path = args.folder / "isolation.json"
     summaries = json.loads(path.read_text()) if path.exists() else {}
-    write({**summaries, args.store: told}, args.machine)
+    write({**summaries, args.store: told}, args.folder)
 
 
 if __name__ == "__main__":
