@@ -33,6 +33,12 @@ def test_a_machine_that_slows_down_is_told_from_a_law_that_is_wrong() -> None:
     assert 0.08 < Drift(LAW, drifting(wrong=1.2)).residual() < 0.13
 
 
+def test_what_steps_differ_by_beside_the_machines_speed_is_known() -> None:
+    spread = Drift(LAW, drifting(noise=0.2)).spread()
+    assert spread.decodes[5] == pytest.approx(0.82, abs=0.03)
+    assert spread.decodes[94] == pytest.approx(1.18, abs=0.03)
+
+
 def test_the_speed_of_the_moment_is_that_of_steps_of_the_same_kind() -> None:
     drift, stream = Drift(LAW, drifting()), StepLoad(1, 400, 0.0, 1)
     assert drift.predict(stream, 100.1) == pytest.approx(LAW.predict(stream), rel=0.03)

@@ -16,7 +16,14 @@ from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.plan_log import PlanLog, read_plans
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.coldness import Coldness
-from octavo.simulator.fitting import MeasuredStep, fit, mean_abs_error, nonnegative_least_squares, with_coldness
+from octavo.simulator.fitting import (
+    MeasuredStep,
+    fit,
+    mean_abs_error,
+    nonnegative_least_squares,
+    spread_of,
+    with_coldness,
+)
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import Speed, speed_of_plans
 
@@ -148,8 +155,32 @@ def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Pat
     speed.write(tmp_path / "speed.json")
     again = Speed.read(tmp_path / "speed.json")
     assert again.times == speed.times
+    assert again.spread == speed.spread
+    assert speed.spread.decodes[0] == pytest.approx(speed.spread.decodes[-1], rel=0.02), "no step differs"
+    assert speed.spread.chunks == (), "there were none"
     assert again.fit["period"]["steps"] == 199
     assert again.fit["execution"]["mean_abs_error"] < 0.01
+
+
+def test_what_steps_differ_by_is_told_by_kind() -> None:
+    law, rng = StepTimes(0.01, ()), random.Random(1)
+    decodes = [MeasuredStep(StepLoad(1, 9, 0.0, 1), 0.01 * rng.uniform(0.8, 1.4)) for _ in range(2000)]
+    chunks = [MeasuredStep(StepLoad(9, 9, 36.0, 1), 0.02) for _ in range(20)]
+    spread = spread_of(law, decodes + chunks)
+    assert spread.decodes[0] == pytest.approx(0.8, abs=0.01)
+    assert spread.decodes[50] == pytest.approx(1.1, abs=0.03)
+    assert spread.decodes[-1] == pytest.approx(1.4, abs=0.01)
+    assert set(spread.chunks) == {2.0}
+    assert spread_of(law, chunks[:19]).chunks == (), "too few to tell"
+
+
+def test_a_speed_file_without_what_steps_differ_by_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    speed_of_plans([recording(tmp_path / "plans", 200)]).write(path)
+    content = json.loads(path.read_text())
+    del content["spread"]
+    path.write_text(json.dumps(content))
+    assert Speed.read(path).spread.decodes == ()
 
 
 def test_steps_of_the_warm_up_are_not_fitted_to(tmp_path: Path) -> None:

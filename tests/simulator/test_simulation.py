@@ -20,6 +20,7 @@ from octavo.simulator.questions import Demand, Targets, find_rate, find_replicas
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
 from octavo.simulator.speed import MEASURED, Speed
+from octavo.simulator.spread import Spread
 from octavo.simulator.traffic import Tenants
 
 SHAPE = find_shape("llama-2-7b")
@@ -58,6 +59,16 @@ def test_a_step_after_a_pause_is_slow_and_a_series_becomes_fast() -> None:
     assert results.ttft.greatest == pytest.approx(2 * STEP)
     assert results.itl.percentile(5) == pytest.approx(STEP, rel=0.05)
     assert results.itl.greatest < 2 * STEP
+
+
+def test_percentiles_hold_what_single_steps_differ_by_and_are_the_same_in_every_run() -> None:
+    spread = Spread(decodes=(0.9, 1.0, 1.0, 1.5), chunks=(2.0,))
+    uneven = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), spread=spread))
+    demand = Demand(count=1, input_len="11", output_len="2000")
+    results = simulate(uneven, demand)
+    assert results.ttft.greatest == pytest.approx(2 * STEP)
+    assert [results.itl.percentile(p) for p in (10, 50, 90)] == pytest.approx([0.9 * STEP, STEP, 1.5 * STEP], rel=0.01)
+    assert simulate(uneven, demand).duration_s == results.duration_s
 
 
 def test_every_token_is_accounted_for_and_no_block_is_lost() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench import report, serving
+from octavo.bench.processor_time import ProcessorTime
 from octavo.bench.server_process import fetch_json, running_server
 from octavo.bench.serving import RequestRecord, Target
 from octavo.bench.workload import END_TOKEN_ID, BenchRequest, arrival_times, random_token_ids
@@ -98,7 +99,7 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
     if not seconds > 0:
         raise ConfigError(f"--seconds must be above 0, got {seconds:g}")
     with tempfile.TemporaryDirectory() as folder:
-        path = plans or str(Path(folder) / "plans")
+        path, processors = plans or str(Path(folder) / "plans"), ProcessorTime()
         with running_server([*argv, f"--record-plans={path}"]) as server:
             model = fetch_json(server.base_url + "/v1/models")["data"][0]
             target = Target(server.base_url, str(model["id"]))
@@ -106,14 +107,15 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             warm_up(target, recorded["max_model_len"], token_end)
             began = time.perf_counter()
             alone = _send_rounds(target, recorded, seconds, token_end)
-        machine = report.machine()
+        shares, machine = processors.shares(), report.machine()
         speed = speed_of_plans(
             [path],
             origin=f"measured: {recorded['model']} on {machine['cores']} cores of {machine['cpu']}",
             since=began,
         )
         intake, reply = overheads(list(read_plans(path)), alone)
-    return replace(speed, intake_s=intake, reply_s=reply, facts={**speed.facts, "machine": machine})
+    facts = {**speed.facts, "machine": machine, "others": None if shares is None else shares.others}
+    return replace(speed, intake_s=intake, reply_s=reply, facts=facts)
 
 
 def warm_up(target: Target, max_model_len: int, token_end: int, seconds: float = WARM_UP_S) -> None:

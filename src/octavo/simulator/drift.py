@@ -15,10 +15,11 @@ import math
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.fitting import MeasuredStep
+from octavo.simulator.spread import Spread
 
 _SPAN_S = 1.5
 _NEAREST = {False: 12, True: 3}  # steps on either side of a step; steps with chunks are rarer
@@ -54,13 +55,20 @@ class Drift:
 
     def residual(self) -> float:
         """Return the mean |predicted / measured - 1| after correcting each step by the steps around it."""
-        places, errors = {False: 0, True: 0}, []
+        return statistics.fmean(abs(1 / ratio - 1) for _, ratio in self._corrected())
+
+    def spread(self) -> Spread:
+        """Return how far steps lie from the model after correcting each by the steps around it."""
+        return Spread.of(self._corrected())
+
+    def _corrected(self) -> Iterator[tuple[StepLoad, float]]:
+        """Yield the load of each step, and its measured / predicted time beside that of the steps around it."""
+        places = {False: 0, True: 0}
         for step in self._steps:
             kind = step.load.chunk_work > 0
             ratio = self._ratio(kind, step.at, places[kind], 1)
-            errors.append(abs(self.times.predict(step.load) * ratio / step.seconds - 1))
+            yield step.load, step.seconds / (self.times.predict(step.load) * ratio)
             places[kind] += 1
-        return statistics.fmean(errors)
 
     def _ratio(self, kind: bool, at: float, place: int, left_out: int) -> float:
         """Return the median ratio around index `place`, leaving out `left_out` steps from `place` on."""

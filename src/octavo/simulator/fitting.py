@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import RecordedStep
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.coldness import Coldness
+from octavo.simulator.spread import Spread
 
 Array = npt.NDArray[np.float64]
 
@@ -148,6 +149,11 @@ def with_coldness(times: StepTimes, steps: Iterable[MeasuredStep]) -> list[Measu
 def mean_abs_error(times: StepTimes, steps: Sequence[MeasuredStep]) -> float:
     """Return the mean |predicted / measured - 1|."""
     return float(np.mean([abs(times.predict(step.load) / step.seconds - 1) for step in steps]))
+
+
+def spread_of(times: StepTimes, steps: Iterable[MeasuredStep]) -> Spread:
+    """Return how far measured steps lie from the model."""
+    return Spread.of((step.load, step.seconds / times.predict(step.load)) for step in steps)
 
 
 def _named(times: StepTimes) -> dict[str, float]:

@@ -31,6 +31,7 @@ from octavo.simulator.coldness import Coldness
 from octavo.simulator.lean import LoadBuilder
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
+from octavo.simulator.spread import Draws
 
 # Rows of the step from which the cost of recomputing a token is taken, as in the engine.
 _RESTORED = 64
@@ -211,7 +212,9 @@ class Plan:
             builder=LoadBuilder(kv),
             tells_all=False,
         )
-        return SimulatedServer(scheduler, times, clock, speed.intake_s, speed.reply_s, Coldness(times.fastest))
+        return SimulatedServer(
+            scheduler, times, clock, speed.intake_s, speed.reply_s, Coldness(times.fastest), Draws(speed.spread)
+        )
 
 
 _OWN = {entry.name for entry in dataclasses.fields(Plan)}

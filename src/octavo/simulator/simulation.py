@@ -27,6 +27,7 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad, StepTimes
 from octavo.simulator.coldness import Coldness
 from octavo.simulator.sketch import Sketch
+from octavo.simulator.spread import Draws, Spread
 from octavo.simulator.traffic import SimulatedRequest, Tenants, Traffic, clip
 
 # The token id of every simulated output token.
@@ -51,6 +52,7 @@ class SimulatedServer:
         intake_s: seconds from a request's arrival until it reaches the engine.
         reply_s: seconds from the end of a step until clients receive its tokens.
         coldness: the state of caches and memory.
+        draws: how far single steps lie from `times`.
     """
 
     scheduler: Scheduler
@@ -59,6 +61,7 @@ class SimulatedServer:
     intake_s: float = 0.0
     reply_s: float = 0.0
     coldness: Coldness = field(default_factory=lambda: Coldness(0.0))
+    draws: Draws = field(default_factory=lambda: Draws(Spread()))
 
     @property
     def kv(self) -> KVCacheManager:
@@ -291,9 +294,10 @@ class Simulation:
         scheduler, clock = server.scheduler, server.clock
         moved = len(plan.copies) + len(plan.stores) + len(plan.loads)
         load = StepLoad.of(plan.starts, plan.lengths, num_streams=plan.num_streams, num_moved=moved)
-        seconds = server.times.predict(load._replace(cold=server.coldness.before(clock.now)))
+        predicted = server.times.predict(load._replace(cold=server.coldness.before(clock.now)))
+        seconds = predicted * server.draws.ratio(load)
         clock.now += seconds
-        server.coldness.after(clock.now, seconds)
+        server.coldness.after(clock.now, predicted)
         running, used = scheduler.num_running, server.kv.usage
         updates = scheduler.update(plan, StepResult((_TOKEN,) * plan.num_draws))
         scheduler.observe(plan, seconds)

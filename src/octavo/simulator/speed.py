@@ -14,7 +14,8 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepTimes
-from octavo.simulator.fitting import Fit, executions, fit, periods
+from octavo.simulator.fitting import Fit, executions, fit, periods, spread_of, with_coldness
+from octavo.simulator.spread import Spread
 
 VERSION = 1
 MEASURED = "measured"
@@ -31,6 +32,7 @@ class Speed:
         times: from the beginning of a step to the beginning of the next, host work included.
         intake_s: seconds from a client sending a request until the first step that could compute it begins.
         reply_s: seconds from the end of the step that drew a first token until the client receives it.
+        spread: how far single steps lie from `times`.
         facts: the engine's options, as `--record-plans` records them.
         fit: number of steps, error and intervals of the fit.
     """
@@ -40,6 +42,7 @@ class Speed:
     times: StepTimes
     intake_s: float = 0.0
     reply_s: float = 0.0
+    spread: Spread = field(default_factory=Spread)
     facts: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
 
@@ -74,8 +77,9 @@ class Speed:
         try:
             times = content.pop("times")
             times["products"] = tuple((float(rows), float(seconds)) for rows, seconds in times["products"])
-            return cls(times=StepTimes(**times), **content)
-        except (KeyError, TypeError, ValueError) as error:
+            spread = {kind: tuple(map(float, ratios)) for kind, ratios in content.pop("spread", {}).items()}
+            return cls(times=StepTimes(**times), spread=Spread(**spread), **content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
 
 
@@ -103,6 +107,7 @@ def speed_of_plans(paths: list[str], *, origin: str | None = None, since: float 
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
         kind=MEASURED,
         times=fitted.times,
+        spread=spread_of(fitted.times, with_coldness(fitted.times, measured)),
         facts=facts,
         fit={"period": _quality(fitted), "execution": _quality(device) | {"times": asdict(device.times)}},
     )
