@@ -153,6 +153,10 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:
             "octavo: error: argument COMMAND: invalid choice: 'serv'; did you mean serve? (see octavo --help)\n",
         ),
         (
+            ["run", "smollm2"],
+            "octavo: error: argument COMMAND: invalid choice: 'run'; did you mean chat? (see octavo --help)\n",
+        ),
+        (
             ["serve", "--dtype", "float31"],
             "invalid choice: 'float31'; did you mean float32? (see octavo serve --help)\n",
         ),

@@ -23,6 +23,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _MOST_IN_USAGE = 12
+# What Ollama and vLLM call commands.
+_OTHER_COMMANDS = {"run": "chat", "pull": "serve", "ps": "top", "complete": "generate"}
 # Matches argparse's own message.
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
@@ -85,7 +87,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (wrong := _INVALID_CHOICE.search(message)) is not None:
-            hint = nearest(wrong[1], re.findall(r"[^\s',]+", wrong[2]))
+            hint = nearest(_OTHER_COMMANDS.get(wrong[1], wrong[1]), re.findall(r"[^\s',]+", wrong[2]))
             message = message[: wrong.start(2) - len(" (choose from ")] + hint if "did you mean" in hint else message
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 

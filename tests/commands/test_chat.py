@@ -114,18 +114,18 @@ def test_the_command_reads_stdin_until_its_end(
     code, out, _ = octavo_command("chat", "some-model", "--temperature", 0, "--system", "Be brief.")
     assert (code, out) == (0, "Hello there!\n\n")
     assert fake_llm.last.config.model == "some-model"
-    assert fake_llm.last.params == [SamplingParams(temperature=0.0, max_tokens=None)]
+    assert fake_llm.last.params == [SamplingParams(temperature=0.0, top_k=40, top_p=0.9, max_tokens=None)]
 
 
 def test_what_neither_the_user_nor_the_model_says_of_sampling_is_as_in_ollama(
     octavo_command: OctavoCommand, fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases: list[tuple[dict[str, Any], float]] = [({}, 0.8), ({"temperature": 0.3, "top_p": 0.9}, 0.3)]
-    for recommended, expected in cases:
+    ollamas: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+    for recommended in ({}, {"temperature": 0.3, "top_p": 0.5}):
         monkeypatch.setattr(fake_llm, "default_sampling", recommended)
         monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
         octavo_command("chat")
-        assert fake_llm.last.params == [SamplingParams(**{**recommended, "temperature": expected}, max_tokens=None)]
+        assert fake_llm.last.params == [SamplingParams(**{**ollamas, **recommended}, max_tokens=None)]
 
 
 class FakeTerminal(io.StringIO):

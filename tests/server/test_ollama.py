@@ -171,6 +171,10 @@ def test_logprobs_stand_beside_the_message(server: Running) -> None:
         (CHAT, {"messages": [USER], "options": {"num_predict": "x"}}, "'options.num_predict'"),
         (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
         ("/api/embed", {"input": [1]}, "Invalid value for 'input"),
+        # Without a prompt too, which is only a request to load the model.
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs must be"),
+        (GENERATE, {"images": ["aGk="]}, "images is not supported"),
+        ("/api/embed", {"dimensions": 3}, "dimensions must be 4"),
     ],
 )
 def test_errors_are_in_ollamas_form_and_words(server: Running, path: str, body: dict[str, Any], says: str) -> None:

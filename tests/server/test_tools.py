@@ -60,6 +60,15 @@ def test_calls_come_out_of_the_text(server: Running) -> None:
     assert json.dumps(TOOLS) in rendered(server)
 
 
+def test_a_history_may_have_openais_older_form_of_calls(server: Running) -> None:
+    call = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    chat(server, USER, asked, {"role": "function", "name": "get_weather", "content": "rain"})
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>#tool: rain' in rendered(
+        server
+    )
+
+
 def test_a_stream_names_a_call_and_then_sends_its_arguments_in_pieces(server: Running) -> None:
     chunks = events(server.post(PATH, {"messages": [USER], "tools": TOOLS, "stream": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.commands.base import Command
 from octavo.commands.conversation import COMMANDS, OMITTED, Conversation
@@ -11,15 +11,16 @@ from octavo.commands.interrupt import remembered_interrupt
 from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
 from octavo.commands.terminal import Terminal, history_file
 from octavo.sampling_params import SamplingParams
+from octavo.server.foreign_fields import OLLAMA_DEFAULTS
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
 
 # --seed is an option of the engine already.
 _OMITTED = (*OMITTED, "seed")
-# An answer may fill the context: the default limit of completions would cut most answers short. The temperature is that
-# of llama.cpp and Ollama; it applies if neither the model's makers nor the user give one.
-_DEFAULTS = {"max_tokens": None, "temperature": 0.8}
+# An answer may fill the context: the default limit of completions would cut most answers short. How tokens are drawn is
+# Ollama's way; it applies if neither the model's makers nor the user say otherwise.
+_DEFAULTS: dict[str, Any] = {"max_tokens": None, **OLLAMA_DEFAULTS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

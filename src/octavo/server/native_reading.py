@@ -55,17 +55,18 @@ class NativeReader(BodyReader):
 
     def ollama_chat(self, raw: bytes) -> ChatRequest | ReadAnswer:
         body, model = self._parse(OllamaChatBody, raw)
+        self._limits.check_messages(len(body.messages or ()))
+        fields = self._ollama_fields(body, body.chat())
         if not body.messages:
-            return ReadAnswer(without_bulk(body), json_bytes(body.loaded(model)))
-        self._limits.check_messages(len(body.messages))
-        read = self._translated(body, model, self._ollama_fields(body, body.chat()))
+            return self._loaded(body, model, fields)
+        read = self._translated(body, model, fields)
         return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
 
     def ollama_generate(self, raw: bytes) -> ChatRequest | ReadAnswer:
         body, model = self._parse(OllamaGenerateBody, raw)
-        if not body.prompt:
-            return ReadAnswer(without_bulk(body), json_bytes(body.loaded(model)))
         fields = self._ollama_fields(body, body.chat())
+        if not body.prompt:
+            return self._loaded(body, model, {**fields, "messages": []})
         if not body.raw and self._dialects.has_template:
             read = self._translated(body, model, fields)
         else:
@@ -91,6 +92,12 @@ class NativeReader(BodyReader):
             if fields.get(name) is None and name not in self._default_sampling:
                 fields[name] = value
 
+    def _loaded(self, body: OllamaGenerationBody, model: str, fields: dict[str, Any]) -> ReadAnswer:
+        """Answer a body without a prompt, after checking its other fields."""
+        with named_as(body.chat_names):
+            validated(ChatBody, fields).sampling_params(self._vocab_size, self._limits)
+        return ReadAnswer(without_bulk(body), json_bytes(body.loaded(model)))
+
     def _plain(self, body: OllamaGenerateBody, model: str, fields: dict[str, Any]) -> ChatRequest:
         """Read a prompt that no template is applied to."""
         with named_as(body.chat_names):
@@ -111,11 +118,11 @@ class NativeReader(BodyReader):
         self, body: OllamaEmbedBody | OllamaEmbeddingsBody, model: str, given: str | list[str] | None, *, cuts: bool
     ) -> EmbeddingRequest | ReadEmpty:
         body.note_ignored(body.ignored + _noted(body.options or {}))
-        if not given:
-            return ReadEmpty(without_bulk(body), model)
         dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
         fields = EmbeddingBody(input=None, dimensions=dimensions)
         fields.check(self._hidden_size, self._limits)
+        if not given:
+            return ReadEmpty(without_bulk(body), model)
         prompts = split_prompts(given, "input")
         kept = self._prompts.kept_tokens(-1, 0) if cuts else None
         with about("input"):

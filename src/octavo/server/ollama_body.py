@@ -79,7 +79,7 @@ class OllamaChatBody(OllamaGenerationBody):
         messages = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(self.messages or [])]
         fields = {**self.common(), "messages": messages, "tools": self.tools}
         # As by Ollama's templates, an answer that has begun is continued.
-        last = messages[-1]
+        last = messages[-1] if messages else {"role": ""}
         if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
             fields["continue_final_message"] = True
         return fields

@@ -88,6 +88,7 @@ def checked_messages(messages: list[dict[str, Any]], limits: RequestLimits) -> l
 
 
 def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits) -> dict[str, Any]:
+    message = _without_functions(message)
     role = message.get("role")
     if role not in ROLES:
         roles = ", ".join(map(repr, ROLES))
@@ -106,6 +107,16 @@ def _checked_message(message: dict[str, Any], where: str, limits: RequestLimits)
         raise RequestError(f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
     # A template that prints unknown members would make `cache_control` part of the prompt.
     return {name: value for name, value in message.items() if name not in _LEFT_OUT} | {"content": content} | calls
+
+
+def _without_functions(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with OpenAI's older form of a call, or of its result, in today's form."""
+    if message.get("role") == "function":
+        return {**message, "role": "tool"}
+    if not message.get("function_call") or message.get("tool_calls"):
+        return message
+    rest = {name: value for name, value in message.items() if name != "function_call"}
+    return {**rest, "tool_calls": [{"type": "function", "function": message["function_call"]}]}
 
 
 def _part_text(part: Any, where: str) -> str:

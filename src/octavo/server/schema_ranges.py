@@ -146,14 +146,13 @@ def body_ranges(limits: RequestLimits) -> Mapping[str, Mapping[str, Schema]]:
     item = {"type": "object", "required": ["role", "content"], "properties": {"role": {"enum": list(ROLES)}}}
     choice = {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}}
     anthropic = {"tool_choice": {"object": choice}}
-    native = {"integer": {"minimum": -1}}
     return {
         "TokenizeBody": {"prompt": {}},
         "OllamaChatBody": {"messages": {}, "tools": {"array": {"maxItems": limits.max_tools}}},
         "OllamaGenerateBody": {"prompt": {}},
         "OllamaEmbedBody": {"input": {}},
         "OllamaEmbeddingsBody": {"prompt": {}},
-        "LlamaCppBody": {"n_predict": native, "max_tokens": native, "logit_bias": {}},
+        "LlamaCppBody": {"max_tokens": {}, "logit_bias": {}},
         "ResponsesBody": {
             "input": {"any": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": item}]}},
             "tool_choice": {"string": {"enum": ["none", "auto", "required"]}},
@@ -190,7 +189,7 @@ def message(limits: RequestLimits) -> Schema:
         "type": "object",
         "required": ["role"],
         "properties": {
-            "role": {"enum": list(ROLES)},
+            "role": {"enum": [*ROLES, "function"]},
             "content": {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array", "items": part}]},
             "name": {"type": "string", "maxLength": limits.max_name_length},
         },
