@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kvcache.block import BlockId
-from octavo.kvcache.eviction import EVICTION_POLICIES, LeafFirstEviction, LruEviction
+from octavo.kvcache.eviction import EVICTION_POLICIES, LeafFirstEviction, LruEviction, make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.prefix.radix import RadixPrefixCache, _Node
 from octavo.request import Sequence
@@ -148,6 +150,49 @@ def test_a_block_computed_again_under_cached_descendants_waits_for_them() -> Non
     policy.remove(BlockId(2))
     policy.add(BlockId(2))
     assert [policy.evict(), policy.evict()] == [2, 9]
+
+
+# Where blocks are released head first, some return from aside. Evicting and restoring others meanwhile changes the clock
+# of `cost` and what `adaptive` has learned.
+@pytest.mark.parametrize(
+    ("name", "head_first"),
+    [*((name, False) for name in EVICTION_POLICIES), *((name, True) for name in ("lru", "fifo", "lfu", "priority"))],
+)
+def test_evicting_many_at_once_is_as_evicting_them_one_by_one(name: str, head_first: bool) -> None:
+    rng = random.Random(0)
+    trees = together, alone = make_tree(), make_tree()
+    policies = many, single = [LeafFirstEviction(make_eviction_policy(name), tree) for tree in trees]
+    for policy in policies:
+        policy.reserve(200)
+    free = [*range(199, 0, -1)]
+    for _ in range(200):
+        tokens = [rng.randrange(2) if i < 4 else rng.randrange(50) for i in range(rng.choice([3, 12, 40]))]
+        while len(free) < len(tokens):
+            victims = many.evict_many(min(len(many), rng.choice([1, 3, 30])))
+            assert victims == [single.evict() for _ in victims]
+            together.drop(*victims)
+            for block in victims:
+                alone.drop(block)
+            free += victims
+        found: list[list[BlockId]] = []
+        blocks = [BlockId(free.pop()) for _ in tokens]
+        for tree, policy in zip(trees, policies, strict=True):
+            chain = tree.chain("")
+            chain.extend(tokens)
+            held = [BlockId(block) for block in tree.leading(0, chain, len(tokens))]
+            policy.remove_all(np.array(held, np.int32))
+            policy.hit(held, 0)
+            new = [index for index in range(len(tokens)) if tree.put(0, chain, index, blocks[index])]
+            for index in new if head_first else reversed(new):
+                policy.publish(blocks[index], index, 0, chain.key(index + 1))
+            held += [blocks[index] for index in new]
+            policy.add_all(np.array(held if head_first else held[::-1], np.int32))
+            found.append(held)
+        assert found[0] == found[1]
+        free += [block for block in blocks if block not in found[0]]
+        assert sorted(many) == sorted(single)
+        assert runs(together) == runs(alone)
+    assert many.evict_many(len(many)) == [single.evict() for _ in range(len(single))]
 
 
 def unreachable(manager: KVCacheManager) -> list[BlockId]:

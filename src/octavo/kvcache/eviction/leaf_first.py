@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from octavo.kvcache.block import NULL_BLOCK, BlockId, BlockIds
 from octavo.kvcache.eviction.base import EvictionPolicy
 
@@ -63,28 +65,48 @@ class LeafFirstEviction:
             self._aside.remove(block_id)
         else:
             self._inner.remove(block_id)
-        self._leave(block_id)
+        self._restore_parent(block_id)
 
     def add_all(self, block_ids: BlockIds) -> None:
+        self._inner.add_all(block_ids)
+        parent_of = self._lineage.parent
         for block_id in block_ids.tolist():
-            self.add(block_id)
+            if (parent := parent_of(block_id)) is not None:
+                self._stand_on(block_id, parent)
 
     def remove_all(self, block_ids: BlockIds) -> None:
+        held = block_ids
+        if self._aside:
+            held = np.array([b for b in block_ids.tolist() if b not in self._aside], block_ids.dtype)
+        self._inner.remove_all(held)
+        self._aside.difference_update(block_ids.tolist())
         for block_id in block_ids.tolist():
-            self.remove(block_id)
+            self._restore_parent(block_id)
 
     def evict(self) -> BlockId:
-        while True:
-            block_id = self._inner.evict()
-            if block_id >= len(self._num_children) or not self._num_children[block_id]:
-                self._leave(block_id)
-                return block_id
-            self._aside.add(block_id)
+        return self.evict_many(1)[0]
 
     def evict_many(self, count: int) -> list[BlockId]:
         if count > len(self):
             raise KeyError(f"{count} blocks requested, {len(self)} held")
-        return [self.evict() for _ in range(count)]
+        victims: list[BlockId] = []
+        most = count
+        while len(victims) < count:
+            candidates = self._inner.evict_many(min(most, count - len(victims), len(self._inner)))
+            most *= 2
+            for number, block_id in enumerate(candidates, 1):
+                if self._has_children(block_id):
+                    self._aside.add(block_id)
+                    continue
+                victims.append(block_id)
+                if (parent := self._leave(block_id)) != NULL_BLOCK:
+                    # It may precede the other candidates, so the inner policy chooses again. This may happen with every
+                    # victim, as under FIFO, so fewer are taken at a time.
+                    for other in (*reversed(candidates[number:]), parent):
+                        self._inner.restore(other)
+                    most = 1
+                    break
+        return victims
 
     def restore(self, block_id: BlockId) -> None:
         self._inner.restore(block_id)
@@ -112,12 +134,24 @@ class LeafFirstEviction:
     def _parent(self, block_id: BlockId) -> BlockId:
         return BlockId(self._parents[block_id]) if block_id < len(self._parents) else NULL_BLOCK
 
-    def _leave(self, block_id: BlockId) -> None:
+    def _has_children(self, block_id: BlockId) -> bool:
+        return block_id < len(self._num_children) and self._num_children[block_id] > 0
+
+    def _restore_parent(self, block_id: BlockId) -> None:
+        if (parent := self._leave(block_id)) != NULL_BLOCK:
+            self._inner.restore(parent)
+
+    def _leave(self, block_id: BlockId) -> BlockId:
+        """Note that a block is no longer held; returns its parent if that now leaves the blocks set aside, else null.
+
+        The caller must restore the parent.
+        """
         parent = self._parent(block_id)
         if parent == NULL_BLOCK:
-            return
+            return NULL_BLOCK
         self._parents[block_id] = NULL_BLOCK
         self._num_children[parent] -= 1
-        if not self._num_children[parent] and parent in self._aside:
-            self._aside.remove(parent)
-            self._inner.restore(parent)
+        if self._num_children[parent] or parent not in self._aside:
+            return NULL_BLOCK
+        self._aside.remove(parent)
+        return parent

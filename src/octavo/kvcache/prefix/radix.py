@@ -162,15 +162,15 @@ class RadixPrefixCache:
         return True
 
     def drop(self, *block_ids: BlockId) -> None:
+        left: dict[_Node, None] = {}
         for block_id in block_ids:
-            self._drop(block_id)
-
-    def _drop(self, block_id: BlockId) -> None:
-        node, group, index = self._place(block_id)
-        self._nodes[block_id] = None
-        node.blocks[group][index - node.start] = NULL_BLOCK
-        if not node.children and index == node.end - 1:
-            self._prune(node)
+            node, group, index = self._place(block_id)
+            self._nodes[block_id] = None
+            node.blocks[group][index - node.start] = NULL_BLOCK
+            left[node] = None
+        for node in left:
+            if node.alive:
+                self._prune(node)
 
     def parent(self, block_id: BlockId) -> BlockId | None:
         """Return the block right before this in its group; None at the start, at a hole or with a sliding window."""
