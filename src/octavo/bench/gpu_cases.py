@@ -91,7 +91,7 @@ def _rows(quick: bool) -> Iterator[Case]:
             yield f"gate {name} {'gelu' if gelu else 'silu'}", partial(rows.gate, gate_up, gelu=gelu)
 
 
-class _Step:
+class _LayerCase:
     """One layer of a cache and a batch of `num_seqs` sequences with `queries` new tokens each."""
 
     def __init__(
@@ -126,7 +126,7 @@ def _attend(
     name: str, dims: tuple[int, int], batch: str, *, share: int = 4, sinks: bool = False, window: int | None = None,
     **options: Any,
 ) -> None:  # fmt: skip
-    step = _Step(name, dims, *_BATCHES[batch], window=window)
+    step = _LayerCase(name, dims, *_BATCHES[batch], window=window)
     query = torch.zeros(step.batch.num_tokens, 8 * share, dims[0], dtype=step.dtype)
     for longest in (4000, 200):  # with several splits, and with one
         step.batch.max_context_len = longest
@@ -135,13 +135,13 @@ def _attend(
 
 
 def _store(name: str, count: int) -> None:
-    step = _Step(name, (128, 128), 1, count)
+    step = _LayerCase(name, (128, 128), 1, count)
     rows = torch.zeros(count, 8, 128, dtype=step.dtype)
     step.backend.write(step.kv, rows, rows, step.batch)
 
 
 def _rotate(name: str, count: int, *, norm: bool = False, dim: int = 128, rotary: int = 128) -> None:
-    step = _Step(name, (dim, dim), 1, count)
+    step = _LayerCase(name, (dim, dim), 1, count)
     angles, weight = torch.zeros(4096, rotary // 2), torch.zeros(dim, dtype=step.dtype)
     TritonLayerOps().rotate_and_store(
         torch.zeros(count, (32 + 8 + 8) * dim, dtype=step.dtype),

@@ -114,20 +114,20 @@ def measure_attention(
     """Measure decode and prefill over shuffled blocks."""
     num_seqs, context = sizes.decode
     query_heads, _, dim = sizes.heads
-    decode = _Call(device, sizes, [context] * num_seqs, 1, block_size)
+    decode = _PagedBatch(device, sizes, [context] * num_seqs, 1, block_size)
     took = seconds_per_call(decode.ours, device, repeats=repeats)
     rate = decode.kv_bytes / took / limits.copy_bandwidth
     yield KernelRow(f"decode {num_seqs} x {context}", took, rate, *decode.peers_seconds(repeats))
     del decode
     long, short = sizes.mixed
-    mixed = _Call(device, sizes, [long] + [short] * (num_seqs - 1), 1, block_size)
+    mixed = _PagedBatch(device, sizes, [long] + [short] * (num_seqs - 1), 1, block_size)
     took = seconds_per_call(mixed.ours, device, repeats=repeats)
     rate = mixed.kv_bytes / took / limits.copy_bandwidth
     name = f"decode 1 x {long}, {num_seqs - 1} x {short}"
     yield KernelRow(name, took, rate, None, mixed.flashinfer_seconds(repeats))
     del mixed
     count = sizes.prefill
-    prefill = _Call(device, sizes, [count], count, block_size)
+    prefill = _PagedBatch(device, sizes, [count], count, block_size)
     took = seconds_per_call(prefill.ours, device, repeats=repeats)
     operations = 4 * query_heads * dim * count * (count + 1) / 2
     share = operations / took / limits.matrix_rate
@@ -166,12 +166,12 @@ def measure_kernels(
         on_device = table.to(device)
         yield timed(name, logits.nbytes, lambda table=on_device: draw_rows(logits, table))  # type: ignore[misc]
     for codec in [name for name, format in KV_FORMATS.items() if not format.plain] if codecs is None else codecs:
-        call = _Call(device, sizes, [context] * count, 1, 16, codec=codec)
+        call = _PagedBatch(device, sizes, [context] * count, 1, 16, codec=codec)
         yield timed(f"decode {codec}", call.kv_bytes, call.ours)
         yield timed(f"rotate and store {codec}", call.stored_bytes, call.store)
 
 
-class _Call:
+class _PagedBatch:
     """A batch of sequences with `queries` new tokens at the end of each of the `contexts`, in shuffled blocks."""
 
     def __init__(

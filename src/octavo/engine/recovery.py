@@ -22,7 +22,7 @@ from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-Row = tuple[Sequence, int, int]
+StepRow = tuple[Sequence, int, int]
 """A sequence, with the first token and the end of the range that a step computes."""
 
 # How often the engine tries to compute a token of its own before it declares itself dead.
@@ -58,7 +58,7 @@ class Recovery:
         if self._containment.advance(self._num_computed):
             self._scheduler.restart(self._containment.may_run)
 
-    def step_failed(self, rows: list[Row] | None, error: Exception) -> list[Request]:
+    def step_failed(self, rows: list[StepRow] | None, error: Exception) -> list[Request]:
         """Handle a step that raised before its result was used: it is tried again, or a request ends.
 
         Args:
@@ -84,7 +84,7 @@ class Recovery:
         self._restart(error)
         return [] if request is None else [request]
 
-    def update_failed(self, rows: list[Row], error: Exception) -> list[Request]:
+    def update_failed(self, rows: list[StepRow], error: Exception) -> list[Request]:
         """Handle an update that raised outside any single request; requests it changed may have lost tokens, and end.
 
         Args:
@@ -162,18 +162,18 @@ class Recovery:
         return None if request is None else max(seq.num_computed for seq in request.sequences)
 
 
-def planned_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
+def planned_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[StepRow]:
     """Return the rows of a plan."""
     rows = zip(planned, plan.starts, plan.lengths, strict=True)
     return [(seq, start, start + length) for seq, start, length in rows]
 
 
-def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[Row]:
+def live_rows(plan: StepPlan, planned: Seq[Sequence]) -> list[StepRow]:
     """Return the rows of a plan whose sequences have not ended in the meantime."""
     return [row for row in planned_rows(plan, planned) if not row[0].finished]
 
 
-def _planned_tokens(rows: Iterable[Row]) -> dict[RequestId, int]:
+def _planned_tokens(rows: Iterable[StepRow]) -> dict[RequestId, int]:
     """Return how many tokens of each planned request would have been computed after the step."""
     tokens: dict[RequestId, int] = {}
     for seq, _, end in rows:

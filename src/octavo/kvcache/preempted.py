@@ -28,8 +28,8 @@ from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix.base import PrefixCache
 from octavo.request import Sequence, SequenceId
 
-Place = tuple[int, int]
-"""The place of a block in a sequence's tables: (group, index)."""
+TablePosition = tuple[int, int]
+"""The position of a block in a sequence's tables: (group, index)."""
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class _Left:
     tenant: str
     num_tokens: int
     lengths: list[int]
-    host: dict[Place, HostBlockId] = field(default_factory=dict)
-    cached: dict[Place, BlockId] = field(default_factory=dict)
+    host: dict[TablePosition, HostBlockId] = field(default_factory=dict)
+    cached: dict[TablePosition, BlockId] = field(default_factory=dict)
 
 
 class Preempted:
@@ -74,7 +74,7 @@ class Preempted:
         self._prefix_cache = prefix_cache
         self._left: dict[SequenceId, _Left] = {}
         # Cached blocks that preempted sequences need to resume, with those sequences.
-        self._hoped_for: dict[BlockId, dict[SequenceId, Place]] = {}
+        self._hoped_for: dict[BlockId, dict[SequenceId, TablePosition]] = {}
 
     def __len__(self) -> int:
         return len(self._left)
@@ -95,7 +95,7 @@ class Preempted:
         """
         transfers, find = self._transfers, self._prefix_cache.get
         left = _Left(chain, seq.request.tenant, seq.num_computed, [len(table) for table in tables])
-        lost: list[tuple[Place, BlockId]] = []
+        lost: list[tuple[TablePosition, BlockId]] = []
         num_full = min(len(chain), seq.num_computed // chain.block_size)
         for group, table in enumerate(tables):
             for index, block in enumerate(table):

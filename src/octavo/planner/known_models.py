@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-Row = dict[str, Any]
+KnownConfig = dict[str, Any]
 
 
-def known_config(name: str) -> tuple[str, Row] | None:
+def known_config(name: str) -> tuple[str, KnownConfig] | None:
     """Look up a model; returns its name in the table and its `config.json`, or None if it is not there.
 
     The name may be a hub id ("meta-llama/Llama-3.1-70B-Instruct") or Ollama's ("llama3.1:70b"): case, punctuation,
@@ -33,10 +33,12 @@ def nearest_names(name: str, count: int = 3) -> list[str]:
     return list(dict.fromkeys(_BY_SPELLING[spelling] for spelling in close))
 
 
-def _row(architecture: str, sizes: tuple[int, int, int, int, int], vocab_size: int, context: int, **more: Any) -> Row:
+def _row(
+    architecture: str, sizes: tuple[int, int, int, int, int], vocab_size: int, context: int, **more: Any
+) -> KnownConfig:
     """`sizes`: layers, hidden size, intermediate size, query heads, KV heads."""
     layers, hidden, inner, heads, kv_heads = sizes
-    row: Row = {
+    row: KnownConfig = {
         "architectures": [f"{architecture}ForCausalLM"],
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -51,20 +53,22 @@ def _row(architecture: str, sizes: tuple[int, int, int, int, int], vocab_size: i
     return row | more
 
 
-def _qwen3(sizes: tuple[int, int, int, int, int], **more: Any) -> Row:
+def _qwen3(sizes: tuple[int, int, int, int, int], **more: Any) -> KnownConfig:
     return _row("Qwen3", sizes, 151936, 40960, head_dim=128, **more)
 
 
-def _qwen3_moe(sizes: tuple[int, int, int, int, int], expert_width: int) -> Row:
+def _qwen3_moe(sizes: tuple[int, int, int, int, int], expert_width: int) -> KnownConfig:
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert_width}
     return _row("Qwen3Moe", sizes, 151936, 40960, head_dim=128, **experts)
 
 
-def _gemma2(sizes: tuple[int, int, int, int, int], head_dim: int) -> Row:
+def _gemma2(sizes: tuple[int, int, int, int, int], head_dim: int) -> KnownConfig:
     return _row("Gemma2", sizes, 256000, 8192, head_dim=head_dim, sliding_window=4096, **_TIED)
 
 
-def _gemma3(sizes: tuple[int, int, int, int, int], head_dim: int, window: int, vocab_size: int, context: int) -> Row:
+def _gemma3(
+    sizes: tuple[int, int, int, int, int], head_dim: int, window: int, vocab_size: int, context: int
+) -> KnownConfig:
     return _row("Gemma3", sizes, vocab_size, context, head_dim=head_dim, sliding_window=window, **_TIED)
 
 
@@ -79,7 +83,7 @@ def _deepseek(
     visited: int,
     expert_width: int,
     dense_layers: int,
-) -> Row:
+) -> KnownConfig:
     return _row(
         f"Deepseek{generation}",
         sizes,
@@ -115,7 +119,7 @@ _DEEPSEEK_V3 = _deepseek(
 )
 
 # layers, hidden size, intermediate size, query heads, KV heads | vocabulary | context
-KNOWN_MODELS: Mapping[str, Row] = {
+KNOWN_MODELS: Mapping[str, KnownConfig] = {
     "llama-2-7b": _row("Llama", (32, 4096, 11008, 32, 32), 32000, 4096),
     "llama-2-13b": _row("Llama", (40, 5120, 13824, 40, 40), 32000, 4096),
     "llama-2-70b": _row("Llama", _LLAMA_70B, 32000, 4096),

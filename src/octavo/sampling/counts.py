@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from octavo.limits import MOST_BAD_WORD_TOKENS
 
-TokenIds = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 # Number of last output tokens kept: as many as the longest bad word has before its last token.
 MAX_TAIL = MOST_BAD_WORD_TOKENS - 1
@@ -32,20 +32,20 @@ class TokenCounts:
 
     def __init__(self, token_ids: npt.NDArray[np.integer], num_prompt_tokens: int) -> None:
         # Counting by id takes a tenth of the time of sorting.
-        self.prompt_ids: TokenIds = np.flatnonzero(np.bincount(token_ids[:num_prompt_tokens]))
+        self.prompt_ids: IntArray = np.flatnonzero(np.bincount(token_ids[:num_prompt_tokens]))
         self.num_tokens = len(token_ids)
         counts = np.bincount(token_ids[num_prompt_tokens:])
-        self._ids: TokenIds = np.flatnonzero(counts)
-        self._counts: TokenIds = counts[self._ids].astype(np.int64)
+        self._ids: IntArray = np.flatnonzero(counts)
+        self._counts: IntArray = counts[self._ids].astype(np.int64)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
         self.tail: deque[int] = deque(token_ids[num_prompt_tokens:][-MAX_TAIL:].tolist(), MAX_TAIL)
 
     @property
-    def output_ids(self) -> TokenIds:
+    def output_ids(self) -> IntArray:
         return self._ids[: len(self._places)]
 
     @property
-    def output_counts(self) -> TokenIds:
+    def output_counts(self) -> IntArray:
         return self._counts[: len(self._places)]
 
     def append(self, token_id: int) -> None:
@@ -68,7 +68,7 @@ class TokenCounts:
         return child
 
 
-def _grown(array: TokenIds) -> TokenIds:
+def _grown(array: IntArray) -> IntArray:
     grown = np.zeros(max(16, 2 * len(array)), dtype=np.int64)
     grown[: len(array)] = array
     return grown

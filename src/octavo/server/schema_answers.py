@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+from octavo.server.schema_ranges import Schema
 
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
