@@ -18,7 +18,7 @@ from octavo.sampling_params import SamplingParams
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 
-TokenIds = Seq[int]
+TokenIdSeq = Seq[int]
 """A prompt. `engine/input_processor.py` makes it an `array("i")`, which takes 4 MB for a million tokens, without an
 object per token: garbage collection has nothing to inspect, and it is freed at once."""
 
@@ -328,7 +328,7 @@ class Request:
     """
 
     request_id: RequestId
-    prompt_token_ids: TokenIds
+    prompt_token_ids: TokenIdSeq
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     arrival_time: float = field(default_factory=time.monotonic)

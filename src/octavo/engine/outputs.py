@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenIds, TokenLogprobs
+from octavo.request import CacheReport, FinishReason, PinReceipt, Request, RequestId, TokenIdSeq, TokenLogprobs
 from octavo.scheduler.plan import SequenceUpdate
 
 UNUSABLE_LOGITS = "unusable_logits"
@@ -75,7 +75,7 @@ class RequestOutput:
 
     request_id: RequestId
     prompt: str | None
-    prompt_ids: TokenIds
+    prompt_ids: TokenIdSeq
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0

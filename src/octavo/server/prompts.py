@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.errors import RequestError, shown
 from octavo.limits import RequestLimits
-from octavo.request import PinRequest, TokenIds
+from octavo.request import PinRequest, TokenIdSeq
 from octavo.server.tool_use import checked_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,7 +30,7 @@ _PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a 
 class EncodedPrompt:
     """A tokenised prompt, with its text if that is to be echoed, and the prefixes to keep cached."""
 
-    token_ids: TokenIds
+    token_ids: TokenIdSeq
     text: str | None = None
     pins: tuple[PinRequest, ...] = ()
 

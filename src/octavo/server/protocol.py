@@ -19,7 +19,7 @@ from octavo.text.prompt_checks import check_token_ids
 
 # Validation stops at the first wrong element: a body with millions of them must not become millions of errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenIdList = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenBiases = Annotated[dict[str, float], Field(fail_fast=True)]
 
@@ -115,10 +115,10 @@ class GenerationBody(RequestBody):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    stop_token_ids: TokenIdList | None = None
+    stop_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    allowed_token_ids: TokenIdList | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -355,7 +355,7 @@ class DetokenizeBody(RequestBody):
 
     bulky: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    tokens: TokenIdList
+    tokens: TokenIds
 
 
 def _token_biases(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
