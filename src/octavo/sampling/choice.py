@@ -15,7 +15,7 @@ from octavo.sampling.draw import DrawParams, draw_from_all, draw_from_top
 from octavo.sampling.logprobs import token_logprobs
 from octavo.sampling.mask_words import Words, allowed_ids, mask, split
 from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import Draws, Flags, look_at, place, slices
+from octavo.sampling.rows import DrawRows, Flags, look_at, place, slices
 from octavo.sampling.top_k import argmax, largest
 
 ArgMax = Callable[[torch.Tensor], torch.Tensor]
@@ -46,7 +46,7 @@ class Choice(Protocol):
         """
 
     def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose for some of the draws, in ascending order, among the tokens that their grammars allow.
 
@@ -56,7 +56,7 @@ class Choice(Protocol):
         """
 
     def score(
-        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
         """Score one token in each of some rows: log-probability, rank, and the num_top[i] most likely tokens.
 
@@ -119,7 +119,7 @@ class TorchChoice:
         return token_ids, sound
 
     def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
     ) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids = torch.zeros(len(draws), dtype=torch.int64, device=logits.device)
         sound = torch.zeros(len(draws), dtype=torch.bool, device=logits.device)
@@ -140,7 +140,7 @@ class TorchChoice:
         return token_ids, sound
 
     def score(
-        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
         found: list[TokenLogprobs] = []
         for some in slices(rows, logits):

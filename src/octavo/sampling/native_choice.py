@@ -20,7 +20,7 @@ from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.mask_words import Words
 from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import Draws, Flags
+from octavo.sampling.rows import DrawRows, Flags
 
 
 class NativeChoice:
@@ -49,12 +49,12 @@ class NativeChoice:
         return token_ids, sound
 
     def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return _draw(logits, draws, batch.records[draws], batch.positions[draws], again, words)
 
     def score(
-        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
         index = torch.from_numpy(rows)
         most = [min(k, logits.shape[1]) for k in num_top]
@@ -72,7 +72,7 @@ class NativeChoice:
         return values, ids
 
 
-def _words(batch: SamplingBatch, draws: Draws, vocab: int) -> Words:
+def _words(batch: SamplingBatch, draws: DrawRows, vocab: int) -> Words:
     """Return the masks of `allowed_token_ids`, uint32 [len(draws), ceil(vocab / 32)]."""
     words = np.zeros((len(draws), -(-vocab // 32)), dtype=np.uint32)
     for row, draw in zip(words, draws.tolist(), strict=True):
@@ -86,7 +86,7 @@ def _words(batch: SamplingBatch, draws: Draws, vocab: int) -> Words:
 
 def _draw(
     logits: torch.Tensor,
-    rows: Draws,
+    rows: DrawRows,
     records: npt.NDArray[Any],
     positions: npt.NDArray[np.int64],
     again: Flags | None,

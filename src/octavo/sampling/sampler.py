@@ -26,7 +26,7 @@ from octavo.request import TokenLogprobs, TopLogprobs
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice, TorchChoice
 from octavo.sampling.penalties import adjust
-from octavo.sampling.rows import Draws, select
+from octavo.sampling.rows import DrawRows, select
 from octavo.sampling.structured import StructuredDraws
 from octavo.sampling.top_k import largest
 from octavo.scheduler.plan import Candidate, SamplingSnapshot, StepResult
@@ -183,7 +183,7 @@ class Sampler:
         )
 
 
-def _merged(parts: list[tuple[Draws, StepResult]], num_draws: int) -> StepResult:
+def _merged(parts: list[tuple[DrawRows, StepResult]], num_draws: int) -> StepResult:
     token_ids = [0] * num_draws
     logprobs: dict[int, TokenLogprobs] = {}
     candidates: dict[int, tuple[Candidate, ...]] = {}

@@ -20,7 +20,7 @@ import torch
 from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import Choice
 from octavo.sampling.grammar_masks import GrammarMasks
-from octavo.sampling.rows import Draws, Flags, place
+from octavo.sampling.rows import DrawRows, Flags, place
 
 
 class StructuredDraws:
@@ -31,7 +31,7 @@ class StructuredDraws:
         self._grammars = GrammarMasks()
 
     def draw(
-        self, logits: torch.Tensor, batch: SamplingBatch, structured: Draws, own: Flags
+        self, logits: torch.Tensor, batch: SamplingBatch, structured: DrawRows, own: Flags
     ) -> tuple[torch.Tensor, torch.Tensor, dict[int, tuple[int, ...]]]:
         """Draw token ids; also returns whether each row's logits allow a draw, and forced tokens by draw.
 

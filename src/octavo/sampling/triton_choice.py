@@ -14,7 +14,7 @@ from octavo.sampling.batch import SamplingBatch
 from octavo.sampling.choice import TorchChoice
 from octavo.sampling.mask_words import Words
 from octavo.sampling.rng import uniforms
-from octavo.sampling.rows import Draws, Flags, look_at
+from octavo.sampling.rows import DrawRows, Flags, look_at
 from octavo.sampling.triton_draw import draw_rows
 from octavo.storage.device_copy import to_device
 
@@ -29,7 +29,7 @@ class TritonChoice(TorchChoice):
         return token_ids, sound.bool()
 
     def choose_allowed(
-        self, logits: torch.Tensor, batch: SamplingBatch, draws: Draws, words: Words, again: Flags
+        self, logits: torch.Tensor, batch: SamplingBatch, draws: DrawRows, words: Words, again: Flags
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits[torch.from_numpy(draws).to(logits.device)]
         masks = torch.from_numpy(words.view(np.int32)).to(logits.device)
@@ -37,7 +37,7 @@ class TritonChoice(TorchChoice):
         return token_ids, sound.bool()
 
     def score(
-        self, logits: torch.Tensor, rows: Draws, token_ids: torch.Tensor, num_top: list[int]
+        self, logits: torch.Tensor, rows: DrawRows, token_ids: torch.Tensor, num_top: list[int]
     ) -> list[TokenLogprobs]:
         logits, token_ids = look_at(logits, rows), look_at(token_ids, rows)
         logprobs, given = logits.log_softmax(-1), token_ids.unsqueeze(1)
