@@ -168,7 +168,7 @@ def json_rule(schema: Any, options: Mapping[str, Any] | None = None, *, lenient:
             said |= {"lenient": True, "coerce_one_of": True}
         schema = {**schema, "x-guidance": said}
     text = json.dumps(schema, ensure_ascii=False)
-    if any(f'"{form}"' in text for form in _DATES):  # only if needed, because large schemas take milliseconds
+    if any(f'"{form}"' in text for form in DATE_PATTERNS):  # only if needed, because large schemas take milliseconds
         text = json.dumps(with_real_dates(schema), ensure_ascii=False)
     return f"%json {text}"
 
@@ -181,7 +181,8 @@ _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _DATE = f"(?:{_YEAR}-(?:{_DAY})|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
-_DATES = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+DATE_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+"""Regular expressions of the formats that are dates and times."""
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
 """Keywords of a JSON Schema whose values are data, not schemas."""
 
@@ -194,9 +195,9 @@ def with_real_dates(schema: Any) -> Any:
         return schema
     changed = {name: value if name in DATA_KEYWORDS else with_real_dates(value) for name, value in schema.items()}
     form = schema.get("format")
-    if isinstance(form, str) and form in _DATES:
+    if isinstance(form, str) and form in DATE_PATTERNS:
         del changed["format"]
-        pattern = f"^(?:{_DATES[form]})$"
+        pattern = f"^(?:{DATE_PATTERNS[form]})$"
         if "pattern" in changed:
             others = changed.get("allOf")
             changed["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": pattern}]

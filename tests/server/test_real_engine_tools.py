@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
+from octavo.dialect.bare_text import text_rule
 from tests.server.real_engine import RealServer, real_server, sse_objects
 
 TOOL = {
@@ -48,6 +50,35 @@ def test_a_named_tool_is_called_with_arguments_that_fit(server: RealServer) -> N
     assert calls[0]["function"]["name"] == "set_volume"
     assert "".join(made["function"]["arguments"] for made in calls) == call["function"]["arguments"]
     server.assert_nothing_runs()
+
+
+STRINGS: list[dict[str, Any]] = [
+    {"enum": ["Paris", "Oslo", 'a "quoted" one']},
+    {"const": "Rome"},
+    {"pattern": "^[0-9]{5}$"},
+    {"pattern": "^/[a-z]{1,3}/|[0-9]$", "maxLength": 8},
+    {"minLength": 2, "maxLength": 4},
+    {"format": "date"},
+    {"pattern": "^[a-c]{3}$", "maxLength": 3},
+]
+
+
+def test_strings_without_quotes_fit_their_schemas() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    with real_server({"tool_call_parser": "qwen3_xml"}) as server:
+        for string in STRINGS:
+            schema = {"type": "object", "properties": {"s": {"type": "string", **string}}, "required": ["s"]}
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+            choice = server.post("/v1/chat/completions", asked(tools=[tool], tool_choice=named)).json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls"
+            arguments = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+            jsonschema.validate(arguments, schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_patterns_that_cannot_be_enforced_are_passed_over() -> None:
+    for pattern in ("^(?!x)", "^a$|^b$", r"(a)\1", r"\bword"):
+        assert "&" not in text_rule("value", {"pattern": pattern})
+    assert text_rule("value", {"enum": ["</parameter>", 1]}) == text_rule("value", {})
 
 
 def test_a_schema_that_is_none_is_refused_and_leaves_nothing(server: RealServer) -> None:

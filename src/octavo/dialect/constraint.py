@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.dialect.bare_text import text_rule
 from octavo.dialect.formats import CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
 from octavo.structured_outputs import ReasoningPart, json_rule
 
@@ -13,8 +14,6 @@ from octavo.structured_outputs import ReasoningPart, json_rule
 MOST_CALLS = 16
 # The parameters of a function that declares none.
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-# Text without a closing tag.
-_TEXT = r"/([^<]|<[^\/])*/"
 
 
 def calls_grammar(
@@ -76,15 +75,20 @@ def _rule(body: object, number: int, function: Mapping[str, Any]) -> str:
     named = dict(properties) if isinstance(properties, Mapping) else {}
     required = schema.get("required") if isinstance(schema, Mapping) else None
     needed = set(required) if isinstance(required, list) else set()
-    rules = [_json(f"value_{number}_{i}", _with_definitions(part, schema)) for i, part in enumerate(named.values())]
+    rules = [
+        text_rule(f"value_{number}_{i}", part)
+        if isinstance(body, XmlCall) and _is_text(part)
+        else _json(f"value_{number}_{i}", _with_definitions(part, schema))
+        for i, part in enumerate(named.values())
+    ]
     if isinstance(body, XmlCall):
         parts = [
             _optional(
                 f"{_quoted(f'<parameter={key}>{chr(10)}')} "
-                f"{_TEXT if _is_text(part) else f'value_{number}_{i}'} {_quoted(f'{chr(10)}</parameter>{chr(10)}')}",
+                f"value_{number}_{i} {_quoted(f'{chr(10)}</parameter>{chr(10)}')}",
                 key in needed,
             )
-            for i, (key, part) in enumerate(named.items())
+            for i, key in enumerate(named)
         ]
         inside = " ".join([_quoted(f"<function={name}>\n"), *parts, _quoted("</function>")])
         return "\n".join([f"{head} {inside}", *rules])
@@ -109,7 +113,7 @@ def _optional(rule: str, needed: bool) -> str:
 
 
 def _is_text(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _with_definitions(part: Any, schema: Mapping[str, Any]) -> Any:
