@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from octavo.kvcache.block import BlockState
 from octavo.scheduler.preemption import RestoreSpeed
@@ -26,6 +27,10 @@ if TYPE_CHECKING:  # it imports torch, which half of the tests do without
 
 # The tests run in several processes, each with a core of its own: further threads would take turns on those of others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# By itself hypothesis fails a test whose examples, or whose data, take it longer than it expects of a quick machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # Servers that the tests start inherit what is ignored, and a shell ignores both in what it starts in the background.
 for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
