@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attacks_by_strangers import stranger_attacks
 from attacks_on_grammars import grammar_attacks
 from attacks_on_the_wire import wire_attacks
 from watched_server import Answer, Stalls, Watched, as_json, head, machine, post, stolen, watched_server
@@ -216,6 +217,7 @@ def attacks() -> Iterator[tuple[str, Attack]]:
     yield "1,100 connections", too_many_connections
     yield from wire_attacks()
     yield from grammar_attacks()
+    yield from stranger_attacks()
 
 
 def template_attacks() -> Iterator[tuple[str, Attack]]:

@@ -99,7 +99,7 @@ def auc_range(known: list[float], fresh: list[float], rounds: int = 100) -> tupl
 
 
 class Tenant:
-    """Sends prompts with one key over a persistent connection."""
+    """Sends prompts with one key, each on a connection of its own."""
 
     def __init__(self, port: int, key: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -113,6 +113,7 @@ class Tenant:
         response = self._connection.getresponse()
         raw = response.read()
         seconds = time.perf_counter() - began
+        self._connection.close()  # the server would close it while the other tenant sends many prompts
         if response.status != 200:
             raise SystemExit(f"the server answered {response.status}: {raw[:300]!r}")
         return seconds, json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]

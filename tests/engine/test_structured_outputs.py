@@ -282,7 +282,7 @@ def assert_too_complex_ends_its_own_request_only(llm: Any, how: dict[str, Any]) 
     alone = llm.generate(["y", "z"], [other, structured], use_tqdm=False)
     failed, *fine = llm.generate(["x", "y", "z"], [params, other, structured], use_tqdm=False)
     assert (failed.error, failed.outputs[0].finish_reason) == (GRAMMAR_TOO_COMPLEX, FinishReason.ERROR)
-    assert re.fullmatch(r"after \d\d output tokens: more than 500 rules .*", failed.error_reason), failed.error_reason
+    assert re.fullmatch(r"after \d\d output tokens: more than 250 rules .*", failed.error_reason), failed.error_reason
     assert failed.outputs[0].text.startswith("[aaaa")
     assert told(fine) == told(alone)
 

@@ -139,12 +139,15 @@ def test_a_grammar_that_was_refused_for_its_time_may_be_tried_again() -> None:
     assert len(begun) == 2
 
 
-def test_a_grammar_whose_first_token_may_be_read_in_too_many_ways_is_refused() -> None:
-    tokenizer = Tokenizer.from_source(resolve_model(str(tiny_model())))
-    compiler = GrammarCompiler(lambda: tokenizer, VOCAB_SIZE, frozenset({2}), 10_000)
-    with pytest.raises(RequestError, match="Current row has 601 items; max is 500"):
-        compiler.compile(StructuredOutputsParams(choice=["yes"] * 600))
-    assert compiler.compile(StructuredOutputsParams(choice=["yes"] * 400))
+def test_a_grammar_whose_first_token_may_be_read_in_too_many_ways_is_refused(compiler: GrammarCompiler) -> None:
+    def rules(count: int) -> StructuredOutputsParams:
+        names = [f"a{i}" for i in range(count)]
+        lines = ["start: " + " | ".join(names), *(f'{name}: "yes" {name}' for name in names)]
+        return StructuredOutputsParams(grammar="\n".join(lines))
+
+    with pytest.raises(RequestError, match=r"Current row has \d+ items; max is 250"):
+        compiler.compile(rules(300))
+    assert compiler.compile(StructuredOutputsParams(choice=[f"word {i}" for i in range(3000)]))
 
 
 def matches(compiler: GrammarCompiler, schema: dict[str, Any], value: object) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-# Maximum numbers of parser items and lexer steps for one mask: about 1 ms of the former and 14 ms of the latter.
-STEP_ITEMS, STEP_FUEL = 20_000, 200_000
+# Maximum numbers of parser items and lexer steps for one mask: at most 2.5 ms together.
+STEP_ITEMS, STEP_FUEL = 20_000, 50_000
 # Maximum number of parser items in one row. Time grows with their cube: with llguidance's 2,000, an ambiguous
-# grammar took 730 ms per token, with 500 it takes 17 ms. Schemas with 900 properties, and 300 tools at once, need fewer
-# than 250.
-ROW_ITEMS = 500
+# grammar took 730 ms per token, with 500 up to 26 ms, with 250 up to 4. All sequences of a step may have such a
+# grammar. Schemas with 900 properties, and 300 tools at once, need fewer than 250.
+ROW_ITEMS = 250
 
 
 def compile_grammar(lark: str, tokenizer: Any) -> Any:

@@ -39,8 +39,11 @@ def _output(wanted: StructuredOutputsParams) -> str:
 
         return f"start: /{regex_to_lark(wanted.regex or '')}/"
     if wanted.kind == "choice":
-        # Lark reads strings like JSON, except for pairs of \u escapes.
-        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
+        # A terminal: its alternatives are one item of the parser. Lark reads strings like JSON, except for pairs of \u
+        # escapes.
+        return "start: CHOICE\nCHOICE: " + " | ".join(
+            json.dumps(text, ensure_ascii=False) for text in wanted.choice or ()
+        )
     if wanted.kind == "grammar":
         return _from_grammar(wanted.grammar or "")
     if wanted.kind == "json_object":
