@@ -38,7 +38,7 @@ def test_each_exception_has_its_status_and_code(error: OctavoError, status: int,
     answer = to_api_error(error)
     assert (answer.status, answer.code) == (status, code)
     told = json.loads(answer.body())["error"]["message"]
-    assert (str(error) in told) == (status == 400), "only what is wrong with a request is told in so many words"
+    assert (str(error) in told) == (status == 400), "only what is wrong with a request is told in detail"
 
 
 def test_the_tree_in_the_docstring_has_every_exception_under_its_parent() -> None:

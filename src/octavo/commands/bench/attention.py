@@ -21,31 +21,56 @@ KINDS: tuple[Kind, ...] = ("decode", "prefill")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "512,1024,2048,4096,8192,16384"
-    parser.add_argument("--kind", choices=KINDS, action="append", help="may be given twice (default: both)")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="what to time; may be given twice (default: both)"
+    )
     parser.add_argument(
         "--attention-backend",
         choices=("native", "reference"),
         action="append",
-        help="may be given twice (default: native where it runs, and reference)",
+        help="implementation to time; may be given twice (default: native where it runs, and reference)",
     )
-    parser.add_argument("--contexts", type=positives, default=default, metavar="N,…", help=f"(default: {default})")
-    parser.add_argument("--block-sizes", type=block_sizes, default="16,32,max", metavar="N|max,…", help="(16,32,max)")
-    parser.add_argument("--heads", default="9,3,64", metavar="Q,KV,DIM", help="of a layer (default: SmolLM2's 9,3,64)")
+    parser.add_argument(
+        "--contexts", type=positives, default=default, metavar="N,…", help=f"tokens of context (default: {default})"
+    )
+    parser.add_argument(
+        "--block-sizes",
+        type=block_sizes,
+        default="16,32,max",
+        metavar="N|max,…",
+        help="tokens per block; max: one block (default: 16,32,max)",
+    )
+    parser.add_argument(
+        "--heads",
+        default="9,3,64",
+        metavar="Q,KV,DIM",
+        help="query heads, KV heads and head size of a layer (default: SmolLM2's 9,3,64)",
+    )
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=tuple(KV_FORMATS),
-        help="of keys and values; queries are bfloat16 beside codecs (default: bfloat16)",
+        help="format of keys and values; with a codec, queries are bfloat16 (default: bfloat16)",
     )
     parser.add_argument(
-        "--decode-tokens", type=positive, default=16384, metavar="N", help="context of all sequences in decode (16384)"
+        "--decode-tokens",
+        type=positive,
+        default=16384,
+        metavar="N",
+        help="tokens of context of all sequences together, in decodes (default: 16384)",
     )
-    parser.add_argument("--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefill (2048)")
     parser.add_argument(
-        "--working-set-mib", type=positive, default=256, metavar="N", help="working set cycled through (256: DRAM)"
+        "--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefills (default: 2048)"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (1)")
-    parser.add_argument("--num-threads", type=positive, metavar="N", help="(default: all cores)")
+    parser.add_argument(
+        "--working-set-mib",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="size of the working set that is cycled through, in MiB (default: 256, which is read from DRAM)",
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement (default: 1)")
+    parser.add_argument("--num-threads", type=positive, metavar="N", help="number of threads (default: all cores)")
     add_json_option(parser)
 
 

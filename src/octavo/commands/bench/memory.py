@@ -22,13 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-sizes",
         type=block_sizes,
         metavar="N|max,…",
-        help="(default: 16,max; with --simulate 1,2,4,…,256,max). Kernels want multiples of 16",
+        help="block sizes to compare; the kernels need multiples of 16 (default: 16,max; with --simulate: "
+        "1,2,4,…,256,max)",
     )
     group.add_argument(
         "--codecs",
         metavar="NAME,…",
-        help="compare codecs of the KV cache instead of block sizes, with the model's own type; 'all' for all of them. "
-        "No kernel reads nvfp4 on a CPU: slow, unless with --simulate",
+        help="compare codecs of the KV cache, with the model's own type, instead of block sizes; all: all of them; "
+        "nvfp4 is slow on a CPU, which has no kernel for it",
     )
     group.add_argument(
         "--contiguous-seqs",
@@ -46,20 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         action="append",
         metavar="FILE",
-        help="also the lengths of a trace, scaled to max_model_len; repeatable",
+        help="also use the lengths of a trace, scaled to max_model_len; may be given several times",
     )
     group.add_argument(
-        "--num-prompts", type=positive, metavar="N", help="first requests of each trace (64; with --simulate 512)"
+        "--num-prompts",
+        type=positive,
+        metavar="N",
+        help="number of requests from each trace (default: 64; with --simulate: 512)",
     )
     group.add_argument(
-        "--trace-scale-lengths", type=float, metavar="X", help="(default: 99 of 100 requests fit max_model_len uncut)"
+        "--trace-scale-lengths",
+        type=float,
+        metavar="X",
+        help="factor on all lengths of a trace (default: the one with which 99 of 100 requests fit max_model_len)",
     )
     group.add_argument(
         "--samples",
         type=positives,
         default="2,4,8",
         metavar="N,…",
-        help="numbers of parallel samples to compare (2,4,8)",
+        help="numbers of parallel samples to compare (default: 2,4,8)",
     )
     group.add_argument(
         "--sharing",
@@ -67,11 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure what parallel samples and a common prefix save (default: with --simulate)",
     )
     group.add_argument(
-        "--runs", type=positive, default=1, metavar="N", help="report the median of N runs, block sizes interleaved (1)"
+        "--runs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="report the median of N runs, with block sizes in turns (default: 1)",
     )
-    group.add_argument("--gb-s", type=float, default=20.0, metavar="X", help="simulated memory, GB/s (default: 20)")
     group.add_argument(
-        "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic, GFLOP/s (default: 400)"
+        "--gb-s", type=float, default=20.0, metavar="X", help="simulated memory bandwidth in GB/s (default: 20)"
+    )
+    group.add_argument(
+        "--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic in GFLOP/s (default: 400)"
     )
     add_seed_option(group)
     group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
