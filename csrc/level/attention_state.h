@@ -81,6 +81,8 @@ class StateTree {
     Node nodes_[kTreeStates];
 };
 
+// Zeros are written as +0. The sign of a sum that underflows says which rows shared its pass: -0 plus nothing is -0, and
+// plus zero times the value of a token that only another row sees it is +0.
 template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
     const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
@@ -97,7 +99,8 @@ template <Storage S> void write_rows(const AttendTask& task, const Rows& total) 
         const F16 factor = F16::set1(keep / sum);
         auto* out =
             reinterpret_cast<Element<S>*>(task.out + token * task.out_token_stride + head * task.out_head_stride);
-        for (int d = 0; d < task.kv->value_dim; d += 16) (F16::load(total.values(r) + d) * factor).store(out + d);
+        for (int d = 0; d < task.kv->value_dim; d += 16)
+            (F16::load(total.values(r) + d) * factor + F16::zero()).store(out + d);
     }
 }
 

@@ -109,6 +109,7 @@ class Side {
     void set_scale(int64_t block, int head, int offset, float scale) {
         scales.as<uint16_t>()[token(block, head, offset)] = float_to_bf16(scale);
     }
+    void set_head_scales(float scale) { std::fill(head_scales_.begin(), head_scales_.end(), scale); }
     // One vector, in the rotated space of int4.
     std::vector<double> decode(int64_t block, int head, int offset) const {
         std::vector<double> x;
@@ -210,6 +211,25 @@ class Batch {
     }
 };
 
+inline LayerKV coded_layer(const Batch& batch, const Side& keys, const Side& values, int64_t blocks) {
+    LayerKV kv{};
+    kv.key = keys.codes.data();
+    kv.value = values.codes.data();
+    kv.key_head_stride = keys.head_stride();
+    kv.key_block_stride = batch.kv_heads * kv.key_head_stride;
+    kv.value_head_stride = values.head_stride();
+    kv.value_block_stride = batch.kv_heads * kv.value_head_stride;
+    kv.num_blocks = blocks;
+    kv.kv_heads = batch.kv_heads;
+    kv.key_units = batch.key_dim;
+    kv.value_dim = batch.value_dim;
+    kv.block_size = batch.block_size;
+    kv.storage = batch.storage;
+    kv.key_side = keys.side();
+    kv.value_side = values.side();
+    return kv;
+}
+
 class Memory {
   public:
     explicit Memory(const Batch& batch)
@@ -259,21 +279,7 @@ class Memory {
     }
     AttentionCall call() const {
         AttentionCall call{};
-        LayerKV& kv = call.kv;
-        kv.key = keys.codes.data();
-        kv.value = values.codes.data();
-        kv.key_head_stride = keys.head_stride();
-        kv.key_block_stride = batch_.kv_heads * kv.key_head_stride;
-        kv.value_head_stride = values.head_stride();
-        kv.value_block_stride = batch_.kv_heads * kv.value_head_stride;
-        kv.num_blocks = blocks_;
-        kv.kv_heads = batch_.kv_heads;
-        kv.key_units = batch_.key_dim;
-        kv.value_dim = batch_.value_dim;
-        kv.block_size = batch_.block_size;
-        kv.storage = batch_.storage;
-        kv.key_side = keys.side();
-        kv.value_side = values.side();
+        call.kv = coded_layer(batch_, keys, values, blocks_);
         call.query = query.data();
         call.out = out.data();
         call.query_head_stride = batch_.key_dim * element_bytes(batch_.storage);

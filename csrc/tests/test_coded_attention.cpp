@@ -62,33 +62,51 @@ TEST(attention_over_codes_agrees_with_float64) {
     }
 }
 
+// Compares the outputs of a call with those of calls for successive parts of its queries, on other numbers of threads.
 // Unless exact, a lone token is computed in another way, so parts have at least two tokens.
+void check_parts(const Batch& batch, Memory& memory, bool exact) {
+    const auto attend_part = [&](AttentionCall call) {
+        call.exact = exact;
+        attend(call);
+    };
+    set_num_threads(1);
+    attend_part(memory.call());
+    const std::vector<char> expected = memory.output();
+    std::memset(memory.out.data(), 0xff, static_cast<size_t>(memory.out.size()));
+    set_num_threads(random_int(1, 7));
+    describe_case(batch.describe() + (exact ? ", exact" : ""));
+    const int queries = batch.sequences[0].queries, least = exact ? 1 : 2;
+    for (int first = 0; first < queries;) {
+        const int left = queries - first;
+        int count = random_int(least, std::max(least, std::min(left, random_bool() ? 1 : 40)));
+        if (left - count < least) count = left;
+        attend_part(memory.part(first, count));
+        first += count;
+    }
+    CHECK(memory.output() == expected);
+}
+
 TEST(attention_over_codes_has_the_same_bits_in_any_parts_and_on_any_number_of_threads) {
     for (int i = cases(30); i > 0; --i) {
         Batch batch;
-        const bool exact = i % 3 != 0;
         const int context = random_int(0, 3) ? random_int(2, 200) : random_int(1025, 1500);
         batch.sequences = {{context, std::min(context, random_int(2, 60))}};
         Memory memory(batch);
-        const auto attend_part = [&](AttentionCall call) {
-            call.exact = exact;
-            attend(call);
-        };
-        set_num_threads(1);
-        attend_part(memory.call());
-        const std::vector<char> expected = memory.output();
-        std::memset(memory.out.data(), 0xff, static_cast<size_t>(memory.out.size()));
-        set_num_threads(random_int(1, 7));
-        describe_case(batch.describe() + (exact ? ", exact" : ""));
-        const int queries = batch.sequences[0].queries, least = exact ? 1 : 2;
-        for (int first = 0; first < queries;) {
-            const int left = queries - first;
-            int count = random_int(least, std::max(least, std::min(left, random_bool() ? 1 : 40)));
-            if (left - count < least) count = left;
-            attend_part(memory.part(first, count));
-            first += count;
-        }
-        CHECK(memory.output() == expected);
+        check_parts(batch, memory, i % 3 != 0);
+    }
+}
+
+// Values so small that most sums underflow, to zeros of either sign.
+TEST(attention_over_tiny_codes_has_the_same_zeros_in_any_parts) {
+    for (int i = cases(20); i > 0; --i) {
+        Batch batch;
+        batch.code = kCodes[random_int(0, 1)];
+        batch.storage = kF32;
+        const int context = random_int(2, 100);
+        batch.sequences = {{context, std::min(context, random_int(2, 60))}};
+        Memory memory(batch);
+        memory.values.set_head_scales(std::ldexp(1.0f, batch.code.value == kCodeE4m3 ? -148 : -140));
+        check_parts(batch, memory, i % 3 != 0);
     }
 }
 
