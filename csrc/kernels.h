@@ -166,6 +166,7 @@ struct GemmTask {
     CodedPanels coded;   // if the weight is coded
     RowGroups groups;
     LinearOutput out;
+    int64_t skipped;     // panels between the task's and those that its thread is likely to multiply next
     int units;
     int64_t tiles;  // of sixteen outputs each, if the weight is quantised
     char* decoded;  // room for two panels of whole tile steps, to decode weights that are not bf16 panels
@@ -185,6 +186,7 @@ struct QuantTask {
     int64_t first_row;  // the row that x begins with
     RowGroups groups;
     LinearOutput out;
+    int64_t skipped;  // pairs of tiles between the task's and those that its thread is likely to multiply next
     int64_t tiles;
     int blocks;
 };

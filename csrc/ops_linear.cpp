@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kRowsPerBlock = 96, kBytesPerBlock = 768 << 10;  // in vectors, and in tiles
 constexpr int64_t kTasksPerThread = 8;                             // enough to balance the load
 constexpr int kThreadsThatPackAlone = 4;
+constexpr int64_t kGroupsWorthAThread = 2;  // to quantise
 constexpr int64_t kBytesWorthAThread = 32 << 10;
 constexpr int64_t kWorkPerTask = 64 << 10;   // in bytes read by one row: about three microseconds
 constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
@@ -60,31 +61,38 @@ uint64_t next_call() {
     return calls.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
+enum class Packing { copies, quantises };
+
 // Splits a product into tasks, each a block of row groups times a stretch of panels: multiply(packed, its first row,
-// group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row). If there are only a
-// few threads, each packs blocks for itself: fetching what another core has packed, and overwriting what another core
-// has read, takes longer than packing a row. Many threads share the packing, and all of it precedes the products.
+// skipped, group_begin, group_end, panel_begin, panel_end), with rows packed by pack(group, to, its row); for `skipped`
+// see GemmTask. If there are only a few threads, each packs blocks for itself: fetching what another core has packed,
+// and overwriting what another core has read, takes longer than copying a row. It takes less than quantising a row, so
+// they share a single block to quantise. Many threads share all packing. What is shared precedes the products.
 template <class Pack, class Multiply>
-void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
+void multiply_packed(Packing packing, RowGroups groups, int64_t rows_per_block, int64_t units_per_row, int64_t panels,
                      int64_t panel_bytes, const Pack& pack, const Multiply& multiply) {
     if (groups.count == 0 || panels == 0) return;
     const uint64_t call = next_call();
-    const bool alone = num_threads() <= kThreadsThatPackAlone;
+    const int64_t threads = num_threads();
+    int64_t blocks = std::min(groups.count, (groups.rows + rows_per_block - 1) / rows_per_block);
+    if (blocks > 1) blocks = std::min(groups.count, (blocks + threads - 1) / threads * threads);  // as many for each
+    const bool quantise_together =
+        packing == Packing::quantises && blocks == 1 && groups.count >= kGroupsWorthAThread * threads;
+    const bool alone = threads <= kThreadsThatPackAlone && !quantise_together;
     PackedRows& shared = own_rows();
     if (!alone) {
         shared.make_room(groups.rows, units_per_row);
-        const int64_t pieces =
-            std::clamp<int64_t>(groups.rows * units_per_row * 4 / kBytesWorthAThread, 1, groups.count);
+        const int64_t worth = groups.rows * units_per_row * 4 / kBytesWorthAThread;
+        const int64_t pieces = std::clamp<int64_t>(quantise_together ? 2 * threads : worth, 1, groups.count);
         parallel_for(static_cast<int>(pieces), [&](int i) {
             for (int64_t g = groups.count * i / pieces; g < groups.count * (i + 1) / pieces; ++g)
                 pack(g, shared, groups.begin(g));
         });
     }
-    const int64_t blocks = std::min(groups.count, (groups.rows + rows_per_block - 1) / rows_per_block);
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
     int64_t stretches = std::clamp<int64_t>(panels * panel_bytes * rows / kWorkPerTask, 1, panels);
     if (alone && blocks > 1)  // with fewer stretches, fewer threads pack the same block
-        stretches = std::clamp<int64_t>(kTasksPerThread * num_threads() / blocks, 1, stretches);
+        stretches = std::clamp<int64_t>(kTasksPerThread * threads / blocks, 1, stretches);
     parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
         const int64_t block = i / stretches, stretch = i % stretches;
         const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
@@ -96,7 +104,9 @@ void multiply_packed(RowGroups groups, int64_t rows_per_block, int64_t units_per
             packed.call = call;
             packed.block = block;
         }
-        multiply(packed, first_row, begin, end, panels * stretch / stretches, panels * (stretch + 1) / stretches);
+        const int64_t panel = panels * stretch / stretches, next = panels * (stretch + 1) / stretches;
+        const int64_t skipped = (threads - 1) * (next - panel);  // threads take stretches in turn
+        multiply(packed, first_row, skipped, begin, end, panel, next);
     });
 }
 
@@ -154,9 +164,11 @@ void gemm(const Weight& weight, const Matrix& x, const LinearOutput& out) {
     };
     const int64_t rows_per_block =
         tiles ? std::max<int64_t>(kBytesPerBlock / (packed_units * 4), level.gemm_rows[storage]) : kRowsPerBlock;
-    multiply_packed(task.groups, rows_per_block, packed_units, (weight.outputs + kPanelOutputs - 1) / kPanelOutputs,
-                    panel_bytes, pack, [&](PackedRows& packed, int64_t first_row, auto... range) {
+    const int64_t panels = (weight.outputs + kPanelOutputs - 1) / kPanelOutputs;
+    multiply_packed(Packing::copies, task.groups, rows_per_block, packed_units, panels, panel_bytes, pack,
+                    [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
                         GemmTask own = task;
+                        own.skipped = skipped;
                         own.x = as_it_is ? reinterpret_cast<const uint32_t*>(x.base) : packed.units();
                         own.first_row = first_row;
                         if (decoded_bytes) own.decoded = own_rows().decoded_room(decoded_bytes);
@@ -186,10 +198,11 @@ void quant_linear(const Weight& weight, Storage x_storage, const Matrix& x, cons
         level.quantise_rows[x_storage](format, rows, static_cast<int>(count), static_cast<int>(x.width),
                                        parts(packed).at(row, blocks));
     };
-    multiply_packed(task.groups, kRowsPerBlock, blocks * 10, (task.tiles + 1) / 2,
+    multiply_packed(Packing::quantises, task.groups, kRowsPerBlock, blocks * 10, (task.tiles + 1) / 2,
                     2 * blocks * quant_block_bytes(format), pack,
-                    [&](PackedRows& packed, int64_t first_row, auto... range) {
+                    [&](PackedRows& packed, int64_t first_row, int64_t skipped, auto... range) {
                         QuantTask own = task;
+                        own.skipped = skipped;
                         own.x = parts(packed);
                         own.first_row = first_row;
                         level.quant_linear[format](own, range...);

@@ -93,11 +93,12 @@ inline void gemm_coded(const GemmTask& task, int64_t group_begin, int64_t group_
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             const char* weight = task.weight + panel * panel_bytes;
+            const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
             const Escape* escape = task.coded.escapes + task.coded.first_escape[panel];
             const uint32_t* x = task.x + (row - task.first_row) * task.units;
             with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
                 coded_tile<count>(task, weight, escape, x, row, panel,
-                                  ahead.of(weight + panel_bytes, group - group_begin));
+                                  ahead.of(next, group - group_begin));
             });
         }
 }

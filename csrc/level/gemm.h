@@ -78,11 +78,12 @@ void gemm(const GemmTask& task, int64_t group_begin, int64_t group_end, int64_t 
     const Ahead ahead(panel_bytes, task.units, group_end - group_begin);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
         const char* weight = task.weight + panel * panel_bytes;
+        const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             const uint32_t* x = task.x + (row - task.first_row) * task.units;
             with_constant<kGemmRows>(static_cast<int>(rows), [&](auto count) {
-                gemm_tile<S, count>(task, weight, x, row, panel, ahead.of(weight + panel_bytes, group - group_begin));
+                gemm_tile<S, count>(task, weight, x, row, panel, ahead.of(next, group - group_begin));
             });
         }
     }

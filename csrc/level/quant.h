@@ -35,6 +35,11 @@ inline int32_t largest_size(const bf16* x) {
     return reduce_max(max(pairs & size, shift_left<16>(pairs) & size));
 }
 
+constexpr int32_t kInfiniteSize = 0x7f800000;
+constexpr int32_t kSmallestSize = (127 - 90) << 23;  // 2^-90: blocks below are taken as zero: the inverse of their
+                                                     // scale is not finite
+inline bool is_usual_size(int32_t size) { return size >= kSmallestSize && size < kInfiniteSize; }
+
 // sums[r] of quants [8 units][R rows], with four quants to a unit.
 template <int R> inline void sum_quants(const uint32_t* units, int32_t (&sums)[R]) {
     if constexpr (R == 8) {
@@ -52,28 +57,53 @@ template <int R> inline void sum_quants(const uint32_t* units, int32_t (&sums)[R
     }
 }
 
-// Quantises a group of R rows. The scale of a block that holds an infinity or NaN is NaN, and so is every product of
-// its row.
+constexpr int kQuantChunk = 16;  // blocks whose scales are computed together: vectors of divisions, not one by one
+
+// The scales of `count` blocks from the bits of their largest magnitudes, and what to multiply the blocks by. The scale
+// of a block that holds an infinity or NaN is NaN, and so is every product of its row.
+inline void invert_scales(const int32_t* sizes, int count, bool usual, float* scales, float* inverses) {
+    for (int i = 0; i < count; i += 16) {
+        const F16 largest = as_float(U16::load(sizes + i));
+        (largest / F16::set1(127.0f)).store(scales + i);
+        (F16::set1(127.0f) / largest).store(inverses + i);
+    }
+    for (int i = 0; !usual && i < count; ++i) {
+        if (is_usual_size(sizes[i])) continue;
+        scales[i] = sizes[i] >= kInfiniteSize ? __builtin_nanf("") : 0.0f;
+        inverses[i] = 0.0f;
+    }
+}
+
+// Quantises a group of R rows.
 template <Storage S, int R>
 void quantise_group(QuantFormat format, const char* const* bytes, int width, const QuantRows& to) {
     using T = Element<S>;
-    constexpr int32_t kInfinite = 0x7f800000;
-    constexpr float kSmallest = 0x1p-90f;  // blocks below are taken as zero: the inverse of their scale is not finite
-    for (int block = 0; block < width / 32; ++block) {
-        int8_t quants[R][32];
-        const char* rows[R];
-        for (int r = 0; r < R; ++r) {
-            const T* x = reinterpret_cast<const T*>(bytes[r]) + block * 32;
-            const int32_t size = largest_size(x);
-            const float largest = bits_to_float(static_cast<uint32_t>(size));
-            const bool usual = largest >= kSmallest && size < kInfinite;
-            to.scales[block * R + r] = size >= kInfinite ? __builtin_nanf("") : usual ? largest / 127.0f : 0.0f;
-            const F16 inverse = F16::set1(usual ? 127.0f / largest : 0.0f);
-            round_to_int8(F16::load(x) * inverse, quants[r]);
-            round_to_int8(F16::load(x + 16) * inverse, quants[r] + 16);
-            rows[r] = reinterpret_cast<const char*>(quants[r]);
+    for (int first = 0; first < width / 32; first += kQuantChunk) {
+        const int blocks = min(width / 32 - first, kQuantChunk), count = blocks * R;
+        alignas(64) int32_t sizes[kQuantChunk * R + 15];
+        alignas(64) float scales[kQuantChunk * R + 15], inverses[kQuantChunk * R + 15];
+        bool usual = true;
+        for (int block = 0; block < blocks; ++block)
+            for (int r = 0; r < R; ++r) {
+                const int32_t size = largest_size(reinterpret_cast<const T*>(bytes[r]) + (first + block) * 32);
+                usual &= is_usual_size(size);
+                sizes[block * R + r] = size;
+            }
+        for (int i = count; i % 16; ++i) sizes[i] = 0;
+        invert_scales(sizes, count, usual, scales, inverses);
+        __builtin_memcpy(to.scales + first * R, scales, sizeof(float) * count);
+        for (int block = 0; block < blocks; ++block) {
+            int8_t quants[R][32];
+            const char* rows[R];
+            for (int r = 0; r < R; ++r) {
+                const T* x = reinterpret_cast<const T*>(bytes[r]) + (first + block) * 32;
+                const F16 inverse = F16::set1(inverses[block * R + r]);
+                round_to_int8(F16::load(x) * inverse, quants[r]);
+                round_to_int8(F16::load(x + 16) * inverse, quants[r] + 16);
+                rows[r] = reinterpret_cast<const char*>(quants[r]);
+            }
+            interleave_rows<R>(rows, 8, to.quants + int64_t{first + block} * 8 * R);
         }
-        interleave_rows<R>(rows, 8, to.quants + int64_t{block} * 8 * R);
     }
     // Summed at the end: a load of sixteen lanes waits until the narrower stores of them have reached the cache.
     for (int block = 0; block < width / 32; ++block) {
@@ -183,11 +213,11 @@ void quant_linear(const QuantTask& task, int64_t group_begin, int64_t group_end,
     for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
         const uint8_t* weight = task.weight + pair * 2 * tile_bytes;
         const int64_t stride = pair * 2 + 1 < task.tiles ? tile_bytes : 0;
+        const uint8_t* next = weight + (pair + 1 < pair_end ? 1 : 1 + task.skipped) * 2 * tile_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
             with_constant<kQuantRows>(static_cast<int>(rows), [&](auto count) {
-                quant_pair<F, count>(task, weight, stride, row, pair,
-                                     ahead.of(weight + 2 * tile_bytes, group - group_begin));
+                quant_pair<F, count>(task, weight, stride, row, pair, ahead.of(next, group - group_begin));
             });
         }
     }
