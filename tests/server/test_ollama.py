@@ -224,6 +224,8 @@ def test_the_model_is_described(start_server: Callable[..., Running]) -> None:
     assert [model["name"] for model in server.client.get("/api/tags").json()["models"]] == ["mine:latest", "other:7b"]
     (running, _) = server.client.get("/api/ps").json()["models"]
     assert (running["model"], running["context_length"], running["size"]) == ("mine:latest", 4096, 1000)
+    assert len(running["digest"]) == 64
+    assert server.client.head("/").status_code == 200  # how Ollama's command looks whether a server is there
     described = server.post("/api/show", {"name": "mine"}).json()
     assert described["model_info"]["poem.context_length"] == 4096
     assert server.client.get("/api/version").json()["version"]

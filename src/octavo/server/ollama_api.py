@@ -6,6 +6,7 @@ many programs do that at their start.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
@@ -40,6 +41,9 @@ class OllamaApi:
         self._texts = TokenTexts(engine)
         self._embeddings = Embeddings(engine)
         self._started = now()
+        # Ollama's command shows the first twelve characters, and fails where there are fewer.
+        identity = f"{engine.model_name} {engine.architecture} {engine.weight_bytes}"
+        self._digest = hashlib.sha256(identity.encode()).hexdigest()
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -114,7 +118,7 @@ class OllamaApi:
     def _card(self, name: str) -> dict[str, Any]:
         tagged = name if ":" in name else name + _TAG
         card = {"name": tagged, "model": tagged, "modified_at": self._started, "size": self._engine.weight_bytes}
-        return {**card, "digest": "", "details": self._details()}
+        return {**card, "digest": self._digest, "details": self._details()}
 
     def _details(self) -> dict[str, Any]:
         family = self._engine.architecture
