@@ -56,7 +56,8 @@ class LlamaCppAnswer:
 
     async def whole(self) -> list[bytes]:
         outputs = await self._job.results(self._engine)
-        return await offload(weight_of_all(outputs), lambda: self._assemble(outputs))
+        weight = weight_of_all(outputs) + sum(len(output.prompt_ids) for output in outputs)
+        return await offload(weight, lambda: self._assemble(outputs))
 
     def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
         answers = []
@@ -73,7 +74,9 @@ class LlamaCppAnswer:
         """Yield server-sent events: one for each output of the engine."""
         async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
             async for index, output in outputs:
-                yield await offload(weight_of(output), partial(self._events_of, index, output))
+                # The last event repeats the prompt.
+                weight = weight_of(output) + len(output.prompt_ids) * output.finished
+                yield await offload(weight, partial(self._events_of, index, output))
 
     def _events_of(self, index: int, output: RequestOutput) -> bytes:
         self._count(index, output)

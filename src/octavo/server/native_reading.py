@@ -145,12 +145,10 @@ class NativeReader(BodyReader):
 
     def _cut_to_fit(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:
         """Cut the length of an answer to what the context has room for, as these servers do, instead of refusing it."""
-        room = self._max_model_len - max(len(prompt.token_ids) for prompt in prompts)
-        return (
-            params
-            if params.max_tokens is None or params.max_tokens <= max(1, room)
-            else replace(params, max_tokens=max(1, room))
-        )
+        room = max(1, self._max_model_len - max(len(prompt.token_ids) for prompt in prompts))
+        if params.max_tokens is None or params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room)
 
 
 def _noted(options: dict[str, Any]) -> tuple[str, ...]:

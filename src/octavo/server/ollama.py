@@ -14,7 +14,7 @@ from octavo.server.blocks import BlockKind, Change, Closed, Grew
 from octavo.server.embeddings import EmbeddingAnswer
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
-from octavo.server.generation import Job, Usage, dumps, json_bytes, json_pieces, new_id, offload
+from octavo.server.generation import Job, Usage, ascii_bytes, dumps, json_bytes, json_pieces, new_id, offload
 from octavo.server.keys import Client
 from octavo.server.logprobs import TokenTexts, chat_logprobs
 from octavo.server.messages_body import arguments_object
@@ -52,7 +52,11 @@ class OllamaAnswer:
 
     async def whole(self) -> list[bytes]:
         output = await self._chat.whole()
-        return await offload(self._chat.weight(output), lambda: self._assemble(output))
+        return await offload(self._weight(output), lambda: self._assemble(output))
+
+    def _weight(self, output: RequestOutput) -> int:
+        context = len(output.prompt_ids) + len(self._token_ids) if output.finished and self._keeps_context else 0
+        return self._chat.weight(output) + context
 
     def _assemble(self, output: RequestOutput) -> list[bytes]:
         told = self._told(output)
@@ -62,12 +66,14 @@ class OllamaAnswer:
         """Yield lines of JSON: one for each output of the engine that says something, and a last one."""
         async with aclosing(self._chat.outputs()) as outputs:
             async for output in outputs:
-                yield await offload(self._chat.weight(output), partial(self._lines_of, output))
+                yield await offload(self._weight(output), partial(self._lines_of, output))
 
     def _lines_of(self, output: RequestOutput) -> bytes:
         lines = [line({**self._head(), **told, "done": False})] if (told := self._told(output, in_stream=True)) else []
         if output.finished:
-            lines.append(line({**self._head(), **self._body.answered(""), **self._ending(output)}))
+            # In pieces, because the context may be long.
+            last = {**self._head(), **self._body.answered(""), **self._ending(output)}
+            lines += [*json_pieces(last, ascii_bytes), b"\n"]
         return b"".join(lines)
 
     def _head(self) -> dict[str, Any]:
