@@ -11,7 +11,11 @@ as mean |a / b - 1|:
     single steps     the fitted law against single steps of those rounds
     own error        the law's error without the noise of the repetitions (`own_error`), root mean square
 
-Repetitions alternate between the rounds, so that a slow spell of the machine does not fall on all of one round's.
+Repetitions alternate between the rounds, so that a slow spell of the machine does not fall on all of one round's. Where
+a machine is idle for shorter, recordings are taken one by one and judged together:
+
+    python benchmarks/step_times.py --seconds 40 --plans A
+    python benchmarks/step_times.py --seconds 40 --plans B --with A --output OUT
 """
 
 from __future__ import annotations
@@ -61,8 +65,21 @@ def run_rounds(chosen: Sequence[Round], seconds: float, plans: Path) -> int:
     return repetitions
 
 
-def grouped(steps: Sequence[RecordedStep], chosen: Sequence[Round], measure: Callable[..., Any]) -> list[list[Group]]:
-    """For each round its steps, each with all its repetitions except the first, which is cold."""
+def grouped(
+    recordings: Sequence[Sequence[RecordedStep]], chosen: Sequence[Round], measure: Callable[..., Any]
+) -> list[list[Group]]:
+    """For each round its steps, each with all its repetitions except the first of a recording, which is cold."""
+    by_round: list[dict[StepLoad, Group]] = [defaultdict(list) for _ in chosen]
+    for steps in recordings:
+        for by_step, runs in zip(by_round, runs_of(steps, chosen), strict=True):
+            for run in runs[1:]:
+                for step in measure(run):
+                    by_step[step.load].append(step)
+    return [[group for group in by_step.values() if len(group) >= LEAST - 1] for by_step in by_round]
+
+
+def runs_of(steps: Sequence[RecordedStep], chosen: Sequence[Round]) -> list[list[list[RecordedStep]]]:
+    """For each round the steps of each of its repetitions in one recording."""
     per_round: list[list[list[RecordedStep]]] = [[] for _ in chosen]
     position, numbers = 0, itertools.cycle(range(len(chosen)))
     while position < len(steps):
@@ -74,14 +91,7 @@ def grouped(steps: Sequence[RecordedStep], chosen: Sequence[Round], measure: Cal
             left -= sum(steps[position].draws)
             position += 1
         per_round[number].append(run)
-    found = []
-    for runs in per_round:
-        by_step: dict[StepLoad, Group] = defaultdict(list)
-        for run in runs[1:]:
-            for step in measure(run):
-                by_step[step.load].append(step)
-        found.append([group for group in by_step.values() if len(group) >= LEAST - 1])
-    return found
+    return per_round
 
 
 def median_of(group: Group) -> MeasuredStep:
@@ -182,6 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--output", help="write OUTPUT.json and OUTPUT.md")
     parser.add_argument("--plans", help="keep the recording there")
+    parser.add_argument("--with", dest="others", nargs="*", default=[], help="recordings that are judged with this one")
     arguments = parser.parse_args()
     sweep = sum(1 for _ in itertools.takewhile(lambda one: one.kind != "mixed", rounds(64, 2048, 2048)))
     endless = (each for each in rounds(64, 2048, 2048) if each.rate is None)
@@ -189,10 +200,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plans = Path(arguments.plans or Path(folder) / "plans")
         repetitions = run_rounds(chosen, arguments.seconds, plans)
-        steps = list(read_plans(plans))
-    result: dict[str, Any] = {"machine": report.machine(), "repetitions": repetitions, "rounds": len(chosen)}
+        recordings = [list(read_plans(path)) for path in (plans, *arguments.others)]
+    result: dict[str, Any] = {
+        "machine": report.machine(),
+        "repetitions": repetitions * len(recordings),
+        "rounds": len(chosen),
+    }
     for name, measure in (("execution", executions), ("period", periods)):
-        result[name] = judged(grouped(steps, chosen, measure))
+        result[name] = judged(grouped(recordings, chosen, measure))
     print(as_markdown(result))
     if arguments.output:
         stem = Path(arguments.output)

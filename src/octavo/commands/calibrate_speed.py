@@ -16,7 +16,7 @@ else should run on the machine meanwhile.
 
 
 OTHERS = 0.05
-"""Share of the processor time of other programs above which a measurement should be repeated."""
+"""Share of the processor time of others above which a measurement should be repeated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +72,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
     print(f"a request takes {1e3 * speed.intake_s:.2f} ms before its first step, and its first token", end=" ")
     print(f"{1e3 * speed.reply_s:.2f} ms after; written to {args.output}")
-    if (others := speed.facts["others"]) is not None and others > OTHERS:
+    others, stolen = speed.facts["others"], speed.facts["stolen"]
+    if others is not None and others > OTHERS:
         print(f"other programs used {100 * others:.0f} % of the processor time: measure again when none runs")
+    if stolen is not None and stolen > OTHERS:
+        print(
+            f"the host gave {100 * stolen:.0f} % of the processor time to other virtual machines: measure again later"
+        )
     return 0
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
             since=began,
         )
         intake, reply = overheads(list(read_plans(path)), alone)
-    facts = {**speed.facts, "machine": machine, "others": None if shares is None else shares.others}
+    taken = {"others": None, "stolen": None} if shares is None else asdict(shares)
+    facts = {**speed.facts, "machine": machine, **taken}
     return replace(speed, intake_s=intake, reply_s=reply, facts=facts)
 
 
