@@ -92,7 +92,8 @@ class LeafFirstEviction:
         victims: list[BlockId] = []
         most = count
         while len(victims) < count:
-            candidates = self._inner.evict_many(min(most, count - len(victims), len(self._inner)))
+            # At least one: if the inner policy had none left, it would raise instead of being asked for ever.
+            candidates = self._inner.evict_many(max(1, min(most, count - len(victims), len(self._inner))))
             most *= 2
             for number, block_id in enumerate(candidates, 1):
                 if self._has_children(block_id):
