@@ -37,7 +37,7 @@ bool comes_before(const Candidate& a, const Candidate& b) {
 
 // One thread's working memory, kept from row to row.
 struct Scratch {
-    std::vector<float> allowed_logits, maxima, values;
+    std::vector<float> allowed_logits, kept_logits, maxima, values;
     std::vector<int32_t> allowed_ids;
     std::vector<Candidate> candidates, by_mass;
     std::vector<double> cumulative, bins;
@@ -219,6 +219,33 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     return row.draw(draw.uniform, scale, masses.data());
 }
 
+// More tokens than this are not put into a list: that takes ten times as long as passes over the row.
+constexpr int64_t kMostListed = 4096;
+
+// A draw where min_p and top_k may keep much of the vocabulary: with -inf for what they drop, then with top_p alone.
+// `cut` is the least logit / temperature that min_p keeps.
+int64_t draw_among_many(const Row& row, const Draw& draw, float bound, float cut, Scratch& memory) {
+    float least = cut;
+    if (draw.top_k) {
+        auto& values = memory.values;
+        values.clear();
+        row.each_from(bound, [&](int32_t token_id) { values.push_back(row[token_id]); });
+        if (draw.top_k <= static_cast<int64_t>(values.size())) {
+            const auto kth = values.begin() + (draw.top_k - 1);
+            std::nth_element(values.begin(), kth, values.end(), std::greater<float>());
+            least = std::max(least, *kth / draw.temperature);
+        }
+    }
+    auto& kept = memory.kept_logits;
+    kept.resize(static_cast<size_t>(row.vocab()));
+    for (int64_t i = 0; i < row.vocab(); ++i) kept[i] = row[i] / draw.temperature < least ? -kInfinity : row[i];
+    Row left(kept.data(), row.vocab(), memory);
+    if (draw.top_p < 1.0) return draw_nucleus(left, draw, memory);
+    const auto scale = static_cast<float>(std::min(kLog2E / draw.temperature, kSteepest));
+    left.add_up_masses(scale);
+    return left.draw(draw.uniform, scale);
+}
+
 // A draw with top_k, top_p or min_p, among the tokens that they may keep.
 int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
     if (!draw.top_k && !(draw.min_p > 0.0f)) return draw_nucleus(row, draw, memory);
@@ -228,8 +255,11 @@ int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
     const auto below = [](float x) { return std::isfinite(x) ? x - std::fabs(x) * 1e-6f : -kInfinity; };
     auto& candidates = memory.candidates;
     candidates.clear();
-    const float reached = draw.top_k ? row.reached_by(draw.top_k) : -kInfinity;
-    row.each_from(below(std::max(cut * temperature, reached)), [&](int32_t token_id) {
+    const float bound = below(std::max(cut * temperature, draw.top_k ? row.reached_by(draw.top_k) : -kInfinity));
+    int64_t count = 0;
+    row.each_from(bound, [&](int32_t) { ++count; });
+    if (count > kMostListed) return draw_among_many(row, draw, bound, cut, memory);
+    row.each_from(bound, [&](int32_t token_id) {
         const float x = row[token_id] / temperature;
         if (x == -kInfinity || x < cut) return;
         candidates.push_back({x, token_id, std::exp(static_cast<double>(x - best))});

@@ -82,6 +82,21 @@ def test_the_kernel_draws_the_token_that_torch_draws(vocab: int, row: int, param
     require_same_draw(some_logits(vocab, row), params, seed, None)
 
 
+MANY: list[dict[str, Any]] = [
+    {"top_k": 8999, "top_p": 0.999, "min_p": 1e-30},
+    {"top_k": 6000, "temperature": 2.0},
+    {"top_k": 5000, "top_p": 0.5},
+    {"min_p": 1e-9, "temperature": 5.0},
+    {"min_p": 1e-9, "top_p": 0.97},
+]
+
+
+@pytest.mark.parametrize("params", MANY)
+def test_filters_that_keep_most_of_the_vocabulary_draw_what_they_draw_in_torch(params: dict[str, Any]) -> None:
+    for row in range(12):
+        require_same_draw(some_logits(9001, row), params, 100 + row, None)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     vocab=vocabularies,
