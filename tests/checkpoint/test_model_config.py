@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.checkpoint import model_source
 from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
 from octavo.checkpoint.model_source import ModelFormat, load_model_config, resolve_model
@@ -271,11 +273,22 @@ def test_a_hub_id_that_cannot_be_fetched_says_what_else_can_be_done(monkeypatch:
         assert part in str(error.value)
 
 
-def test_a_hub_id_in_the_cache_is_its_snapshot_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_in_the_cache_is_its_snapshot_folder_which_is_looked_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read(tmp_path, LLAMA)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    source = resolve_model("org/model")
-    assert (source.name, source.path) == ("org/model", tmp_path)
+    asked = []
+
+    def download(hub_id: str, **_: Any) -> str:
+        asked.append(hub_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(model_source, "_download", cache(model_source._download.__wrapped__))
+    for _ in range(2):
+        source = resolve_model("org/model")
+        assert (source.name, source.path) == ("org/model", tmp_path)
+    assert asked == ["org/model"]
 
 
 def test_the_packaged_model_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

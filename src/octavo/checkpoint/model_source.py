@@ -7,6 +7,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 from octavo.checkpoint.hf_config import read_hf_config
@@ -99,6 +100,8 @@ def _packaged_gguf() -> Path:
     )
 
 
+# Asked once in a process, because each time the hub is asked for every file, and progress bars are shown.
+@cache
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
