@@ -13,6 +13,7 @@ request gives the same tokens alone or in a batch, before and after preemption.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -233,10 +234,12 @@ def _known_of_likeliest(
     values = logits[ids].tolist()
     top = TopLogprobs(listed[:num_top], logprobs[:num_top]) if num_top else ()
     place_of = {token_id: place for place, token_id in enumerate(listed)}
+    ascending = sorted(values)
     known: list[TokenLogprobs] = []
     for token_id in token_ids:
         if (place := place_of.get(token_id)) is not None:
-            known.append(TokenLogprobs(logprobs[place], 1 + sum(other > values[place] for other in values), top))
+            rank = 1 + len(ascending) - bisect_right(ascending, values[place])
+            known.append(TokenLogprobs(logprobs[place], rank, top))
         else:
             value = logits[token_id]
             rank = 1 + int(torch.count_nonzero(logits > value))
