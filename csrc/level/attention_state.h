@@ -81,8 +81,8 @@ class StateTree {
     Node nodes_[kTreeStates];
 };
 
-// Zeros are written as +0. The sign of a sum that underflows depends on the rows that share its pass: -0 stays -0 alone,
-// and is +0 after zero times the value of a token that only another row sees.
+// Zeros are written as +0. The sign of a sum that underflows depends on the rows that share its pass: -0 stays -0
+// alone, and is +0 after zero times the value of a token that only another row sees.
 template <Storage S> void write_rows(const AttendTask& task, const Rows& total) {
     const int num_rows = task.kv_heads * task.rows_per_head();
     for (int r = 0; r < num_rows; ++r) {
