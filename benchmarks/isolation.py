@@ -256,7 +256,8 @@ def write(summaries: dict[str, Any], folder: Path) -> None:
             f"{told['forged_cached']} in {told['forged_requests']} requests | {cross['auc']:.3f} "
             f"({cross['range'][0]:.3f} to {cross['range'][1]:.3f}) | {cross['known_ms']:.1f} / "
             f"{cross['fresh_ms']:.1f} | {sum(cross['samples'])} | {control['auc']:.3f} | "
-            f"{control['known_ms']:.1f} / {control['fresh_ms']:.1f} | {sum(control['samples'])} |"
+            f"{control['known_ms']:.1f} / {control['fresh_ms']:.1f} | {sum(control['samples'])} | "
+            f"{told.get('loaded_bytes', 0) / 2**20:.0f} |"
         )
     others = ", ".join(f"`{store}`" for store in STORES[1:])
     text = f"""# What one tenant learns of another's cache
