@@ -565,6 +565,13 @@ def heavy() -> Iterator[tuple[str, Attack]]:
     yield "24 grammars that would take minutes", sent(COMPLETIONS, *endless)
 
 
+async def long_streams(port: int) -> list[Answer]:
+    """Sixty-four streams behind one prompt of 6,000 tokens, which are read for 20 s: computing the prompt takes 3."""
+    prompt = list(range(3, 2003)) * 3
+    body = {"prompt": prompt, "n": 64, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    return [await post(port, COMPLETIONS, as_json(body), 20)]
+
+
 def stranger_attacks() -> Iterator[tuple[str, Attack]]:
     """Yield (name, attack)."""
     yield "120 odd requests", raw(*odd_requests())
@@ -594,3 +601,4 @@ def stranger_attacks() -> Iterator[tuple[str, Attack]]:
     yield "1,500 names with line breaks", many_labels()
     yield "400 odd chats", each(*odd_chats())
     yield from heavy()
+    yield "n = 64 over 6,000 tokens, for 20 s", long_streams
