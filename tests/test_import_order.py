@@ -1,6 +1,7 @@
 """Every import follows the rules of docs/architecture.md, section "Layers".
 
-The rules are read from that document; the imports, those inside functions too, from the syntax tree of every module.
+The rules are read from that document; the imports, those inside functions too, from the syntax tree of every module. So
+are the names of classes and types, of which no two modules have the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -233,4 +235,27 @@ def test_no_two_public_classes_have_one_name() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in where.items() if len(found) > 1} == {}
+
+
+def type_names(tree: ast.Module) -> Iterator[str]:
+    """The classes of a module, and names that it gives to types: `Pair = tuple[int, int]`."""
+    for node in tree.body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript()) if name.lstrip("_")[:2].istitle():
+                yield name
+
+
+def test_names_of_types_are_found() -> None:
+    code = "class A: ...\nPair = tuple[int, int]\n_Own = list[int]\nLIMITS = x[1]\nfirst = x[0]\nOther = A()"
+    assert list(type_names(ast.parse(code))) == ["A", "Pair", "_Own"]
+
+
+def test_no_two_types_have_one_name() -> None:
+    where = defaultdict(list)
+    for module, path in modules().items():
+        for name in type_names(ast.parse(path.read_text())):
+            where[name].append(module)
     assert {name: found for name, found in where.items() if len(found) > 1} == {}
