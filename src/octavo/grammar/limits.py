@@ -9,7 +9,7 @@ from typing import Any
 STEP_ITEMS, STEP_FUEL = 20_000, 50_000
 # Maximum number of parser items in one row. Time grows with their cube: with llguidance's 2,000, an ambiguous
 # grammar took 730 ms per token, with 500 up to 26 ms, with 250 up to 4. All sequences of a step may have such a
-# grammar. Schemas with 900 properties, and 300 tools at once, need fewer than 250.
+# grammar. Schemas with 900 properties need fewer; n tools of which any may be called need n + 1.
 ROW_ITEMS = 250
 
 
