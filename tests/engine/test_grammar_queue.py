@@ -110,3 +110,25 @@ def test_a_grammar_that_never_has_its_turn_is_refused_and_may_be_sent_again() ->
         again[0].cancel()
 
     asyncio.run(run())
+
+
+def test_who_asks_as_the_last_one_leaves_gets_the_grammar() -> None:
+    async def run() -> None:
+        compiler = Compiling()
+        queue = queue_of(compiler)
+        slow = ask(queue, "ada", "ab")
+        await soon()
+        (leaving,) = ask(queue, "ada", "c")
+        await soon()
+        leaving.cancel()
+        await asyncio.sleep(0)  # the task has noticed; what it waited for is only being cancelled
+        (late,) = ask(queue, "ada", "c")
+        for name in "ab":
+            compiler.futures["ada", name].set_result("compiled")
+        assert await asyncio.gather(*slow) == ["compiled"] * 2
+        while ("ada", "c") not in compiler.futures and not late.done():
+            await asyncio.sleep(0.001)
+        compiler.futures["ada", "c"].set_result("compiled")
+        assert await late == "compiled"
+
+    asyncio.run(run())

@@ -43,7 +43,7 @@ class GrammarQueue:
         key = (tenant, wanted)
         if (task := self._tasks.get(key)) is None:
             task = self._tasks[key] = asyncio.ensure_future(self._compile(wanted, tenant))
-            task.add_done_callback(lambda _: self._tasks.pop(key))
+            task.add_done_callback(lambda done: self._forget(key, done))
         self._num_waiting[key] += 1
         try:
             return await asyncio.shield(task)
@@ -51,7 +51,12 @@ class GrammarQueue:
             self._num_waiting[key] -= 1
             if not self._num_waiting[key]:
                 del self._num_waiting[key]
+                self._forget(key, task)  # at once, so that nobody joins what is being cancelled
                 task.cancel()  # does nothing if it is done; otherwise all clients have left
+
+    def _forget(self, key: _Key, task: asyncio.Task[CompiledGrammar]) -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     async def _compile(self, wanted: StructuredOutputsParams, tenant: str) -> CompiledGrammar:
         try:
