@@ -102,8 +102,8 @@ class Faults:
 
 def main() -> int:
     log, counters, share = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    # The line that says that it serves stays on stdout, where `running_server` looks for it.
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     from octavo import cli
     from octavo.kvcache.manager import KVCacheManager
     from octavo.runner.runner import ModelRunner
