@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz_values import MAX_MODEL_LEN, VOCAB_SIZE, Maker, Values, as_body, body_schema, damaged, is_unsupported
 from octavo.limits import DEFAULT_LIMITS as LIMITS
-from octavo.server.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
+from octavo.server.bodies.foreign_fields import HARMLESS, NEUTRAL, OTHER_NAMES
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 INPUT_TOKENS = "/v1/responses/input_tokens"

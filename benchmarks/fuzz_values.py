@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 
 from octavo.limits import DEFAULT_LIMITS
-from octavo.server.openapi import describe
-from octavo.server.schema_ranges import Described, unsupported
+from octavo.server.openapi.description import describe
+from octavo.server.openapi.schema_ranges import Described, unsupported
 
 VOCAB_SIZE, MAX_MODEL_LEN, HIDDEN_SIZE = 256, 512, 64
 

@@ -43,12 +43,12 @@ from octavo.engine.builder import build_engine
 from octavo.limits import DEFAULT_LIMITS as LIMITS
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.server.app import create_app
+from octavo.server.bodies.pinning import MAX_MARKS
+from octavo.server.bodies.responses_body import MOST_REPEATED_BYTES
 from octavo.server.config import ServerConfig
-from octavo.server.connection import InFlight
-from octavo.server.listening import bind
+from octavo.server.http.connection import InFlight
+from octavo.server.http.listening import bind
 from octavo.server.memory import settle_interpreter
-from octavo.server.pinning import MAX_MARKS
-from octavo.server.responses_body import MOST_REPEATED_BYTES
 from octavo.server.run import Server
 from timed_sampler import SamplerTime
 

@@ -15,9 +15,9 @@ WALL_CLOCK = re.compile(
 )
 TELL_THE_TIME = {
     "server/api.py",  # when a model was created
-    "server/generation.py",  # when an answer was created
-    "server/responses.py",  # when it was completed
-    "server/logs.py",
+    "server/answers/generation.py",  # when an answer was created
+    "server/answers/responses.py",  # when it was completed
+    "server/http/logs.py",
     "observe/tracing.py",  # when a span began
     "text/chat_template.py",  # strftime_now of templates
 }

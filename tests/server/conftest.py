@@ -17,14 +17,14 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from octavo.server import body_worker
 from octavo.server.app import create_app
-from octavo.server.body_reading import _Workers
-from octavo.server.body_worker import BodyWorker
+from octavo.server.bodies import body_worker
+from octavo.server.bodies.body_reading import _Workers
+from octavo.server.bodies.body_worker import BodyWorker
+from octavo.server.bodies.reading import BodyReader
 from octavo.server.config import ServerConfig
-from octavo.server.connection import InFlight
-from octavo.server.listening import bound
-from octavo.server.reading import BodyReader
+from octavo.server.http.connection import InFlight
+from octavo.server.http.listening import bound
 from octavo.server.run import Server
 from tests.server.fake_engine import FakeEngine
 
@@ -136,7 +136,7 @@ def _serving(engine: Any, config: ServerConfig, listener: socket.socket) -> Iter
     port = 0 if config.uds is not None else listener.getsockname()[1]
     in_flight = InFlight(config.request_timeout)
     workers = InlineWorkers if isinstance(engine, FakeEngine) else KeptWorkers
-    with patch("octavo.server.body_reading._Workers", workers):
+    with patch("octavo.server.bodies.body_reading._Workers", workers):
         app = create_app(engine, config, in_flight)
     server = Server(app, config, in_flight, engine.model_name)
 

@@ -15,9 +15,9 @@ from starlette.routing import Route
 import octavo
 from octavo.limits import RequestLimits
 from octavo.server.app import create_app
-from octavo.server.openapi import describe
-from octavo.server.schema_answers import EXAMPLES
-from octavo.server.schema_ranges import Described
+from octavo.server.openapi.description import describe
+from octavo.server.openapi.schema_answers import EXAMPLES
+from octavo.server.openapi.schema_ranges import Described
 from tests.server.conftest import Running
 from tests.server.fake_engine import BOS, VOCAB_SIZE, FakeEngine
 

@@ -14,7 +14,7 @@ import pytest
 from octavo.server import memory, run
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
-from octavo.server.connection import InFlight
+from octavo.server.http.connection import InFlight
 from tests.server.fake_engine import FakeEngine
 
 

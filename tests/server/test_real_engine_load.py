@@ -14,8 +14,8 @@ from octavo.request import FinishReason
 from tests.engine.preempting import thrash
 from tests.engine.tiny_engine import is_drained, slow_down, step_for_news
 from tests.server.conftest import wait_until
+from tests.server.http.test_disconnect import leave, send
 from tests.server.real_engine import RealServer, real_server
-from tests.server.test_disconnect import leave, send
 
 NUM_CLIENTS = 64
 STEP = 0.03

@@ -19,7 +19,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig
-from octavo.server.listening import bind
+from octavo.server.http.listening import bind
 from octavo.server.run import serve
 from tests.server.conftest import wait_until
 from tests.server.fake_engine import FakeEngine

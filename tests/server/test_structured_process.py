@@ -18,10 +18,10 @@ from octavo.grammar.state import live_states
 from octavo.runner.executor import Executor
 from octavo.scheduler.plan import StepPlan, StepResult
 from tests.engine.preempting import thrash
+from tests.server.answers.test_structured_outputs import SCHEMA
 from tests.server.conftest import wait_until
 from tests.server.real_engine import RealServer, real_server
 from tests.server.test_real_engine_tools import TOOL
-from tests.server.test_structured_outputs import SCHEMA
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # So little room that sequences are swapped out and come back.

@@ -11,31 +11,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError, shortened
-from octavo.server.auth import client_of
-from octavo.server.chat import ChatCompletions
-from octavo.server.completions import Completions
-from octavo.server.config import ServerConfig
-from octavo.server.embeddings import Embeddings
-from octavo.server.engine_client import EngineClient
-from octavo.server.errors import ApiError
-from octavo.server.generation import json_bytes
-from octavo.server.handling import Handling
-from octavo.server.logprobs import TokenTexts
-from octavo.server.messages import MessagesAnswer
-from octavo.server.messages import error_event as message_error_event
-from octavo.server.messages_body import MessagesBody
-from octavo.server.paths import is_anthropic
-from octavo.server.reading import (
+from octavo.server.answer_json import json_bytes
+from octavo.server.answers.chat import ChatCompletions
+from octavo.server.answers.completions import Completions
+from octavo.server.answers.embeddings import Embeddings
+from octavo.server.answers.logprobs import TokenTexts
+from octavo.server.answers.messages import MessagesAnswer
+from octavo.server.answers.messages import error_event as message_error_event
+from octavo.server.answers.response_store import ResponseStore, StoredResponse
+from octavo.server.answers.responses import ResponseAnswer
+from octavo.server.bodies.messages_body import MessagesBody
+from octavo.server.bodies.reading import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     FollowUp,
     frame,
 )
-from octavo.server.response_store import ResponseStore, StoredResponse
-from octavo.server.responses import ResponseAnswer
-from octavo.server.responses_body import ResponsesBody
+from octavo.server.bodies.responses_body import ResponsesBody
+from octavo.server.config import ServerConfig
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.handling import Handling
+from octavo.server.paths import is_anthropic
 from octavo.server.route import Endpoint, json_response
+from octavo.server.tenants.auth import client_of
 
 
 class Api:

@@ -7,25 +7,25 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from octavo.errors import OctavoError
-from octavo.server.access import Access
 from octavo.server.api import Api
-from octavo.server.auth import AdminAccess, RequireApiKey
+from octavo.server.bodies.ignored_fields import IGNORED_HEADER
 from octavo.server.config import ServerConfig
-from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import LastResort, answer_http_error, answer_octavo_error
 from octavo.server.handling import Handling
-from octavo.server.ignored_fields import IGNORED_HEADER
+from octavo.server.http.access import Access
+from octavo.server.http.connection import InFlight
+from octavo.server.http.logs import RequestLog
+from octavo.server.http.origin import RefuseWebPages
 from octavo.server.live_page import LivePage
 from octavo.server.llamacpp_api import LlamaCppApi
-from octavo.server.logs import RequestLog
 from octavo.server.ollama_api import OllamaApi
-from octavo.server.openapi import Description
+from octavo.server.openapi.description import Description
+from octavo.server.openapi.schema_ranges import Described
 from octavo.server.operations import Operations
-from octavo.server.origin import RefuseWebPages
-from octavo.server.quota import Metered, Quotas
 from octavo.server.route import routes
-from octavo.server.schema_ranges import Described
+from octavo.server.tenants.auth import AdminAccess, RequireApiKey
+from octavo.server.tenants.quota import Metered, Quotas
 
 
 def create_app(

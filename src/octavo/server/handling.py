@@ -10,20 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.server.auth import client_of
-from octavo.server.body_reading import BodyReading
+from octavo.server.answers.generation import Usage
+from octavo.server.bodies.body_reading import BodyReading
+from octavo.server.bodies.ignored_fields import IgnoredFields
+from octavo.server.bodies.native_reading import NativeReader
+from octavo.server.bodies.protocol import RequestBody
+from octavo.server.bodies.reading import ReadAnswer
 from octavo.server.config import ServerConfig
-from octavo.server.connection import EVENTS, EventStream, InFlight, WholeAnswer
 from octavo.server.engine_client import EngineClient, TokenizerLike
 from octavo.server.errors import ApiError
-from octavo.server.generation import Usage
-from octavo.server.ignored_fields import IgnoredFields
-from octavo.server.intake import BodyIntake
-from octavo.server.native_reading import NativeReader
-from octavo.server.protocol import RequestBody
-from octavo.server.quota import charge_of
-from octavo.server.reading import ReadAnswer
+from octavo.server.http.connection import EVENTS, EventStream, InFlight, WholeAnswer
+from octavo.server.http.intake import BodyIntake
 from octavo.server.route import json_response
+from octavo.server.tenants.auth import client_of
+from octavo.server.tenants.quota import charge_of
 
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,128})?")

@@ -27,12 +27,12 @@ from octavo.engine.live import LiveView, describe_block, describe_request
 from octavo.errors import shortened
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.auth import AdminAccess
-from octavo.server.connection import EventStream, InFlight
+from octavo.server.answer_json import json_bytes
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
-from octavo.server.generation import json_bytes
+from octavo.server.http.connection import EventStream, InFlight
 from octavo.server.route import Endpoint, json_response
+from octavo.server.tenants.auth import AdminAccess
 
 INTERVAL_S = 0.1
 MOST_PAGES = 8

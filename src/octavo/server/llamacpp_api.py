@@ -7,16 +7,16 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import RequestError
-from octavo.server.auth import client_of
+from octavo.server.answers.generation import AT_ONCE
+from octavo.server.answers.llamacpp import LlamaCppAnswer, error_event, properties
+from octavo.server.answers.logprobs import TokenTexts
+from octavo.server.bodies.llamacpp_body import LlamaCppBody
+from octavo.server.bodies.reading import CompletionRequest
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import AT_ONCE
 from octavo.server.handling import Handling
-from octavo.server.llamacpp import LlamaCppAnswer, error_event, properties
-from octavo.server.llamacpp_body import LlamaCppBody
-from octavo.server.logprobs import TokenTexts
-from octavo.server.reading import CompletionRequest
+from octavo.server.http.turnstile import Turnstile
 from octavo.server.route import Endpoint, json_response
-from octavo.server.turnstile import Turnstile
+from octavo.server.tenants.auth import client_of
 
 
 class LlamaCppApi:

@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
-from octavo.server.auth import client_of
-from octavo.server.embeddings import Embeddings
+from octavo.server.answer_json import json_bytes
+from octavo.server.answers.embeddings import Embeddings
+from octavo.server.answers.logprobs import TokenTexts
+from octavo.server.answers.ollama import LINES, OllamaAnswer, OllamaEmbedAnswer, embeddings, error_line, line
+from octavo.server.bodies.native_reading import NamedModel, ReadEmpty
+from octavo.server.bodies.ollama_body import OllamaGenerationBody, now
+from octavo.server.bodies.reading import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.engine_client import EngineClient
-from octavo.server.generation import json_bytes
 from octavo.server.handling import Handling
-from octavo.server.logprobs import TokenTexts
-from octavo.server.native_reading import NamedModel, ReadEmpty
-from octavo.server.ollama import LINES, OllamaAnswer, OllamaEmbedAnswer, embeddings, error_line, line
-from octavo.server.ollama_body import OllamaGenerationBody, now
-from octavo.server.reading import ChatRequest, EmbeddingRequest, ReadAnswer
 from octavo.server.route import Endpoint, json_response
+from octavo.server.tenants.auth import client_of
 
 # The tag that names have which the client gives none.
 _TAG = ":latest"

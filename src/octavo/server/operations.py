@@ -10,14 +10,14 @@ from starlette.responses import Response
 
 import octavo
 from octavo.errors import shortened
-from octavo.server.auth import AdminAccess
+from octavo.server.answer_json import json_bytes
 from octavo.server.config import ServerConfig
-from octavo.server.connection import InFlight
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import ApiError
-from octavo.server.generation import json_bytes
-from octavo.server.quota import Quotas
+from octavo.server.http.connection import InFlight
 from octavo.server.route import Endpoint, json_response
+from octavo.server.tenants.auth import AdminAccess
+from octavo.server.tenants.quota import Quotas
 
 # Maximum length of a damaged cache's audit in /health; the audit may name every block.
 _MAX_HEALTH_DETAIL = 1000
@@ -97,7 +97,7 @@ class Operations:
         if with_tenants not in self._metrics:
             # Imported at the first scrape, because importing prometheus_client takes a tenth of a second.
             from octavo.observe.metrics import MetricsPage
-            from octavo.server.tenant_metrics import TenantCollector
+            from octavo.server.tenants.metrics import TenantCollector
 
             stats, name = self._engine.stats, self._model_name
             others = [TenantCollector(self._quotas, stats, name)] if with_tenants else []

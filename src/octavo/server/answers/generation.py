@@ -1,0 +1,189 @@
+"""What the generation endpoints share: running a body's prompts on the engine, and token usage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from octavo.engine.outputs import GRAMMAR_TOO_COMPLEX, UNUSABLE_LOGITS, OutputKind, RequestOutput
+from octavo.request import RequestContext
+from octavo.sampling_params import SamplingParams
+from octavo.server.bodies.prompts import EncodedPrompt
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import GenerationFailedError, GrammarTooComplexError, StepFailedError
+from octavo.server.http.turnstile import Turnstile
+
+# Number of prompts that are started or aborted in one round of the event loop, over all bodies with several prompts;
+# and number of outputs of one body that are passed on before other tasks have a turn.
+AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The engine requests of one body: one per prompt.
+
+    Attributes:
+        model: the model's name as the client wrote it, which the response repeats.
+        context: the context of every prompt's request; its `request_id` is the response's id, from which the engine's
+            request ids are derived.
+        turnstile: limits how many prompts start at a time; shared with other bodies, and used if there are several.
+    """
+
+    model: str
+    prompts: list[EncodedPrompt]
+    params: SamplingParams
+    context: RequestContext
+    created: int = field(default_factory=lambda: int(time.time()))
+    turnstile: Turnstile = field(default_factory=lambda: Turnstile(AT_ONCE))
+
+    @property
+    def response_id(self) -> str:
+        return self.context.request_id or ""
+
+    def stream(self, engine: EngineClient, kind: OutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (prompt index, output) as they arrive; closing the iterator aborts unfinished requests.
+
+        Raises what the engine raises, and an `ApiError` if the engine ended a request because of a fault.
+        """
+
+        def start(index: int, context: RequestContext) -> AsyncIterator[RequestOutput]:
+            return engine.generate(self.prompts[index].token_ids, self.params, context, output_kind=kind)
+
+        def start_one_of_many(index: int) -> AsyncIterator[RequestOutput]:
+            return start(index, replace(self.context, request_id=f"{self.response_id}-{index}"))
+
+        if len(self.prompts) == 1:
+            return _numbered(start(0, self.context))
+        size = max(1, self.params.num_sequences // AT_ONCE)
+        return _merged(len(self.prompts), start_one_of_many, self.turnstile, size)
+
+    async def results(self, engine: EngineClient) -> list[RequestOutput]:
+        """Run all prompts and return their final outputs, in order."""
+        async with aclosing(self.stream(engine, OutputKind.FINAL)) as outputs:
+            finals = {index: output async for index, output in outputs}
+        return [finals[index] for index in range(len(self.prompts))]
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    if (aclose := getattr(stream, "aclose", None)) is not None:
+        await aclose()
+
+
+def _refuse_faulty(output: RequestOutput) -> None:
+    if output.error == UNUSABLE_LOGITS:
+        raise GenerationFailedError
+    if output.error == GRAMMAR_TOO_COMPLEX:
+        raise GrammarTooComplexError(output.error_reason)
+    if output.error is not None:
+        raise StepFailedError(output.request_id)
+
+
+async def _numbered(stream: AsyncIterator[RequestOutput]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        async for output in stream:
+            _refuse_faulty(output)
+            yield 0, output
+    finally:
+        await _close(stream)
+
+
+async def _merged(
+    count: int, start_stream: Callable[[int], AsyncIterator[RequestOutput]], turnstile: Turnstile, size: int
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Start streams and merge their outputs in order of arrival; the first error ends all streams.
+
+    Each stream takes `size` of the turnstile's places when it starts and when it is cancelled.
+    """
+    # Bounded, so that outputs for a slow client wait in the engine's streams, which are bounded too.
+    arrivals: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(AT_ONCE)
+
+    async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async for output in stream:
+                _refuse_faulty(output)
+                await arrivals.put((index, output))
+            await arrivals.put(None)
+        except Exception as error:
+            await arrivals.put(error)
+        finally:
+            await _close(stream)
+
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for index in range(count):
+            await turnstile.turn(size)
+            pumps.append(asyncio.ensure_future(pump(index, start_stream(index))))
+
+    starting = asyncio.ensure_future(start())
+    running, taken = count, 0
+    try:
+        while running:
+            arrival = await arrivals.get()
+            taken += 1
+            if taken % AT_ONCE == 0:
+                # Getting from a queue that is not empty lets no other task run.
+                await asyncio.sleep(0)
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                running -= 1
+            else:
+                yield arrival
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await _end_in_turns(pumps, turnstile, size)
+
+
+async def _end_in_turns(tasks: list[asyncio.Task[None]], turnstile: Turnstile, size: int) -> None:
+    """Cancel tasks a few at a time and wait for them: aborting a thousand requests takes tens of milliseconds."""
+    running = [task for task in tasks if not task.done()]
+    try:
+        for task in running:
+            await turnstile.turn(size)
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+    except asyncio.CancelledError:
+        # A caller that is cancelled while it waits must leave nothing running.
+        for task in running:
+            task.cancel()
+        raise
+
+
+class Usage:
+    """Token usage of one response, over all its prompts and choices."""
+
+    def __init__(self, prompts: list[EncodedPrompt]) -> None:
+        self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.completion_tokens = 0
+        self._cached_tokens = [0] * len(prompts)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count the tokens of a delta output."""
+        self.add_prompt(prompt_index, output)
+        for choice in output.outputs:
+            self.completion_tokens += len(choice.token_ids)
+
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count a prompt's cached tokens."""
+        self._cached_tokens[prompt_index] = output.num_cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of prompt tokens found in the prefix cache, as far as known yet."""
+        return sum(self._cached_tokens)
+
+    def report(self) -> dict[str, Any]:
+        """Return OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

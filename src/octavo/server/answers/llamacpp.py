@@ -1,0 +1,203 @@
+"""The answer of llama.cpp's `POST /completion`, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from octavo.engine.outputs import CompletionOutput, OutputKind, RequestOutput
+from octavo.request import FinishReason
+from octavo.sampling_params import SamplingParams
+from octavo.server.answer_json import (
+    dumps,
+    event,
+    json_bytes,
+    json_pieces,
+    offload,
+    weight_of,
+    weight_of_all,
+)
+from octavo.server.answers.generation import Job, Usage
+from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
+from octavo.server.bodies.llamacpp_body import LlamaCppBody
+from octavo.server.bodies.reading import CompletionRequest
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.http.turnstile import Turnstile
+from octavo.server.ids import new_id
+from octavo.server.tenants.keys import Client
+
+
+class LlamaCppAnswer:
+    """One completion; several prompts become a list of answers."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        texts: TokenTexts,
+        read: CompletionRequest,
+        client: Client,
+        traceparent: str | None,
+        turnstile: Turnstile,
+    ) -> None:
+        assert isinstance(read.origin, LlamaCppBody)
+        self._engine = engine
+        self._texts = texts
+        self._body = read.origin
+        context = replace(client.context(new_id("cmpl"), read.body.priority, read.cache_salt), traceparent=traceparent)
+        self._job = Job(read.model, read.prompts, read.params, context, turnstile=turnstile)
+        self._usages = [Usage([prompt]) for prompt in read.prompts]
+        self.usage = Usage(read.prompts)
+
+    async def whole(self) -> list[bytes]:
+        outputs = await self._job.results(self._engine)
+        weight = weight_of_all(outputs) + sum(len(output.prompt_ids) for output in outputs)
+        return await offload(weight, lambda: self._assemble(outputs))
+
+    def _assemble(self, outputs: list[RequestOutput]) -> list[bytes]:
+        answers = []
+        for index, output in enumerate(outputs):
+            self._count(index, output)
+            (completion,) = output.outputs
+            answers.append(json_pieces({**self._told(index, completion), **self._ending(index, output, completion)}))
+        if len(answers) == 1:
+            return answers[0]
+        parted = [piece for index, pieces in enumerate(answers) for piece in (b"," if index else b"[", *pieces)]
+        return [*parted, b"]"]
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events: one for each output of the engine."""
+        async with aclosing(self._job.stream(self._engine, OutputKind.DELTA)) as outputs:
+            async for index, output in outputs:
+                # The last event repeats the prompt.
+                weight = weight_of(output) + len(output.prompt_ids) * output.finished
+                yield await offload(weight, partial(self._events_of, index, output))
+
+    def _events_of(self, index: int, output: RequestOutput) -> bytes:
+        self._count(index, output)
+        events = []
+        for completion in output.outputs:
+            told = {**self._told(index, completion), **self._counts(index)}
+            if completion.text or completion.token_ids:
+                events.append(event(dumps({**told, "stop": False})))
+            if output.finished:
+                ending = {"content": "", "tokens": [], **self._ending(index, output, completion)}
+                events.append(event(dumps({"index": index, **ending})))
+        return "".join(events).encode()
+
+    def _count(self, index: int, output: RequestOutput) -> None:
+        self.usage.add(index, output)
+        self._usages[index].add(0, output)
+
+    def _told(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "index": index,
+            "content": completion.text,
+            "tokens": completion.token_ids if self._body.return_tokens else [],
+            "id_slot": -1,
+        }
+        if completion.logprobs is not None:
+            told["completion_probabilities"] = self._probabilities(completion)
+        return told
+
+    def _probabilities(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        given = completion.logprobs or []
+        entries = chat_logprobs(self._texts, completion.token_ids, given)["content"] or []
+        for token_id, logprobs, entry in zip(completion.token_ids, given, entries, strict=True):
+            entry["id"] = token_id
+            for (other, _), alternative in zip(logprobs.top, entry["top_logprobs"], strict=True):
+                alternative["id"] = other
+        return entries
+
+    def _counts(self, index: int) -> dict[str, int]:
+        usage = self._usages[index]
+        return {"tokens_predicted": usage.completion_tokens, "tokens_evaluated": usage.prompt_tokens}
+
+    def _ending(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        prompt = self._job.prompts[index]
+        text = prompt.text
+        if text is None:
+            text = self._engine.tokenizer.decode(list(prompt.token_ids), False)
+        word = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
+        return {
+            "id_slot": -1,
+            "stop": True,
+            "model": self._job.model,
+            **self._counts(index),
+            "tokens_cached": self._usages[index].cached_tokens,
+            "generation_settings": settings(self._job.params),
+            "prompt": text,
+            "truncated": False,
+            "stop_type": _stop_type(completion, word),
+            "stopping_word": word,
+            "timings": timings(output, self._usages[index]),
+        }
+
+
+def _stop_type(completion: CompletionOutput, word: str) -> str:
+    if completion.finish_reason is FinishReason.LENGTH:
+        return "limit"
+    if completion.finish_reason is FinishReason.STOP:
+        return "word" if word else "eos"
+    return "none"
+
+
+def settings(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters under llama.cpp's names."""
+    return {
+        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": list(params.stop),
+        "ignore_eos": params.ignore_eos,
+        "n_probs": params.logprobs or 0,
+    }
+
+
+def timings(output: RequestOutput, usage: Usage) -> dict[str, float]:
+    """Return the speeds of an answer that has ended."""
+    times, ended = output.times, time.monotonic()
+    computed = usage.prompt_tokens - usage.cached_tokens
+    prompt_ms = 0.0 if times is None else (times.first_token - times.admitted) * 1e3
+    predicted_ms = 0.0 if times is None else (ended - times.first_token) * 1e3
+    return {
+        "cache_n": usage.cached_tokens,
+        **_speed("prompt", computed, prompt_ms),
+        **_speed("predicted", usage.completion_tokens, predicted_ms),
+    }
+
+
+def _speed(what: str, count: int, milliseconds: float) -> dict[str, float]:
+    return {
+        f"{what}_n": count,
+        f"{what}_ms": milliseconds,
+        f"{what}_per_token_ms": milliseconds / max(1, count),
+        f"{what}_per_second": count * 1e3 / milliseconds if milliseconds else 0.0,
+    }
+
+
+def error_event(error: ApiError) -> bytes:
+    """Format an error in a stream, in the form of llama.cpp's API."""
+    return b"data: " + error.llamacpp_body() + b"\n\n"
+
+
+def properties(names: tuple[str, ...], max_model_len: int, template: str, version: str) -> bytes:
+    """Return the answer of `GET /props`."""
+    told = {
+        "default_generation_settings": {"n_ctx": max_model_len, "params": settings(SamplingParams(max_tokens=None))},
+        "model_alias": names[0],
+        "chat_template": template,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"octavo {version}",
+    }
+    return json_bytes(told)

@@ -1,0 +1,122 @@
+"""`POST /v1/messages`: Anthropic's API, translated to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from octavo.engine.outputs import RequestOutput
+from octavo.request import FinishReason
+from octavo.server.answer_json import dumps, json_pieces, offload
+from octavo.server.answers.blocks import Block, BlockKind, Change, Closed, Grew, Opened
+from octavo.server.answers.generation import Usage
+from octavo.server.answers.single_chat import SingleChat
+from octavo.server.bodies.messages_body import arguments_object
+from octavo.server.bodies.reading import ChatRequest
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.ids import new_id
+from octavo.server.tenants.keys import Client
+
+
+class MessagesAnswer:
+    """One message, answered whole or as a stream."""
+
+    def __init__(self, engine: EngineClient, read: ChatRequest, client: Client, traceparent: str | None) -> None:
+        self._chat = SingleChat(engine, read, client, new_id("msg"), traceparent)
+
+    @property
+    def usage(self) -> Usage:
+        return self._chat.usage
+
+    async def whole(self) -> list[bytes]:
+        output = await self._chat.whole()
+        return await offload(self._chat.weight(output), lambda: self._assemble(output))
+
+    def _assemble(self, output: RequestOutput) -> list[bytes]:
+        self._chat.read(output)
+        content = [{**_opening(block), **_whole(block)} for block in self._chat.blocks.all]
+        return json_pieces({**self._head(content), **self._ending(), "usage": self._usage()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield Anthropic's events: one chunk of bytes per output of the engine."""
+        begun = False
+        async with aclosing(self._chat.outputs()) as outputs:
+            async for output in outputs:
+                yield await offload(self._chat.weight(output), partial(self._events_of, output, first=not begun))
+                begun = True
+        ending = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        yield (_event(ending) + _event({"type": "message_stop"})).encode()
+
+    def _events_of(self, output: RequestOutput, *, first: bool) -> bytes:
+        changes = self._chat.read(output)
+        told = [_event(_told(change)) for change in changes]
+        if first:
+            message = {**self._head([]), "stop_reason": None, "stop_sequence": None}
+            usage = {**self._usage(), "output_tokens": 0}
+            told.insert(0, _event({"type": "message_start", "message": {**message, "usage": usage}}))
+        return "".join(told).encode()
+
+    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        job = self._chat.job
+        return {"id": job.response_id, "type": "message", "role": "assistant", "model": job.model, "content": content}
+
+    def _ending(self) -> dict[str, Any]:
+        completion = self._chat.completion
+        if self._chat.calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if completion.finish_reason is FinishReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._chat.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+def _opening(block: Block) -> dict[str, Any]:
+    """Return a block before it has any content."""
+    if block.kind is BlockKind.CALL:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return {"input": arguments_object(block.text)}
+    return {"thinking" if block.kind is BlockKind.REASONING else "text": block.text}
+
+
+def _told(change: Change) -> dict[str, Any]:
+    match change:
+        case Opened(block):
+            return {"type": "content_block_start", "index": block.index, "content_block": _opening(block)}
+        case Grew(block, text):
+            kinds = {
+                BlockKind.TEXT: {"type": "text_delta", "text": text},
+                BlockKind.REASONING: {"type": "thinking_delta", "thinking": text},
+                BlockKind.CALL: {"type": "input_json_delta", "partial_json": text},
+            }
+            return {"type": "content_block_delta", "index": block.index, "delta": kinds[block.kind]}
+        case Closed(block):
+            return {"type": "content_block_stop", "index": block.index}
+
+
+def _event(fields: dict[str, Any]) -> str:
+    return f"event: {fields['type']}\ndata: {dumps(fields)}\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """Format an error in a stream, in the form of Anthropic's API."""
+    return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"

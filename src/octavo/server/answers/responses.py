@@ -1,0 +1,286 @@
+"""`POST /v1/responses`: OpenAI's newer API, translated to a chat."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from octavo.engine.outputs import RequestOutput
+from octavo.request import FinishReason
+from octavo.server.answer_json import (
+    ascii_bytes,
+    free,
+    json_bytes,
+    json_pieces,
+    offload,
+)
+from octavo.server.answers.blocks import Block, BlockKind, Change, Closed, Grew, Opened
+from octavo.server.answers.generation import Usage
+from octavo.server.answers.logprobs import PartLogprobs, TokenTexts
+from octavo.server.answers.response_store import StoredResponse
+from octavo.server.answers.single_chat import SingleChat
+from octavo.server.bodies.reading import ChatRequest
+from octavo.server.bodies.response_items import output_id, response_id_of
+from octavo.server.bodies.responses_body import ResponsesBody
+from octavo.server.engine_client import EngineClient
+from octavo.server.errors import ApiError
+from octavo.server.tenants.keys import Client
+
+_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+# Fields of the body that the response repeats, with the values it reports if they are not given.
+_REPEATED: dict[str, Any] = {
+    "previous_response_id": None,
+    "max_output_tokens": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "user": None,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "metadata": {},
+    "truncation": "disabled",
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+}
+
+
+class ResponseAnswer:
+    """One response, answered whole or as a stream.
+
+    Args:
+        store: called with the id and the complete response, unless the body has `store: false`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        texts: TokenTexts,
+        read: ChatRequest,
+        client: Client,
+        traceparent: str | None,
+        store: Callable[[str, StoredResponse], None],
+    ) -> None:
+        assert isinstance(read.origin, ResponsesBody)
+        self._body = read.origin
+        self._items = read.items
+        self._instructions = read.instructions
+        self._chat = SingleChat(engine, read, client, read.request_id, traceparent)
+        self._store = store
+        self._number = 0
+        self._id = response_id_of(read.request_id)
+        self._arriving: PartLogprobs | None = None
+        if read.params.logprobs is not None:
+            self._arriving = PartLogprobs(texts, skip_special_tokens=read.params.skip_special_tokens)
+        # The log-probabilities of each text, by its block's index.
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+
+    @property
+    def usage(self) -> Usage:
+        return self._chat.usage
+
+    async def whole(self) -> list[bytes]:
+        output = await self._chat.whole()
+        try:
+            pieces, stored = await offload(self._chat.weight(output), lambda: self._assemble(output))
+        finally:
+            self._free()
+        self._keep(stored)
+        return pieces
+
+    def _assemble(self, output: RequestOutput) -> tuple[list[bytes], StoredResponse | None]:
+        for change in self._read(output):
+            self._logprobs_of(change)
+        pieces = json_pieces(self._response(self._ending()))
+        return pieces, self._to_store(pieces)
+
+    def _to_store(self, response: list[bytes]) -> StoredResponse | None:
+        if not self._body.is_stored:
+            return None
+        # Without the log-probabilities, which no later response uses.
+        output = json_bytes([self._item(block, logprobs=()) for block in self._chat.blocks.all])[1:-1]
+        items = b",".join(part for part in (self._items, output) if part)
+        return StoredResponse(b"".join(response), items, len(self._items))
+
+    def _keep(self, stored: StoredResponse | None) -> None:
+        if stored is not None:
+            self._store(self._id, stored)
+
+    def _free(self) -> None:
+        if self._logprobs:
+            lists, self._logprobs = list(self._logprobs.values()), {}
+            asyncio.get_running_loop().run_in_executor(None, free, lists)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield OpenAI's events: one chunk of bytes per output of the engine."""
+        begun = False
+        try:
+            async with aclosing(self._chat.outputs()) as outputs:
+                async for output in outputs:
+                    weight = self._chat.weight(output) + (self._weight() if output.finished else 0)
+                    yield await offload(weight, partial(self._events_of, output, first=not begun))
+                    begun = True
+            last, stored = await offload(self._weight(), self._end)
+            self._keep(stored)
+            yield last
+        finally:
+            self._free()
+
+    def _end(self) -> tuple[bytes, StoredResponse | None]:
+        status = self._ending()
+        response = self._response(status)
+        return self._event(f"response.{status}", response=response), self._to_store(json_pieces(response))
+
+    def _weight(self) -> int:
+        """Estimate how many small objects the whole response has."""
+        logprobs = sum(
+            len(entries) * (1 + len(entries[0]["top_logprobs"])) for entries in self._logprobs.values() if entries
+        )
+        return logprobs + sum(len(block.pieces) for block in self._chat.blocks.all)
+
+    def _events_of(self, output: RequestOutput, *, first: bool) -> bytes:
+        told: list[bytes] = []
+        if first:
+            begun = self._response("in_progress")
+            told += [
+                self._event("response.created", response=begun),
+                self._event("response.in_progress", response=begun),
+            ]
+        for change in self._read(output):
+            told += self._told(change, self._logprobs_of(change))
+        return b"".join(told)
+
+    def _read(self, output: RequestOutput) -> list[Change]:
+        if self._arriving is not None:
+            for completion in output.outputs:
+                self._arriving.add(completion.token_ids, completion.logprobs or ())
+        return self._chat.read(output)
+
+    def _logprobs_of(self, change: Change) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens by which a text has grown."""
+        if self._arriving is None or not isinstance(change, Grew) or change.block.kind is not BlockKind.TEXT:
+            return []
+        taken = self._arriving.take(change.end - len(change.text), change.end)
+        self._logprobs.setdefault(change.block.index, []).extend(taken)
+        return taken
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Format an error in the stream, with the fields of OpenAI's reference and with `error`, which clients read."""
+        told = error.fields()
+        beside = {name: told[name] for name in ("code", "message", "param")}
+        return self._event("error", **beside, error=told)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        told = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        # Only log-probabilities make an event so long that it must be encoded in pieces.
+        pieces = json_pieces(told, ascii_bytes) if self._logprobs else [ascii_bytes(told)]
+        return b"".join((f"event: {kind}\ndata: ".encode(), *pieces, b"\n\n"))
+
+    def _told(self, change: Change, grown: list[dict[str, Any]]) -> list[bytes]:
+        block = change.block
+        where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        name = {BlockKind.TEXT: "output_text", BlockKind.REASONING: "reasoning_text"}.get(block.kind)
+        if name is None:
+            return self._told_of_call(change, where)
+        part = where | {"content_index": 0}
+
+        def logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            return {"logprobs": entries} if block.kind is BlockKind.TEXT else {}
+
+        whole = self._logprobs.get(block.index, [])
+        match change:
+            case Opened(block):
+                opened = self._event(
+                    "response.output_item.added", output_index=block.index, item=self._item(block, whole=False)
+                )
+                return [opened, self._event("response.content_part.added", **part, part=_part(block, "", ()))]
+            case Grew(_, text):
+                return [self._event(f"response.{name}.delta", **part, delta=text, **logprobs(grown))]
+            case Closed(block):
+                return [
+                    self._event(f"response.{name}.done", **part, text=block.text, **logprobs(whole)),
+                    self._event("response.content_part.done", **part, part=_part(block, block.text, whole)),
+                    self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
+                ]
+
+    def _told_of_call(self, change: Change, where: dict[str, Any]) -> list[bytes]:
+        kind = "response.function_call_arguments"
+        match change:
+            case Opened(block):
+                item = self._item(block, whole=False)
+                return [self._event("response.output_item.added", output_index=block.index, item=item)]
+            case Grew(_, text):
+                return [self._event(f"{kind}.delta", **where, delta=text)]
+            case Closed(block):
+                return [
+                    self._event(f"{kind}.done", **where, name=block.name, arguments=block.text),
+                    self._event("response.output_item.done", output_index=block.index, item=self._item(block)),
+                ]
+
+    def _item_id(self, block: Block) -> str:
+        return output_id(_PREFIXES[block.kind], self._id, block.index)
+
+    def _item(
+        self, block: Block, *, whole: bool = True, logprobs: Sequence[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        text = block.text if whole else ""
+        head: dict[str, Any] = {"id": self._item_id(block), "status": self._status(block) if whole else "in_progress"}
+        if block.kind is BlockKind.CALL:
+            called = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
+            return head | called
+        entries = self._logprobs.get(block.index, ()) if logprobs is None else logprobs
+        content = [_part(block, text, entries)] if whole else []
+        if block.kind is BlockKind.REASONING:
+            return head | {"type": "reasoning", "summary": [], "content": content}
+        return head | {"type": "message", "role": "assistant", "content": content}
+
+    def _status(self, block: Block) -> str:
+        """Return the status of an item that has ended: only the last one can have been cut off."""
+        return self._ending() if block is self._chat.blocks.all[-1] else "completed"
+
+    def _output(self) -> list[dict[str, Any]]:
+        return [self._item(block) for block in self._chat.blocks.all]
+
+    def _ending(self) -> str:
+        return "incomplete" if self._chat.completion.finish_reason is FinishReason.LENGTH else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        job, running = self._chat.job, status == "in_progress"
+        given = {name: getattr(self._body, name) for name in _REPEATED}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": job.created,
+            "completed_at": None if running else int(time.time()),
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": self._instructions,
+            "model": job.model,
+            **{name: default if given[name] is None else given[name] for name, default in _REPEATED.items()},
+            "store": self._body.is_stored,
+            "background": False,
+            "output": [] if running else self._output(),
+            "usage": None if running else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._chat.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def _part(block: Block, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,229 @@
+"""The body of `POST /v1/messages`, Anthropic's API, and its translation into a chat.
+
+system, messages      ->  messages: tool results become messages of the role "tool", tool uses calls of an assistant's
+tools, tool_choice    ->  tools, tool_choice, parallel_tool_calls
+stop_sequences        ->  stop
+thinking              ->  chat_template_kwargs.enable_thinking
+output_config         ->  response_format, reasoning_effort
+cache_control         ->  kept in place: it pins the prefix up to there in the cache; of the body, the whole prompt
+
+Parts and calls are checked here, because an error names a place in the body, and messages are numbered anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from octavo.errors import RequestError, shown
+from octavo.server.bodies.pinning import check_mark
+from octavo.server.bodies.prompts import check_part
+from octavo.server.bodies.protocol import Objects, RequestBody, Texts
+
+
+class CountTokensBody(RequestBody):
+    """`POST /v1/messages/count_tokens`."""
+
+    messages: Objects
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older place of output_config.format
+    cache_control: dict[str, Any] | None = None
+
+    mcp_servers: Any = None
+    container: Any = None
+
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "structured_outputs": "output_config.format",
+        "continue_final_message": "messages",
+        "stop": "stop_sequences",
+        "prompt": "messages",
+    }
+    bulky: ClassVar[tuple[str, ...]] = (
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "output_config",
+        "output_format",
+        "cache_control",
+    )
+    unsupported: ClassVar[tuple[str, ...]] = ("mcp_servers", "container")
+
+    def chat(self) -> dict[str, Any]:
+        """Return the fields of the equivalent chat body; raise `RequestError` naming a field without counterpart."""
+        self.refuse_unsupported()
+        fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        fields |= _tool_choice(self.tool_choice)
+        if self.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.get("type") in ("enabled", "adaptive")}
+        config = self.output_config or {}
+        fields["reasoning_effort"] = config.get("effort")
+        fields["response_format"] = _response_format(config.get("format") or self.output_format)
+        # If the last message is the assistant's, the answer continues it.
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            fields["continue_final_message"] = True
+        return fields
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            if isinstance(self.system, list):
+                for i, part in enumerate(self.system):
+                    check_part(part, f"system[{i}]")
+                    check_mark(part, f"system[{i}]")
+            messages.append({"role": "system", "content": self.system})
+        for i, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{i}]")
+        if self.cache_control is not None and messages:
+            messages[-1] = {"cache_control": self.cache_control, **messages[-1]}
+        return messages
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    names: ClassVar[tuple[str, ...]] = ("model", "service_tier")
+    bulky: ClassVar[tuple[str, ...]] = (*CountTokensBody.bulky, "stop_sequences", "metadata")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    def chat(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "metadata")}
+        return {**super().chat(), **fields, "stop": self.stop_sequences}
+
+
+def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Convert one message, into several if it holds tool results."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role must be 'user' or 'assistant', got {shown(role)}", param=f"{where}.role")
+    check_mark(message, where)
+    if isinstance(content, str):
+        return [message]
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where}.content must be a string or a list of blocks, got {shown(content)}", param=f"{where}.content"
+        )
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thinking: list[str] = []
+    for i, block in enumerate(content):
+        at = f"{where}.content[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            check_mark(block, at)
+        if kind == "tool_result":
+            results.append(_tool_result(block, at))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, at))
+        elif kind == "thinking" and role == "assistant":
+            thinking.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            check_part(block, at)
+            parts.append(block)
+    told: dict[str, Any] = {"role": role, "content": parts}
+    if calls:
+        told["tool_calls"] = calls
+        # The block marked to be cached may be a call, which is not among the parts.
+        told["cache_control"] = next((b["cache_control"] for b in content if b.get("cache_control")), None)
+    if thinking:
+        told["reasoning_content"] = "\n".join(thinking)
+    return results + ([told] if parts or calls or thinking or not results else [])
+
+
+def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    identifier = block.get("tool_use_id")
+    if not isinstance(identifier, str):
+        raise RequestError(f"{where}.tool_use_id is required", param=f"{where}.tool_use_id")
+    _check_texts(block.get("content"), f"{where}.content")
+    result = {"role": "tool", "tool_call_id": identifier, "content": block.get("content") or ""}
+    return result if block.get("cache_control") is None else {**result, "cache_control": block["cache_control"]}
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}.input must be an object", param=f"{where}.input")
+    if not isinstance(name := block.get("name"), str) or not name:
+        raise RequestError(f"{where}.name must be the name of a tool, got {shown(name)}", param=f"{where}.name")
+    function = {"name": name, "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _check_texts(content: Any, where: str) -> None:
+    """Check a content that is a text, or a list of text parts; None is no content."""
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            check_part(part, f"{where}[{i}]")
+    elif not isinstance(content, str | None):
+        raise RequestError(f"{where} must be a string or a list of text parts", param=where)
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"{where} of type {shown(tool['type'])} is not supported by this server, only 'custom'", param=where
+        )
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _response_format(form: Any) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestError(
+            'output_config.format must be {"type": "json_schema", "schema": {…}}', param="output_config.format"
+        )
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    fields: dict[str, Any] = {}
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    if kind == "tool":
+        return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
+    known = {"auto": "auto", "any": "required", "none": "none"}
+    if not isinstance(kind, str) or kind not in known:
+        raise RequestError(
+            f'tool_choice.type must be "auto", "any", "tool" or "none", got {shown(kind)}', param="tool_choice"
+        )
+    return {**fields, "tool_choice": known[kind]}
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Parse a call's arguments as an object; text that is not a JSON object becomes its only member."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}

@@ -1,0 +1,156 @@
+"""Reads the bodies of Ollama's and llama.cpp's own APIs, which become chats, completions and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.errors import shortened
+from octavo.sampling_params import SamplingParams
+from octavo.server.answer_json import json_bytes
+from octavo.server.bodies.foreign_fields import LLAMACPP_DEFAULTS, OLLAMA_DEFAULTS, translate
+from octavo.server.bodies.llamacpp_body import LlamaCppBody
+from octavo.server.bodies.ollama_body import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaGenerationBody,
+    OllamaModelBody,
+)
+from octavo.server.bodies.parsing import MOST_NOTED, drop_unknown, named_as, validated
+from octavo.server.bodies.prompts import EncodedPrompt, split_prompts
+from octavo.server.bodies.protocol import ChatBody, CompletionBody, EmbeddingBody, RequestBody
+from octavo.server.bodies.reading import (
+    BodyReader,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ReadAnswer,
+    about,
+    without_bulk,
+)
+from octavo.text.prompt_checks import check_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEmpty:
+    """A body of Ollama's embeddings without any input, whose answer is empty."""
+
+    body: RequestBody
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A body that names a model that is served."""
+
+    body: OllamaModelBody
+    name: str
+
+
+class NativeReader(BodyReader):
+    """A `BodyReader` for these APIs too."""
+
+    def ollama_chat(self, raw: bytes) -> ChatRequest | ReadAnswer:
+        body, model = self._parse(OllamaChatBody, raw)
+        self._limits.check_messages(len(body.messages or ()))
+        fields = self._ollama_fields(body, body.chat())
+        if not body.messages:
+            return self._loaded(body, model, fields)
+        read = self._translated(body, model, fields)
+        return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
+
+    def ollama_generate(self, raw: bytes) -> ChatRequest | ReadAnswer:
+        body, model = self._parse(OllamaGenerateBody, raw)
+        fields = self._ollama_fields(body, body.chat())
+        if not body.prompt:
+            return self._loaded(body, model, {**fields, "messages": []})
+        if not body.raw and self._dialects.has_template:
+            read = self._translated(body, model, fields)
+        else:
+            read = self._plain(body, model, fields)
+        if body.context:
+            # The tokens of an earlier answer and its prompt.
+            check_token_ids(body.context, self._vocab_size, "context")
+            prompt = self._prompts.encode([*body.context, *read.prompt.token_ids], add_special_tokens=False)
+            read = replace(read, prompt=prompt)
+        return replace(read, params=self._cut_to_fit(read.params, [read.prompt]))
+
+    def _ollama_fields(self, body: OllamaGenerationBody, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the chat's fields with Ollama's names translated."""
+        with named_as(body.chat_names):
+            translate(fields, ChatBody.model_fields)
+        body.note_ignored(body.ignored + drop_unknown(ChatBody, fields, strict=self._strict))
+        self._default(fields, OLLAMA_DEFAULTS)
+        return fields
+
+    def _default(self, fields: dict[str, Any], defaults: Mapping[str, float]) -> None:
+        """Set sampling fields that neither the body nor the model states."""
+        for name, value in defaults.items():
+            if fields.get(name) is None and name not in self._default_sampling:
+                fields[name] = value
+
+    def _loaded(self, body: OllamaGenerationBody, model: str, fields: dict[str, Any]) -> ReadAnswer:
+        """Answer a body without a prompt, after checking its other fields."""
+        with named_as(body.chat_names):
+            validated(ChatBody, fields).sampling_params(self._vocab_size, self._limits)
+        return ReadAnswer(without_bulk(body), json_bytes(body.loaded(model)))
+
+    def _plain(self, body: OllamaGenerateBody, model: str, fields: dict[str, Any]) -> ChatRequest:
+        """Read a prompt that no template is applied to."""
+        with named_as(body.chat_names):
+            chat = self._with_defaults(validated(ChatBody, fields))
+            params = chat.sampling_params(self._vocab_size, self._limits)
+            prompt = self._prompts.encode(f"{body.system or ''}{body.prompt or ''}", not body.context)
+        return ChatRequest(without_bulk(chat), model, params, prompt, "", "", origin=without_bulk(body))
+
+    def ollama_embed(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
+        body, model = self._parse(OllamaEmbedBody, raw)
+        return self._ollama_embedding(body, model, body.input, cuts=body.truncate is not False)
+
+    def ollama_embeddings(self, raw: bytes) -> EmbeddingRequest | ReadEmpty:
+        body, model = self._parse(OllamaEmbeddingsBody, raw)
+        return self._ollama_embedding(body, model, body.prompt, cuts=True)
+
+    def _ollama_embedding(
+        self, body: OllamaEmbedBody | OllamaEmbeddingsBody, model: str, given: str | list[str] | None, *, cuts: bool
+    ) -> EmbeddingRequest | ReadEmpty:
+        body.note_ignored(body.ignored + _noted(body.options or {}))
+        dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
+        fields = EmbeddingBody(input=None, dimensions=dimensions)
+        fields.check(self._hidden_size, self._limits)
+        if not given:
+            return ReadEmpty(without_bulk(body), model)
+        prompts = split_prompts(given, "input")
+        kept = self._prompts.kept_tokens(-1, 0) if cuts else None
+        with about("input"):
+            self._limits.check_prompts(len(prompts), 1, "n")
+            encoded = [self._prompts.encode(prompt, True, kept=kept, keeps_end=False) for prompt in prompts]
+        return EmbeddingRequest(without_bulk(fields), model, encoded, "", origin=without_bulk(body))
+
+    def model(self, raw: bytes) -> NamedModel:
+        """Read a body that only names a model."""
+        body, _ = self._parse(OllamaModelBody, raw)
+        return NamedModel(body, self.served_name(body.model or body.name))
+
+    def llamacpp_completion(self, raw: bytes) -> CompletionRequest:
+        body, model = self._parse(LlamaCppBody, raw)
+        with named_as(body.completion_names):
+            fields = body.completion()
+            self._default(fields, LLAMACPP_DEFAULTS)
+            read = self._read_completion(validated(CompletionBody, fields), model, keeps_text=True)
+        return replace(read, origin=without_bulk(body), params=self._cut_to_fit(read.params, read.prompts))
+
+    def _cut_to_fit(self, params: SamplingParams, prompts: Sequence[EncodedPrompt]) -> SamplingParams:
+        """Cut the length of an answer to what the context has room for, as these servers do, instead of refusing it."""
+        room = max(1, self._max_model_len - max(len(prompt.token_ids) for prompt in prompts))
+        if params.max_tokens is None or params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room)
+
+
+def _noted(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of options as ignored fields."""
+    return tuple(shortened(f"options.{name}") for name in list(options)[:MOST_NOTED])

@@ -1,0 +1,397 @@
+"""Turns the bytes of a body into requests for the engine: checked here, rendered and tokenised in `encoding`.
+
+The code is pure, so it can run in any thread or process; `body_reading` decides where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+
+from octavo.errors import RequestError
+from octavo.limits import RequestLimits
+from octavo.sampling_params import SamplingParams
+from octavo.server.answer_json import json_bytes
+from octavo.server.bodies.dialects import Dialects, Speech
+from octavo.server.bodies.encoding import PromptEncoder
+from octavo.server.bodies.messages_body import CountTokensBody, MessagesBody
+from octavo.server.bodies.parsing import named_as, parse_body, validated
+from octavo.server.bodies.pinning import cache_marks
+from octavo.server.bodies.prompts import EncodedPrompt, checked_messages, split_prompts
+from octavo.server.bodies.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RequestBody,
+    TokenizeBody,
+)
+from octavo.server.bodies.response_items import page, references, resolved, response_id_of, response_of, with_ids
+from octavo.server.bodies.responses_body import ResponsesBody, repeatable
+from octavo.server.bodies.tool_use import checked_tools
+from octavo.server.engine_client import TokenizerLike
+from octavo.server.errors import ModelMissingError
+from octavo.server.ids import new_id
+from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.prompt_checks import check_token_ids
+
+Body = TypeVar("Body", bound=RequestBody)
+AnyGeneration = TypeVar("AnyGeneration", CompletionBody, ChatBody)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A completion body that was read; its bulky fields have been emptied.
+
+    Attributes:
+        origin: the body of another API that was translated into this one; None for OpenAI's.
+    """
+
+    body: CompletionBody
+    model: str
+    params: SamplingParams
+    prompts: list[EncodedPrompt]
+    cache_salt: str
+    origin: RequestBody | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat body that was read; its bulky fields have been emptied.
+
+    Attributes:
+        echoed: the text that `echo` puts before the answer.
+        speech: how the answer is to be parsed.
+        origin: the body of another API that was translated into this chat; None for chat completions.
+        items: all input items of a response, as the inside of a JSON list; empty if it is not to be stored.
+        instructions: the instructions of a response.
+        request_id: the id of a response, from which its items' ids are made.
+    """
+
+    body: ChatBody
+    model: str
+    params: SamplingParams
+    prompt: EncodedPrompt
+    echoed: str
+    cache_salt: str
+    speech: Speech = field(default_factory=Speech)
+    origin: RequestBody | None = None
+    items: bytes = b""
+    instructions: str | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """An embedding body that was read; its bulky fields have been emptied.
+
+    Attributes:
+        origin: the body of another API that was translated into this one; None for OpenAI's.
+    """
+
+    body: EmbeddingBody
+    model: str
+    prompts: list[EncodedPrompt]
+    cache_salt: str
+    origin: RequestBody | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """A body that was answered while it was read.
+
+    Attributes:
+        content: the answer's JSON.
+    """
+
+    body: RequestBody
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """A response's body that continues an earlier response or refers to its items, and cannot be read without them.
+
+    Attributes:
+        referenced: ids of the responses that items of the body refer to.
+    """
+
+    previous_response_id: str | None
+    referenced: tuple[str, ...]
+
+
+class BodyReader:
+    """Reads bodies for one model; it is immutable and can be pickled.
+
+    Every public method takes a body's bytes, and raises `ApiError` or `RequestError`, naming the field, if the body
+    cannot be served.
+
+    Args:
+        tokenizer: the model's tokenizer; if None, prompts must be token ids.
+        hidden_size: number of dimensions of an embedding.
+        names: names under which the model is served; the first is used if a body names none.
+        strict: refuse unknown fields instead of ignoring them.
+        default_sampling: values of sampling fields that a body does not give.
+        tool_call_parser, reasoning_parser: names of formats, or "auto" to detect them in the chat template.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TokenizerLike | None,
+        vocab_size: int,
+        hidden_size: int,
+        max_model_len: int,
+        limits: RequestLimits,
+        names: Sequence[str],
+        strict: bool = False,
+        default_sampling: Mapping[str, Any] | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._prompts = PromptEncoder(tokenizer, vocab_size, max_model_len)
+        self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
+        self._max_model_len = max_model_len
+        self._limits = limits
+        self._names = tuple(names)
+        self._strict = strict
+        self._default_sampling = dict(default_sampling or {})
+        template = "" if tokenizer is None else tokenizer.chat_template_text
+        self._dialects = Dialects(template, tool_call_parser, reasoning_parser)
+
+    def served_name(self, model: str | None) -> str:
+        """Return the model name for the response; if the client names none, the first served name."""
+        if model is None:
+            return self._names[0]
+        # Ollama's clients add this tag to names without one.
+        if model not in self._names and model.removesuffix(":latest") not in self._names:
+            raise ModelMissingError(model)
+        return model
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the format of the model's tool calls is known."""
+        return self._dialects.has_calls
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format of the model's reasoning is known."""
+        return self._dialects.has_reasoning
+
+    def completion(self, raw: bytes) -> CompletionRequest:
+        body, model = self._parse(CompletionBody, raw)
+        return self._read_completion(body, model, keeps_text=bool(body.echo))
+
+    def _read_completion(self, body: CompletionBody, model: str, *, keeps_text: bool) -> CompletionRequest:
+        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
+        given = split_prompts(body.prompt)
+        self._limits.check_prompts(len(given), params.num_sequences, params.width_param)
+        prompts = [
+            self._prompts.encode(prompt, body.add_special_tokens is not False, keeps_text=keeps_text, kept=kept)
+            for prompt in given
+        ]
+        return CompletionRequest(without_bulk(body), model, params, prompts, body.cache_salt or "")
+
+    def embedding(self, raw: bytes) -> EmbeddingRequest:
+        body, model = self._parse(EmbeddingBody, raw)
+        body.check(self._hidden_size, self._limits)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, 0)
+        given = split_prompts(body.input, "input")
+        with about("input"):
+            self._limits.check_prompts(len(given), 1, "n")
+            prompts = [
+                self._prompts.encode(prompt, body.add_special_tokens is not False, kept=kept) for prompt in given
+            ]
+        return EmbeddingRequest(without_bulk(body), model, prompts, body.cache_salt or "")
+
+    def chat(self, raw: bytes) -> ChatRequest:
+        body, model = self._parse(ChatBody, raw)
+        return self._read_chat(body, model)
+
+    def message(self, raw: bytes) -> ChatRequest:
+        body, model = self._parse(MessagesBody, raw)
+        self._limits.check_messages(len(body.messages))
+        return self._translated(body, model, body.chat())
+
+    def count_tokens(self, raw: bytes) -> ReadAnswer:
+        body, model = self._parse(CountTokensBody, raw)
+        self._limits.check_messages(len(body.messages))
+        chat = self._translated(body, model, body.chat())
+        return ReadAnswer(without_bulk(body), json_bytes({"input_tokens": len(chat.prompt.token_ids)}))
+
+    def response(self, raw: bytes) -> ChatRequest | FollowUp:
+        body, model = self._parse(ResponsesBody, raw)
+        referenced = dict.fromkeys(response_of(item_id) for item_id in references(body.items()).values())
+        if body.previous_response_id or referenced:
+            return FollowUp(body.previous_response_id or None, tuple(referenced))
+        return self._read_response(body, model)
+
+    def next_response(self, framed: bytes) -> ChatRequest:
+        """Read a response's body that continues others: `frame(items of the previous one, referenced items, body)`."""
+        before, referenced, raw = unframed(framed)
+        body, model = self._parse(ResponsesBody, raw)
+        return self._read_response(body, model, before, referenced)
+
+    def _read_response(
+        self, body: ResponsesBody, model: str, before: bytes = b"", referenced: bytes = b""
+    ) -> ChatRequest:
+        earlier = _items(before)
+        given = body.items()
+        with named_as(body.chat_names):
+            self._limits.check_messages(len(earlier) + len(given), "items")
+        request_id = new_id("resp")
+        given = with_ids(resolved(given, chain(earlier, _items(referenced))), response_id_of(request_id), earlier)
+        read = self._translated(body, model, body.chat(earlier + given))
+        items = (
+            b",".join(part for part in (before, repeatable("input", given)[1:-1]) if part) if body.is_stored else b""
+        )
+        return replace(read, items=items, instructions=body.instructions, request_id=request_id)
+
+    def input_items(self, framed: bytes) -> bytes:
+        """Return a page of a response's input items as JSON: `frame(items, query)`."""
+        items, query = unframed(framed)
+        return json_bytes(page(_items(items), from_json(query)))
+
+    def _translated(self, body: RequestBody, model: str, chat: dict[str, Any]) -> ChatRequest:
+        """Read the chat that another API's body was translated into; `origin` becomes that body."""
+        with named_as(body.chat_names):
+            read = self._read_chat(validated(ChatBody, {**chat, "model": model}), model)
+        return replace(read, origin=without_bulk(body))
+
+    def _read_chat(self, body: ChatBody, model: str) -> ChatRequest:
+        params = self._with_defaults(body).sampling_params(self._vocab_size, self._limits)
+        messages = checked_messages(body.messages, self._limits)
+        tools = checked_tools(body.tools, body.tool_choice, self._limits)
+        calls = self._dialects.calls_for(tools)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+            if body.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
+        if body.verbosity is not None:
+            variables.setdefault("verbosity", body.verbosity)
+        kept = self._prompts.kept_tokens(body.truncate_prompt_tokens, params.max_tokens or 1)
+        chat = self._dialects.chat(messages, tools)
+        prompt, text = self._prompts.render(body, chat, variables, cache_marks(body.messages), kept)
+        dialect = self._dialects.of_answer(calls, tools, text)
+        if constraint := self._dialects.constraint(dialect, tools, parallel=body.parallel_tool_calls is not False):
+            params = self._constrained(params, constraint)
+        elif params.structured_outputs is not None and (part := dialect.reasoning_part) is not None:
+            params = replace(params, structured_outputs=replace(params.structured_outputs, reasoning=part))
+        if dialect.keeps_special_tokens and body.skip_special_tokens is None:
+            params = replace(params, skip_special_tokens=False)
+        speech = Speech(dialect, body.parallel_tool_calls is False, body.include_reasoning is not False)
+        echoed = _echoed(body, messages)
+        return ChatRequest(without_bulk(body), model, params, prompt, echoed, body.cache_salt or "", speech)
+
+    def tokenize(self, raw: bytes) -> ReadAnswer:
+        body, _ = self._parse(TokenizeBody, raw)
+        if [body.prompt, body.content, body.messages].count(None) != 2:
+            raise RequestError("give either prompt or messages, or llama.cpp's content", param="prompt")
+        if body.messages is not None:
+            messages = checked_messages(body.messages, self._limits)
+            tools = checked_tools(body.tools, None, self._limits)
+            self._dialects.calls_for(tools)
+            chat = self._dialects.chat(messages, tools)
+            token_ids = list(self._prompts.render(body, chat, body.chat_template_kwargs or {})[0].token_ids)
+        elif body.content is not None:
+            token_ids = self._prompts.tokenize(body.content, bool(body.add_special))
+        else:
+            token_ids = self._prompts.tokenize(body.prompt or "", body.add_special_tokens is not False)
+        to_token = self._prompts.tokenizer.id_to_token
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": self._max_model_len,
+            "tokens": [self._piece(token_id) for token_id in token_ids] if body.with_pieces else token_ids,
+            "token_strs": [to_token(i) or "" for i in token_ids] if body.return_token_strs else None,
+        }
+        return ReadAnswer(without_bulk(body), json_bytes(answer))
+
+    def detokenize(self, raw: bytes) -> ReadAnswer:
+        body, _ = self._parse(DetokenizeBody, raw)
+        check_token_ids(body.tokens, self._vocab_size, "tokens")
+        # Special tokens are kept, so that /detokenize returns what was given to /tokenize.
+        text = self._prompts.tokenizer.decode(body.tokens, False)
+        # vLLM's name and llama.cpp's.
+        return ReadAnswer(without_bulk(body), json_bytes({"prompt": text, "content": text}))
+
+    def _piece(self, token_id: int) -> dict[str, Any]:
+        """Return a token in llama.cpp's form: its text, or its bytes where they are no text by themselves."""
+        raw = self._prompts.tokenizer.token_bytes(token_id)
+        try:
+            return {"id": token_id, "piece": raw.decode()}
+        except UnicodeDecodeError:
+            return {"id": token_id, "piece": list(raw)}
+
+    def _constrained(self, params: SamplingParams, constraint: StructuredOutputsParams) -> SamplingParams:
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "an answer that must call a tool cannot have another form too: leave out response_format",
+                param="tool_choice",
+            )
+        try:
+            self._limits.check_structured_outputs(constraint)
+            return replace(params, structured_outputs=constraint)
+        except RequestError as error:
+            raise RequestError(f"the grammar of these tools: {error}", param="tool_choice") from None
+
+    def _with_defaults(self, body: AnyGeneration) -> AnyGeneration:
+        # Beam search does not sample, and would refuse sampling parameters.
+        if not self._default_sampling or body.use_beam_search:
+            return body
+        missing = {name: value for name, value in self._default_sampling.items() if getattr(body, name) is None}
+        return body.model_copy(update=missing)
+
+    def _parse(self, body_type: type[Body], raw: bytes) -> tuple[Body, str]:
+        body = parse_body(body_type, raw, strict=self._strict)
+        body.check_names(self._limits)
+        return body, self.served_name(body.model)
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Make errors about a prompt name the field that it came from."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = param
+        raise
+
+
+def without_bulk(body: Body) -> Body:
+    return body.model_copy(update=dict.fromkeys(body.bulky))
+
+
+def _echoed(body: ChatBody, messages: list[dict[str, Any]]) -> str:
+    """Return what `echo` puts before the answer: the last message, if the answer continues it (as in vLLM)."""
+    continues = (
+        messages[-1]["role"] == "assistant" or body.add_generation_prompt is False or body.continue_final_message
+    )
+    return str(messages[-1]["content"]) if body.echo and continues else ""
+
+
+def _items(joined: bytes) -> list[Any]:
+    items: list[Any] = from_json(b"[" + joined + b"]")
+    return items
+
+
+def frame(*parts: bytes) -> tuple[bytes, ...]:
+    """Return the pieces which, joined, `unframed` splits into the parts again. No part is copied."""
+    return tuple(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
+
+
+def unframed(framed: bytes) -> list[bytes]:
+    parts, place = [], 0
+    while place < len(framed):
+        begin = place + 8
+        place = begin + int.from_bytes(framed[place:begin], "little")
+        parts.append(framed[begin:place])
+    return parts

@@ -1,0 +1,226 @@
+"""The body of `POST /v1/responses`, OpenAI's newer API, and its translation into a chat.
+
+instructions, the items of previous_response_id, input    ->  messages
+tools (flat), tool_choice, text.format, reasoning.effort  ->  tools, tool_choice, response_format, reasoning_effort
+text.verbosity                                            ->  verbosity
+max_output_tokens                                         ->  max_tokens
+include (message.output_text.logprobs), top_logprobs      ->  logprobs, top_logprobs
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from octavo.errors import RequestError, shown
+from octavo.server.bodies.prompts import ROLES
+from octavo.server.bodies.protocol import Objects, RequestBody, StreamOptions, Texts
+
+# Fields that have the same name and meaning in chat completions.
+_SAME = (
+    *("temperature", "top_p", "parallel_tool_calls", "user", "metadata", "prompt_cache_key", "safety_identifier"),
+    *("service_tier", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt"),
+    "chat_template_kwargs",
+)
+# Objects that the response repeats, several times if it is streamed; `tools` have limits of their own.
+REPEATED_OBJECTS = ("metadata", "text", "reasoning", "tool_choice")
+_strict_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+MOST_REPEATED_BYTES = 65_536
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+class ResponsesBody(RequestBody):
+    """`POST /v1/responses`. `input`: a string, or a list of items."""
+
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    # Of OpenAI's values only `message.output_text.logprobs` has an effect, which `top_logprobs` includes.
+    include: Texts | None = None
+    top_logprobs: int | None = None
+
+    # Extensions, as in chat completions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Texts | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Fields without effect here.
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    truncation: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    max_tool_calls: int | None = None  # applies only to OpenAI's built-in tools, which do not exist here
+
+    # OpenAI's fields that Octavo does not support.
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+
+    names: ClassVar[tuple[str, ...]] = (
+        *("model", "previous_response_id", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("truncation", "prompt_cache_retention"),
+    )
+    bulky: ClassVar[tuple[str, ...]] = (
+        *("input", "instructions", "stop", "cache_salt", "chat_template_kwargs", "include", "prompt_cache_options"),
+    )
+    unsupported: ClassVar[tuple[str, ...]] = ("background", "conversation", "prompt")
+
+    chat_names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+        "response_format": "text.format",
+        "structured_outputs": "text.format",
+        "messages": "input",
+        "prompt": "input",
+    }
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the input as a list of items; raise `RequestError` for an invalid form."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        if not isinstance(self.input, list) or not all(isinstance(item, dict) for item in self.input):
+            raise RequestError("input must be a string or a list of items", param="input")
+        return self.input
+
+    def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of the equivalent chat body for all items; raise `RequestError` naming the field."""
+        self.refuse_unsupported()
+        for name in REPEATED_OBJECTS:
+            if (size := len(repeatable(name, getattr(self, name)))) > MOST_REPEATED_BYTES:
+                raise RequestError(
+                    f"{name} has {size} bytes of JSON, but at most {MOST_REPEATED_BYTES} are repeated in a response",
+                    param=name,
+                )
+        repeatable("tools", self.tools)
+        if self.truncation not in (None, "auto", "disabled"):
+            raise RequestError(
+                f'truncation must be "auto" or "disabled", got {shown(self.truncation)}', param="truncation"
+            )
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        fields["messages"] = instructions + _messages(items)
+        fields["max_tokens"] = self.max_output_tokens
+        fields["logprobs"] = bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+        fields["top_logprobs"] = self.top_logprobs
+        fields["tools"] = [_tool(tool) for tool in self.tools or ()] or None
+        fields["tool_choice"] = self.tool_choice
+        fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
+        fields["verbosity"] = (self.text or {}).get("verbosity")
+        fields["response_format"] = _response_format((self.text or {}).get("format"))
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
+        return fields
+
+
+def repeatable(name: str, value: Any) -> bytes:
+    """Return a field as JSON that a response may repeat.
+
+    Raises:
+        RequestError: it holds NaN or an infinite number (1e999 is one), which clients cannot parse.
+    """
+    try:
+        return _strict_json(value).encode("utf-8", "replace")
+    except ValueError:
+        raise RequestError(f"{name} must not hold NaN or an infinite number", param=name) from None
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Convert a flat tool to the form of chat completions, which refuse anything but functions."""
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _response_format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert items to messages; text, reasoning and calls of one answer become one assistant message."""
+    messages: list[dict[str, Any]] = []
+    open_answer: dict[str, Any] | None = None
+
+    def answer() -> dict[str, Any]:
+        nonlocal open_answer
+        if open_answer is None:
+            open_answer = {"role": "assistant", "content": ""}
+            messages.append(open_answer)
+        return open_answer
+
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            if not isinstance(name := item.get("name"), str) or not name:
+                raise RequestError(f"{where}.name must be a function's name, got {shown(name)}", param=f"{where}.name")
+            function = {"name": name, "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            answer().setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            answer()["reasoning_content"] = _text(parts, where)
+        elif kind == "function_call_output":
+            open_answer = None
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
+            )
+        elif kind == "message" and item.get("role") == "assistant":
+            told = answer()
+            told["content"] = f"{told['content']}{_text(item.get('content'), where)}"
+        elif kind == "message":
+            open_answer = None
+            if (role := item.get("role")) not in ROLES:
+                roles = ", ".join(map(repr, ROLES))
+                raise RequestError(f"{where}.role must be one of {roles}, got {shown(role)}", param=f"{where}.role")
+            messages.append({"role": role, "content": _text(item.get("content"), where)})
+        else:
+            raise RequestError(f"{where} of type {shown(kind)} is not supported by this server", param=where)
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must have a text, or a list of text parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise RequestError(f"{where} has a part of type {shown(kind)}, and only text is supported", param=where)
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,103 @@
+"""Prometheus metrics of each tenant's use, for holders of an admin key.
+
+Labels are tenants' names (from the keys file, or derived from a hash of the key), at most `quota.MAX_SHOWN_TENANTS`;
+all others are summed as "other". No series contains a key, a request id or text of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from octavo.observe.stats import EngineStats
+from octavo.observe.tenant_queues import Waiting
+from octavo.server.tenants.quota import Quotas
+
+_COUNTERS = (
+    ("requests", "requests", "Requests that were let in."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that reached the engine."),
+    ("cached_tokens", "cached_tokens", "Of these, tokens found in the prefix cache."),
+    ("generation_tokens", "completion_tokens", "Generated tokens that were sent."),
+)
+
+
+class TenantCollector(Collector):
+    """A Prometheus collector over the tenants' use of one server."""
+
+    def __init__(self, quotas: Quotas, stats: EngineStats, model_name: str) -> None:
+        self._quotas = quotas
+        self._stats = stats
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "tenant"]
+        uses = self._quotas.shown()
+        running = GaugeMetricFamily(
+            "octavo:tenant_requests_running", "Requests being served or waiting.", labels=labels
+        )
+        refused = CounterMetricFamily(
+            "octavo:tenant_refused_requests",
+            "Requests refused: over the tenant's rate or concurrency, its queue full, or no room in the server.",
+            labels=[*labels, "reason"],
+        )
+        for tenant, use in uses.items():
+            running.add_metric([self._model_name, tenant], use.running)
+            for reason, count in sorted(use.refused.items()):
+                refused.add_metric([self._model_name, tenant, reason], count)
+        yield running
+        yield refused
+        for name, attribute, help in _COUNTERS:
+            counter = CounterMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            for tenant, use in uses.items():
+                counter.add_metric([self._model_name, tenant], getattr(use, attribute))
+            yield counter
+        waiting: dict[str, Waiting] = dict.fromkeys(uses, Waiting())
+        for tenant, own in self._stats.waiting.snapshot().items():
+            name = self._quotas.shown_name(tenant)
+            before = waiting.get(name, Waiting())
+            waiting[name] = Waiting(before.requests + own.requests, before.tokens + own.tokens)
+        for name, attribute, help in (
+            ("requests_waiting", "requests", "Requests waiting for their first step."),
+            ("waiting_tokens", "tokens", "Prompt tokens of these."),
+        ):
+            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            for tenant, own in waiting.items():
+                gauge.add_metric([self._model_name, tenant], getattr(own, attribute))
+            yield gauge
+        yield self._in_tiers()
+        for name, attribute, help in (
+            ("kv_floor_bytes", "floor_bytes", "KV cache that is always kept available for the tenant."),
+            ("kv_cap_bytes", "cap_bytes", "KV cache that the tenant may hold at most; of tenants with a cap."),
+        ):
+            gauge = GaugeMetricFamily(f"octavo:tenant_{name}", help, labels=labels)
+            amounts: Counter[str] = Counter()
+            for tenant, limits in self._stats.kv_limits.items():
+                if (amount := limits[attribute]) is not None:
+                    amounts[self._quotas.show(tenant)] += amount
+            for tenant, amount in amounts.items():
+                gauge.add_metric([self._model_name, tenant], amount)
+            yield gauge
+
+    def _in_tiers(self) -> Metric:
+        """Return what lies in each tier below the device; Redis cannot tell."""
+        stats = self._stats
+        tiers: dict[str, Mapping[str, int]] = {}
+        if stats.host is not None:
+            slots = stats.host.slots.copy()
+            tiers["host"] = {tenant: count * stats.block_bytes for tenant, count in slots.items() if count}
+        tiers |= {store.name: held for store in stats.stores if (held := store.bytes_by_tenant()) is not None}
+        amounts: Counter[tuple[str, str]] = Counter()
+        for tier, held in tiers.items():
+            for tenant, num_bytes in held.items():
+                amounts[self._quotas.shown_name(tenant), tier] += num_bytes
+        gauge = GaugeMetricFamily(
+            "octavo:tenant_tier_bytes",
+            "Bytes of the tenant's blocks in host memory and on disk.",
+            labels=["model_name", "tenant", "tier"],
+        )
+        for (tenant, tier), amount in amounts.items():
+            gauge.add_metric([self._model_name, tenant, tier], amount)
+        return gauge

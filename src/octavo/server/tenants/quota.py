@@ -1,0 +1,252 @@
+"""Limits and counts of each tenant's use: requests and tokens per minute, and concurrent requests.
+
+A rate is a token bucket: it holds a minute's worth and fills evenly. Tokens are charged when they are known, a prompt's
+before it is queued and an output's when its request ends, and may run the bucket into debt: further requests are
+refused until the debt is paid. So no request is too large to be served, and in the long run no tenant exceeds its rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.errors import ApiError
+from octavo.server.tenants.auth import client_of, is_guarded
+from octavo.server.tenants.keys import Client
+
+# Maximum number of tenants whose use is shown by name; a keys file that is often reread may name more over time.
+MAX_SHOWN_TENANTS = 256
+OTHERS = "other"
+# Why a request was refused: its tenant is over its rate or concurrency, its tenant's queue is full, or the server's is.
+OVER_RATE, QUEUE_FULL, SERVER_FULL = "rate", "queue", "server"
+_REFUSALS = {HTTPStatus.TOO_MANY_REQUESTS: QUEUE_FULL, HTTPStatus.SERVICE_UNAVAILABLE: SERVER_FULL}
+
+
+class RateLimitError(ApiError):
+    """The tenant is over one of its rates, or has its maximum number of requests running."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            message,
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": str(max(1, math.ceil(retry_after)))},
+        )
+
+
+class Bucket:
+    """A token bucket: at most one minute's worth, filled evenly; it may be in debt."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._at = now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Return the seconds until the bucket holds `amount`, or is full if it cannot hold that much; 0 if it does."""
+        self._fill(now)
+        return max(0.0, (min(amount, self.per_minute) - self._level) * 60 / self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        self._fill(now)
+        self._level -= amount
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has used since the server's start, and its running requests."""
+
+    running: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+
+    def merge(self, other: TenantUse) -> None:
+        """Add the counts of another tenant to these."""
+        for name in ("running", "requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused.update(other.refused)
+
+
+class Spent(Protocol):
+    """Tokens of one response so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class Charge:
+    """One request of a tenant, from its header to the end of its answer.
+
+    Attributes:
+        spent: the request's tokens so far; None until its prompt is known.
+    """
+
+    def __init__(self, quotas: Quotas, client: Client) -> None:
+        self._quotas = quotas
+        self._client = client
+        self.spent: Spent | None = None
+
+    def begin(self, spent: Spent) -> None:
+        """Charge the prompt's tokens, once the prompt is known; the output's tokens are charged at the end."""
+        self.spent = spent
+        self._quotas.charge(self._client, spent.prompt_tokens, 0)
+
+    def end(self) -> None:
+        """Charge the output's tokens and end the request, however it ended."""
+        if self.spent is not None:
+            self._quotas.charge(self._client, 0, self.spent.completion_tokens)
+        self._quotas.leave(self._client, 0 if self.spent is None else self.spent.cached_tokens)
+
+    def refuse(self, reason: str) -> None:
+        """Count the refusal of a request that was let in but then found a full queue."""
+        self._quotas.refuse(self._client, reason)
+
+
+class Quotas:
+    """The use of every tenant. Limits are read from the requesting client, so that a reread keys file applies at once.
+
+    Args:
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[str, TenantUse] = {}
+        self._shown: set[str] = set()
+
+    def enter(self, client: Client) -> Charge:
+        """Let a request in; `Charge.end` must be called when it is over.
+
+        Raises:
+            RateLimitError: the tenant is over a limit; the message has the number, and `Retry-After` the time to wait.
+        """
+        use = self._use(client)
+        now = self._clock()
+        try:
+            self._check(client, use, now)
+        except RateLimitError:
+            use.refused[OVER_RATE] += 1
+            raise
+        use.running += 1
+        use.requests += 1
+        if (requests := self._bucket(use, "requests", client.requests_per_minute, now)) is not None:
+            requests.take(1, now)
+        return Charge(self, client)
+
+    def charge(self, client: Client, prompt_tokens: int, completion_tokens: int) -> None:
+        use, now = self._use(client), self._clock()
+        use.prompt_tokens += prompt_tokens
+        use.completion_tokens += completion_tokens
+        if (tokens := self._bucket(use, "tokens", client.tokens_per_minute, now)) is not None:
+            tokens.take(prompt_tokens + completion_tokens, now)
+
+    def leave(self, client: Client, cached_tokens: int) -> None:
+        use = self._use(client)
+        use.running -= 1
+        use.cached_tokens += cached_tokens
+
+    def refuse(self, client: Client, reason: str) -> None:
+        self._use(client).refused[reason] += 1
+
+    def shown_name(self, tenant: str) -> str:
+        """Return the name under which a tenant is shown: its own, or `OTHERS`."""
+        return tenant if tenant in self._shown else OTHERS
+
+    def show(self, tenant: str) -> str:
+        """Return `shown_name` of a tenant that the operator named, after reserving a name for it if one is left."""
+        if len(self._shown) < MAX_SHOWN_TENANTS:
+            self._shown.add(tenant)
+        return self.shown_name(tenant)
+
+    def shown(self) -> dict[str, TenantUse]:
+        """Return the use of each tenant by name, of at most `MAX_SHOWN_TENANTS`; the rest is summed as `OTHERS`."""
+        shown: dict[str, TenantUse] = {}
+        for tenant, use in list(self._uses.items()):
+            shown.setdefault(self.shown_name(tenant), TenantUse()).merge(use)
+        return shown
+
+    def _check(self, client: Client, use: TenantUse, now: float) -> None:
+        if client.max_concurrency is not None and use.running >= client.max_concurrency:
+            message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
+            raise RateLimitError(message, 1)
+        # Ask for one token only: a tenant that is out of debt may send a request of any size.
+        limits = (("requests", client.requests_per_minute, 1.0), ("tokens", client.tokens_per_minute, 1.0))
+        for what, per_minute, amount in limits:
+            bucket = self._bucket(use, what, per_minute, now)
+            if bucket is not None and (wait := bucket.seconds_until(amount, now)) > 0:
+                message = f"This API key's tenant is over its rate of {per_minute:g} {what} per minute."
+                raise RateLimitError(message, wait)
+
+    def _use(self, client: Client) -> TenantUse:
+        use = self._uses.get(client.tenant)
+        if use is None:
+            use = self._uses[client.tenant] = TenantUse()
+            if len(self._shown) < MAX_SHOWN_TENANTS:
+                self._shown.add(client.tenant)
+        return use
+
+    def _bucket(self, use: TenantUse, what: str, per_minute: float | None, now: float) -> Bucket | None:
+        if per_minute is None:
+            use.buckets.pop(what, None)
+            return None
+        bucket = use.buckets.get(what)
+        if bucket is None or bucket.per_minute != per_minute:
+            bucket = use.buckets[what] = Bucket(per_minute, now)
+        return bucket
+
+
+class Metered:
+    """Middleware that applies tenants' limits to POST requests; stores the `Charge` in `scope["state"]`."""
+
+    def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
+        self._app = app
+        self._quotas = quotas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not is_guarded(scope):
+            await self._app(scope, receive, send)
+            return
+        try:
+            charge = self._quotas.enter(client_of(scope))
+        except ApiError as error:
+            await error.response(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["charge"] = charge
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and (reason := _REFUSALS.get(message["status"])):
+                charge.refuse(reason)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        finally:
+            charge.end()
+
+
+def charge_of(scope: Scope) -> Charge:
+    """Return the charge of a request that `Metered` let in."""
+    charge = scope["state"]["charge"]
+    assert isinstance(charge, Charge)
+    return charge

@@ -1,0 +1,80 @@
+"""Reading never fails but with an error for the client; the same bodies on a real server: benchmarks/fuzz_bodies.py."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.limits import DEFAULT_LIMITS
+from octavo.server.bodies.native_reading import NativeReader
+from octavo.server.bodies.reading import FollowUp, frame
+from octavo.server.errors import ApiError
+from octavo.server.openapi.description import describe
+from octavo.server.openapi.schema_ranges import Described
+from tests.server.fake_engine import ByteTokenizer
+
+BODIES = 150
+METHODS = {
+    "/v1/completions": "completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "response",
+    "/v1/responses/input_tokens": "response",
+    "/v1/messages": "message",
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/embeddings": "embedding",
+    "/api/chat": "ollama_chat",
+    "/api/generate": "ollama_generate",
+    "/api/embed": "ollama_embed",
+    "/api/embeddings": "ollama_embeddings",
+    "/api/show": "model",
+    "/api/pull": "model",
+    "/completion": "llamacpp_completion",
+    "/completions": "llamacpp_completion",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
+
+
+@pytest.fixture
+def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3] / "benchmarks"), *sys.path])
+    return importlib.import_module("fuzz_fields")
+
+
+def reader_of(fuzz: Any) -> NativeReader:
+    return NativeReader(
+        tokenizer=ByteTokenizer(),
+        vocab_size=fuzz.VOCAB_SIZE,
+        hidden_size=64,
+        max_model_len=fuzz.MAX_MODEL_LEN,
+        limits=DEFAULT_LIMITS,
+        names=("fake",),
+    )
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_a_random_body_is_read_or_refused(path: str, fuzz: Any) -> None:
+    reader = reader_of(fuzz)
+    num_read = 0
+    for seed in range(BODIES):
+        body = fuzz.make_body(random.Random(f"{path}-{seed}"), path)
+        try:
+            read = getattr(reader, METHODS[path])(body)
+            if isinstance(read, FollowUp):
+                reader.next_response(b"".join(frame(b'{"role": "user", "content": "x", "id": "a"}', b"", body)))
+            num_read += 1
+        except (ApiError, RequestError):
+            pass  # any other exception would be a 500
+    # Bodies that are all refused for the same field would show little.
+    assert num_read > BODIES / 10
+
+
+def test_every_body_is_fuzzed(fuzz: Any) -> None:
+    paths = describe("", Described(DEFAULT_LIMITS, 512, 256, 64))["paths"]
+    assert set(fuzz.WEIGHTS) == set(METHODS) == {path for path in paths if "requestBody" in paths[path].get("post", {})}

@@ -1,0 +1,276 @@
+"""Reading bodies: the same result wherever it happens, and a large one that goes wrong hurts nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import resource
+import signal
+import threading
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from octavo import helper_process
+from octavo.errors import ContextLengthError, RequestError
+from octavo.limits import DEFAULT_LIMITS
+from octavo.server.bodies import body_reading, body_worker
+from octavo.server.bodies.body_reading import LARGE_NICENESS, MANY_PARTS, MEDIUM_BODY, SMALL_BODY, BodyReading
+from octavo.server.bodies.reading import BodyReader, frame
+from octavo.server.errors import ApiError, BodyTooLargeError, ModelMissingError, to_api_error
+from octavo.text.chat_template import MAX_RENDERED, render_chat
+from tests.server.conftest import KeptWorkers
+from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Takes long over texts that ask for it, or ends its process."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text.startswith("slow"):
+            time.sleep(600)
+        if text.startswith("crash"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(text, add_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """By a template that the chat brings with it, which only a test may."""
+        return render_chat(messages[0]["content"], messages, **variables)
+
+
+class PartsKept(body_reading._Workers):
+    """Reads nothing, and returns the parts of the body as they came."""
+
+    def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
+        return parts
+
+
+def reading(
+    seconds: float = 120.0,
+    max_model_len: int = 500_000,
+    memory: int = 2**30,
+    workers: type[body_reading._Workers] = KeptWorkers,
+) -> BodyReading:
+    reader = BodyReader(
+        tokenizer=SlowTokenizer(),
+        vocab_size=VOCAB_SIZE,
+        hidden_size=4,
+        max_model_len=max_model_len,
+        limits=DEFAULT_LIMITS,
+        names=("fake",),
+    )
+    with patch("octavo.server.bodies.body_reading._Workers", workers):
+        return BodyReading(reader, seconds, memory)
+
+
+def chat(template: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": template}]}
+
+
+def read(bodies: BodyReading, body: dict[str, Any], method: str = "completion") -> Any:
+    return asyncio.run(bodies.read(method, json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
+def test_a_body_is_read_alike_inline_in_a_thread_and_in_a_process(size: int) -> None:
+    body = {"prompt": "x" * size, "echo": True, "stop": ["a"], "n": 2, "cache_salt": "s", "user": "u"}
+    found = read(reading(), body)
+    assert list(found.prompts[0].token_ids) == SlowTokenizer().encode("x" * size)
+    assert found.prompts[0].text == "x" * size
+    assert (found.params.n, found.params.stop, found.model, found.cache_salt) == (2, ("a",), "fake", "s")
+    assert (found.body.echo, found.body.prompt, found.body.stop) == (True, None, None)
+
+
+@pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
+def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
+    with pytest.raises(RequestError, match="token id 999 in prompt is out of range") as refusal:
+        read(reading(), {"prompt": [1] * size + [999]})
+    assert refusal.value.param == "prompt"
+    with pytest.raises(ApiError, match="`other` does not exist") as missing:
+        read(reading(), {"prompt": "x" * size, "model": "other"})
+    assert (missing.value.status, missing.value.code) == (404, "model_not_found")
+
+
+def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
+    bodies = reading(seconds=1.0)
+    with pytest.raises(ApiError, match=r"took longer than 1 s.*--max-body-seconds") as refusal:
+        read(bodies, {"prompt": "slow" + "x" * MEDIUM_BODY})
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    bodies._large._seconds = 60.0
+    assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
+
+
+def test_a_body_that_ends_its_reader_is_a_500_and_the_next_one_is_read() -> None:
+    bodies = reading()
+    with pytest.raises(ApiError) as failure:
+        read(bodies, {"prompt": "crash" + "x" * MEDIUM_BODY})
+    assert (failure.value.status, failure.value.code) == (500, "internal_error")
+    assert len(read(bodies, {"prompt": "x" * MEDIUM_BODY}).prompts[0].token_ids) == MEDIUM_BODY + 1
+
+
+def test_a_chat_however_short_is_rendered_in_another_process() -> None:
+    bodies = reading()
+    found = read(bodies, chat("{{ 6 * 7 }}"), "chat")
+    assert list(found.prompt.token_ids) == SlowTokenizer().encode("42", False)
+    with pytest.raises(ApiError) as failure:
+        read(bodies, chat("crash"), "chat")
+    assert failure.value.status == 500
+    assert json.loads(read(bodies, chat("{{ 6 * 7 }}"), "tokenize").content)["count"] == 2
+
+
+def test_a_chat_to_tokenize_whose_field_is_escaped_is_rendered_in_another_process() -> None:
+    bodies = reading()
+    raw = json.dumps(chat("crash")).replace("messages", r"\u006dessages").encode()
+    with pytest.raises(ApiError) as failure:
+        asyncio.run(bodies.read("tokenize", raw))
+    assert failure.value.status == 500
+
+
+@pytest.mark.parametrize("method", ["completion", "embedding"])
+def test_a_short_body_of_many_prompts_is_read_in_another_process(method: str) -> None:
+    field = {"completion": "prompt", "embedding": "input"}[method]
+    with pytest.raises(ApiError) as failure:
+        read(reading(), {field: ["crash", *["x"] * MANY_PARTS]}, method)
+    assert failure.value.status == 500
+
+
+def test_a_large_body_is_not_searched_for_its_parts_on_the_event_loop() -> None:
+    bodies, large = reading(workers=PartsKept), b"[" * MEDIUM_BODY
+    with patch("octavo.server.bodies.body_reading._num_parts", side_effect=AssertionError("it was searched")):
+        assert asyncio.run(bodies.read("completion", large)) == (large,)
+
+
+def test_bodies_that_go_on_from_a_response_share_its_items_until_they_are_read() -> None:
+    bodies, items = reading(workers=PartsKept), b'{"role": "user", "content": "x"}' * 1000
+    parts = asyncio.run(bodies.read("next_response", *frame(items, b"", b"{}"), tenant="ada"))
+    assert any(part is items for part in parts)
+
+
+def test_a_template_that_loops_is_ended_and_the_next_chat_is_read() -> None:
+    bodies = reading(seconds=1.0)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ApiError, match="took longer than 1 s") as refusal:
+        read(bodies, chat(loops), "chat")
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    bodies._chats._seconds = 60.0
+    assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
+
+
+@pytest.mark.parametrize("template", ["{{ '%999999999d' % 1 }}", "{{ 'x'.ljust(999999999) }}", "{{ 'x' * 10 ** 9 }}"])
+def test_a_template_that_fills_the_memory_is_refused_and_the_next_chat_is_read(template: str) -> None:
+    bodies = reading(memory=256 * 2**20)
+    with pytest.raises(ApiError, match=rf"took more than {256 * 2**20} bytes of memory.*--max-body-memory") as refusal:
+        read(bodies, chat(template), "chat")
+    assert (refusal.value.status, refusal.value.code) == (400, "request_too_expensive")
+    assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
+
+
+def test_a_template_that_goes_on_writing_is_refused_with_the_limit() -> None:
+    writes = "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}"
+    with pytest.raises(RequestError, match=f"makes more than {MAX_RENDERED} characters of them"):
+        read(reading(), chat(writes), "chat")
+
+
+def test_a_large_body_that_fills_the_memory_is_refused() -> None:
+    with pytest.raises(ApiError, match="bytes of memory"):
+        read(reading(memory=16 * 2**20), {"prompt": [[1]] * 500_000})
+
+
+def test_a_process_that_keeps_too_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = reading()
+    assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
+    (first,) = bodies._chats._idle
+    monkeypatch.setattr(body_worker, "_KEPT_BYTES", -(2**30))
+    assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
+    assert bodies._chats._idle == []
+    assert not first.is_alive
+    assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
+
+
+def test_a_process_that_ended_while_it_was_idle_is_replaced() -> None:
+    bodies = reading()
+    assert list(read(bodies, chat("x"), "chat").prompt.token_ids) == SlowTokenizer().encode("x", False)
+    (idle,) = bodies._chats._idle
+    idle._process._process.kill()
+    idle._process._process.wait()
+    assert list(read(bodies, chat("y"), "chat").prompt.token_ids) == SlowTokenizer().encode("y", False)
+
+
+def test_a_system_without_proc_reads_bodies_without_a_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(helper_process, "_OWN_PAGES", "/nonexistent/statm")
+    helper_process.limit_memory(2**30)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+class BlockedWorker:
+    """Stands in for a process: reads nothing until `goes_on` is set; notes what it was given."""
+
+    goes_on: threading.Event
+    given: list[bytes]
+
+    def __init__(self, *_: Any) -> None:
+        self.is_alive, self.is_bloated = True, False
+
+    def read(self, method: str, parts: tuple[bytes, ...], seconds: float) -> bytes:
+        raw = b"".join(parts)
+        self.given.append(raw)
+        assert raw[:3] != b"ada" or self.goes_on.wait(60)
+        return raw
+
+
+@pytest.mark.parametrize("size", [10, MEDIUM_BODY])
+def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr("octavo.server.bodies.body_reading.BodyWorker", BlockedWorker)
+    BlockedWorker.goes_on, BlockedWorker.given = threading.Event(), []
+    bodies = reading(workers=body_reading._Workers)
+
+    async def run() -> None:
+        slow = [asyncio.ensure_future(bodies.read("chat", b"ada" + b"x" * size, tenant="ada")) for _ in range(9)]
+        while len(BlockedWorker.given) < 2:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            assert await bodies.read("chat", b"ben" + b"x" * size, tenant="ben")
+        assert [raw[:3] for raw in BlockedWorker.given] == [b"ada"] * 2 + [b"ben"] * 3
+        slow[0].cancel()
+        slow[-1].cancel()
+        await asyncio.sleep(0)
+        # Nobody waits for the first any more, but it is being read: its place is not free.
+        assert await bodies.read("chat", b"ben" + b"x" * size, tenant="ben")
+        assert len(BlockedWorker.given) == 6
+        BlockedWorker.goes_on.set()
+        assert len(await asyncio.gather(*slow[1:-1])) == 7
+
+    asyncio.run(run())
+    assert len(BlockedWorker.given) == 8 + 4
+
+
+def test_processes_of_large_bodies_give_way_to_the_engine() -> None:
+    bodies = reading()
+    read(bodies, {"prompt": "x" * MEDIUM_BODY})
+    (worker,) = bodies._large._idle
+    lowered = min(os.getpriority(os.PRIO_PROCESS, 0) + LARGE_NICENESS, 19)
+    assert os.getpriority(os.PRIO_PROCESS, worker._process.pid) == lowered
+
+
+def test_a_prompt_over_the_models_length_is_refused_as_soon_as_it_is_tokenised() -> None:
+    with pytest.raises(ContextLengthError, match="maximum context length is 10 tokens, but the prompt alone has 21"):
+        read(reading(max_model_len=10), {"prompt": "x" * 20})
+
+
+@pytest.mark.parametrize(
+    "error", [BodyTooLargeError(7), ModelMissingError("m"), to_api_error(RequestError("no", param="n"))]
+)
+def test_an_error_for_the_client_survives_the_way_from_another_process(error: ApiError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.body(), str(copy)) == (error.status, error.body(), str(error))
