@@ -17,6 +17,7 @@ TELL_THE_TIME = {
     "server/api.py",  # when a model was created
     "server/answers/generation.py",  # when an answer was created
     "server/answers/responses.py",  # when it was completed
+    "server/bodies/ollama_body.py",  # when an answer of Ollama's API was created
     "server/http/logs.py",
     "observe/tracing.py",  # when a span began
     "text/chat_template.py",  # strftime_now of templates
