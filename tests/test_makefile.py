@@ -53,3 +53,17 @@ def test_an_edited_module_needs_no_reinstall(project: Path) -> None:
     installs(project)
     (project / "src" / "octavo" / "bench.py").write_text("changed = True\n")
     assert not installs(project)
+
+
+def test_a_build_whose_compiler_is_gone_begins_anew(project: Path) -> None:
+    compiler = project / "c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    caches = {}
+    for name, path in {"kept": compiler, "lost": project / "gone"}.items():
+        caches[name] = project / "build" / name / "CMakeCache.txt"
+        caches[name].parent.mkdir(parents=True)
+        caches[name].write_text(f"CMAKE_BUILD_TYPE:STRING=Release\nCMAKE_CXX_COMPILER:FILEPATH={path}\n")
+    assert installs(project)
+    assert caches["kept"].exists()
+    assert not caches["lost"].parent.exists()
