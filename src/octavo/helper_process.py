@@ -107,7 +107,7 @@ class HelperProcess:
             try:
                 self._exchange(_START_SECONDS)
             except (HelperTooSlowError, HelperEndedError) as error:
-                raise ChildProcessError("a process that helps this one could not start") from error
+                raise ChildProcessError("a helper process could not start") from error
             self._is_ready = True
 
     def ask(self, seconds: float, *frames: Sequence[bytes]) -> bytes:

@@ -16,7 +16,7 @@ from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.runner import swapping
 from octavo.runner.host_link import HostLink
-from octavo.runner.swapping import BlockMover
+from octavo.runner.swapping import BlockMover, swap_in, swap_out
 from octavo.scheduler.plan import StepPlan
 from octavo.storage.arena import KVArena
 from octavo.tiers.host import HostTier
@@ -150,3 +150,15 @@ def test_blocks_cross_to_another_memory_beside_the_computation_and_back_before_i
     assert link.events[2:] == ["to device"]
     assert numbers(arena, [5, 6]) == [3, 2]
     mover.finish()
+
+
+def test_what_is_timed_before_serving_crosses_the_link_in_pieces_too(
+    arena: KVArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapping, "_PIECE_BYTES", 2 * SPEC.block_bytes)
+    tier, link = HostTier(8, SPEC.block_bytes), CountingLink()
+    swap_out(arena, tier, swaps((1, 0), (2, 1), (3, 2)), link)
+    assert numbers(tier, range(3)) == [1, 2, 3]
+    swap_in(arena, tier, swaps((5, 2), (6, 1), (7, 0)), link)
+    assert numbers(arena, [5, 6, 7]) == [3, 2, 1]
+    assert link.events == ["ready", "to host"] * 2 + ["to device"] * 2

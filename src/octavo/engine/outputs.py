@@ -46,9 +46,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When a request arrived, was first computed, and got its first token, by `time.monotonic`."""
+    """When a request was first computed, and got its first token, by `time.monotonic`."""
 
-    arrival: float
     admitted: float
     first_token: float
 

@@ -216,9 +216,7 @@ class OutputProcessor:
 
 def _times(request: Request) -> RequestTimes | None:
     admitted, first_token = request.admitted_time, request.first_token_time
-    return (
-        None if admitted is None or first_token is None else RequestTimes(request.arrival_time, admitted, first_token)
-    )
+    return None if admitted is None or first_token is None else RequestTimes(admitted, first_token)
 
 
 def _best(tracked: _Tracked) -> list[_Completion]:

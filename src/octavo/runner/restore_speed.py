@@ -14,6 +14,7 @@ from octavo.kvcache.host_memory import HostBlockId
 from octavo.kvcache.host_transfers import BlockTransfer
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.request import RequestId, SequenceId
+from octavo.runner.host_link import make_link
 from octavo.runner.runner import ModelRunner
 from octavo.runner.swapping import swap_in, swap_out
 from octavo.sampling_params import SamplingParams
@@ -40,11 +41,12 @@ def measure_restore_speed(runner: ModelRunner, tier: BlockTier, *, max_tokens: i
     arena = runner.arena
     device = runner.model.device
     count = max(1, min(tier.num_blocks, arena.num_blocks - 1, _MEASURED_BYTES // arena.spec.block_bytes))
+    link = make_link(device)
     swaps = [BlockTransfer(BlockId(i + 1), HostBlockId(i)) for i in range(count)]
 
     def out_and_back() -> None:
-        swap_out(arena, tier, swaps)
-        swap_in(arena, tier, swaps)
+        swap_out(arena, tier, swaps, link)
+        swap_in(arena, tier, swaps, link)
 
     # The first run also touches the memory for the first time, so take the fastest.
     per_block = min(_seconds(out_and_back, device) for _ in range(3)) / count / 2

@@ -19,9 +19,15 @@ from octavo.tiers.host import BlockTier
 _PIECE_BYTES = 32 << 20
 
 
-def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer]) -> None:
+def swap_out(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:
     """Copy blocks from the device to a tier; those on the device may be overwritten once this returns."""
-    tier.write([swap.host for swap in swaps], arena.rows([swap.device for swap in swaps]))
+    for piece in _pieces(arena, swaps):
+        on_device, on_host = [swap.device for swap in piece], [swap.host for swap in piece]
+        if link.is_apart:
+            copied = arena.read_blocks(on_device)
+            tier.write(on_host, link.to_host(copied, link.ready(copied)))
+        else:
+            tier.write(on_host, arena.rows(on_device))
 
 
 def swap_in(arena: KVArena, tier: BlockTier, swaps: Sequence[BlockTransfer], link: HostLink = SAME_MEMORY) -> None:

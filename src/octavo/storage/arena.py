@@ -131,9 +131,9 @@ class KVArena:
         else:
             self._copy(self._bytes, self._bytes, copies)
 
-    def rows(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        """Return whole blocks, uint8 [block_bytes] each: on a CPU their memory itself, on a GPU a copy."""
-        return self.read_blocks(ids) if self._bytes.is_cuda else [self._bytes[block_id] for block_id in ids]
+    def rows(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """Return the memory of whole blocks, uint8 [block_bytes] each."""
+        return [self._bytes[block_id] for block_id in ids]
 
     def read_blocks(self, ids: Sequence[int]) -> torch.Tensor:
         """Return a copy of whole blocks, as rows uint8 [n, block_bytes] on the arena's device."""
