@@ -12,8 +12,8 @@ from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
+from octavo.server.access import client_keys
 from octavo.server.config import ServerConfig
-from octavo.server.http.access import client_keys
 from octavo.server.http.logs import configure_logging
 
 if TYPE_CHECKING:

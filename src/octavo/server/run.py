@@ -18,10 +18,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.errors import ConfigError, EngineDeadError
+from octavo.server.access import Access
 from octavo.server.app import create_app
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
-from octavo.server.http.access import Access
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, require_keys_beyond_loopback, shown_address
 from octavo.server.http.transport import MAX_HEADER_BYTES, ConnectionCounters, guarded_protocol

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.access import Access
 from octavo.server.config import ServerConfig
-from octavo.server.http.access import Access
 from octavo.server.http.listening import bind, require_keys_beyond_loopback
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.access import Access
 from octavo.server.config import ServerConfig
-from octavo.server.http.access import Access
 from octavo.server.tenants.keys import tenant_of
 from tests.server.conftest import Running, running_server
 from tests.server.fake_engine import FakeEngine

@@ -13,8 +13,8 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.scheduler.kv_limits import KVLimits
+from octavo.server.access import Access
 from octavo.server.config import ServerConfig
-from octavo.server.http.access import Access
 from octavo.server.http.listening import bound
 from octavo.server.run import serve_on
 from octavo.server.tenants.keys import Client, read_keys_file, tenant_of

@@ -187,3 +187,10 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+def seconds_of(output: RequestOutput) -> tuple[float, float]:
+    """Return the time from an ended request's first step to its first token, and from there to now; 0 without one."""
+    if (times := output.times) is None:
+        return 0.0, 0.0
+    return times.first_token - times.admitted, time.monotonic() - times.first_token

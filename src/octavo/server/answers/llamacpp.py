@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,7 +20,7 @@ from octavo.server.answer_json import (
     weight_of,
     weight_of_all,
 )
-from octavo.server.answers.generation import Job, Usage
+from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
 from octavo.server.bodies.llamacpp_body import LlamaCppBody
 from octavo.server.bodies.reading import CompletionRequest
@@ -166,10 +165,8 @@ def settings(params: SamplingParams) -> dict[str, Any]:
 
 def timings(output: RequestOutput, usage: Usage) -> dict[str, float]:
     """Return the speeds of an answer that has ended."""
-    times, ended = output.times, time.monotonic()
     computed = usage.prompt_tokens - usage.cached_tokens
-    prompt_ms = 0.0 if times is None else (times.first_token - times.admitted) * 1e3
-    predicted_ms = 0.0 if times is None else (ended - times.first_token) * 1e3
+    prompt_ms, predicted_ms = (1e3 * seconds for seconds in seconds_of(output))
     return {
         "cache_n": usage.cached_tokens,
         **_speed("prompt", computed, prompt_ms),

@@ -19,7 +19,7 @@ from octavo.server.answer_json import (
 )
 from octavo.server.answers.blocks import BlockKind, Change, Closed, Grew
 from octavo.server.answers.embeddings import EmbeddingAnswer
-from octavo.server.answers.generation import Job, Usage
+from octavo.server.answers.generation import Job, Usage, seconds_of
 from octavo.server.answers.logprobs import TokenTexts, chat_logprobs
 from octavo.server.answers.single_chat import SingleChat
 from octavo.server.bodies.messages_body import arguments_object
@@ -137,11 +137,9 @@ def durations(began: float, output: RequestOutput, usage: Usage) -> dict[str, in
     Args:
         began: when the request came, by `time.monotonic`.
     """
-    ended, times = time.monotonic(), output.times
-    prompt_seconds = 0.0 if times is None else times.first_token - times.admitted
-    answer_seconds = 0.0 if times is None else ended - times.first_token
+    prompt_seconds, answer_seconds = seconds_of(output)
     return {
-        "total_duration": _nanoseconds(ended - began),
+        "total_duration": _nanoseconds(time.monotonic() - began),
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": _nanoseconds(prompt_seconds),

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.server.access import Access
 from octavo.server.config import ServerConfig
-from octavo.server.http.access import Access
 
 # Permissions of a Unix socket: its owner and group may connect, if the folder's permissions let them.
 UNIX_SOCKET_MODE = 0o660
