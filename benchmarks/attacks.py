@@ -2,10 +2,10 @@
 
     python benchmarks/attacks.py [--only PART] [--out FILE]
 
-Writes benchmarks/results/attacks.md; takes about 20 minutes. `octavo serve` runs in a separate process; another
-tenant's stream decodes all the time, and /health is requested every 20 ms (`watched_server.py`). Reported for each
-attack: how it was answered, the longest wait of that stream between two tokens and of /health, and the memory of the
-server and of its processes afterwards.
+Writes attacks.md in the folder of this machine's results; takes about 20 minutes. `octavo serve` runs in a
+separate process; another tenant's stream decodes all the time, and /health is requested every 20 ms
+(`watched_server.py`). Reported for each attack: how it was answered, the longest wait of that stream between two tokens
+and of /health, and the memory of the server and of its processes afterwards.
 
 The longest wait of a run also holds what other machines on the same host do: an attack after which it is over 80 ms is
 run again, five times in all, and the processor time that the host took is reported. Two rows have no attack: nothing at
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from attacks_by_strangers import stranger_attacks
 from attacks_on_grammars import grammar_attacks
 from attacks_on_the_wire import wire_attacks
-from watched_server import Answer, Stalls, Watched, as_json, head, machine, post, stolen, watched_server
+from watched_server import Answer, Stalls, Watched, as_json, head, post, stolen, watched_server
 
-RESULTS = Path(__file__).parent / "results" / "attacks.md"
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 SECONDS = 3.0
 # An attack whose stream waited longer than this, in seconds, is run so often in all.
@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="append the rows to this JSON file, to be put together by --join")
     parser.add_argument("--join", type=Path, help="write the report from this file instead")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the attacks that need the most memory; or 0")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "attacks.md")
     args = parser.parse_args()
     rows: list[str] = json.loads(args.join.read_text()) if args.join else []
     rounds: list[str] = []
@@ -371,7 +371,8 @@ def main() -> None:
         return
     # What people wrote below the tables stays.
     _, heading, notes = (args.out.read_text() if args.out.exists() else "").partition(NOTES)
-    args.out.write_text(HEAD.format(machine=machine()) + "\n".join(rows + rounds) + "\n" + heading + notes)
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(rows + rounds) + "\n" + heading + notes)
 
 
 NOTES = "\n## What took over 100 ms\n"

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import this_machine
 from octavo.bench.workload import named_workload
 
 HERE = Path(__file__).parent
@@ -97,21 +98,10 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
 
 def write(results: dict[str, dict[str, list[float]]], output: Path) -> None:
-    machine = describe_machine()
+    machine = f"{this_machine.name()}, {this_machine.memory_gib():.0f} GiB, Python {platform.python_version()}"
     output.with_suffix(".json").write_text(json.dumps({"machine": machine, "tokens_per_s": results}, indent=1) + "\n")
     output.with_suffix(".md").write_text(f"{machine}\n\n{table(results)}\n")
     plot(results, machine, output.with_suffix(".png"))
-
-
-def describe_machine() -> str:
-    """Processor, cores and memory in one line."""
-    model = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, Python {platform.python_version()}"
 
 
 def plot(results: dict[str, dict[str, list[float]]], machine: str, path: Path) -> None:

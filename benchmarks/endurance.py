@@ -4,8 +4,9 @@
     python benchmarks/endurance.py --seconds 180 --model smollm2 --streams 32 --questions 40
     python benchmarks/endurance.py --join FILE
 
-Writes benchmarks/results/endurance.md. `octavo serve --deterministic` runs in a separate process with a pool so small
-that sequences are preempted all the time, and with faults in its steps (`faulty_server.py`):
+Writes endurance.md in the folder of this machine's results. `octavo serve --deterministic` runs in a separate
+process with a pool so small that sequences are preempted all the time, and with faults in its steps
+(`faulty_server.py`):
 
     256 clients, sending again and again ────┐
       1/3 leave at a random moment           │
@@ -33,13 +34,13 @@ from typing import Any
 
 import httpx
 
+import this_machine
 from attacks import write_model
 from endurance_clients import CHATML, LONG, Client, Manner, Question, Reply, questions
 from faulty_server import CURSE
 from octavo.bench.server_process import running_server
-from watched_server import machine, resident
+from watched_server import resident
 
-RESULTS = Path(__file__).parent / "results" / "endurance.md"
 ADMIN = "a-key-of-the-admin"
 TENANTS = ("ada", "ben", "cleo", "dan")
 # A tenant whose rate is limited, and one whose requests only the queue limits.
@@ -325,7 +326,7 @@ def main() -> int:
     parser.add_argument("--server", default="--num-blocks 321 --swap-space 512KiB --num-threads 1", help="its options")
     parser.add_argument("--rows", type=Path, help="append to this JSON file, to be put together by --join")
     parser.add_argument("--join", type=Path, help="write the report from this file instead")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "endurance.md")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = json.loads(args.join.read_text()) if args.join else []
     if not args.join:
@@ -341,12 +342,13 @@ def main() -> int:
         known = json.loads(args.rows.read_text()) if args.rows.exists() else []
         args.rows.write_text(json.dumps(known + rows))
     else:
+        args.out.parent.mkdir(exist_ok=True)
         args.out.write_text(report_of(rows))
     return 1 if any(failings(row) for row in rows) else 0
 
 
 def report_of(rows: Sequence[dict[str, Any]]) -> str:
-    return "\n".join([HEAD.format(machine=machine()), *map(_section, rows)])
+    return "\n".join([HEAD.format(machine=this_machine.name()), *map(_section, rows)])
 
 
 def _section(row: dict[str, Any]) -> str:

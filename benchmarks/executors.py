@@ -4,7 +4,8 @@
 
 Two engines with SmolLM2 (GGUF), one with `--executor process`, alternate: some steps of one, then as many of the other.
 Apart from the result of a plan, the engine needs nothing from the runner, so both do the same work; the difference is
-pickling, the pipe, and the other process waking up. Writes benchmarks/results/executors.md.
+pickling, the pipe, and the other process waking up. Writes executors.md in the folder of this
+machine's results.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import this_machine
 from octavo import LLM
 from octavo.engine.core import EngineCore
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 
-RESULTS = Path(__file__).parent / "results" / "executors.md"
 OPTIONS = {"max_model_len": 4096, "kv_cache_memory": "512MiB", "enable_prefix_caching": False}
 ROUNDS = 3
 # Decoding streams, and steps per round.
@@ -138,7 +139,7 @@ def prefilling(here: EngineCore, apart: EngineCore) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "executors.md")
     args = parser.parse_args()
     with LLM(**OPTIONS) as first, LLM(executor="process", **OPTIONS) as second:
         here, apart = first.core, second.core
@@ -147,12 +148,13 @@ def main() -> None:
         for measure in (*decodings, partial(prefilling, here, apart)):
             rows.append(measure())
             print(rows[-1], flush=True)
-    args.out.write_text(HEAD + "\n".join(map(str, rows)) + "\n")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(map(str, rows)) + "\n")
 
 
 HEAD = """# A runner in the engine's process, and in one of its own
 
-`python benchmarks/executors.py` on 2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM: SmolLM2-135M (GGUF),
+`python benchmarks/executors.py` on {machine}: SmolLM2-135M (GGUF),
 both engines taking turns in one run. Median milliseconds of a step, planning and outputs included. With `--executor
 process` the runner is at the other end of a pipe, which costs pickling and waking up another process. The default costs
 none of that: its runner is handed the plan itself.

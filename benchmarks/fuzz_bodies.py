@@ -28,10 +28,11 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+import this_machine
 from attacks import write_model
 from fuzz_fields import STORED_ITEM, STORED_RESPONSE, WEIGHTS, make_body
 from fuzz_values import MAX_MODEL_LEN, description
-from watched_server import Watched, head, machine, watched_server
+from watched_server import Watched, head, watched_server
 
 RESULTS = Path(__file__).parent / "results" / "fuzz_bodies.md"
 CONNECTIONS = 12
@@ -266,7 +267,7 @@ def run(seed: int, count: int) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    lines = [HEAD.format(machine=machine())]
+    lines = [HEAD.format(machine=this_machine.name())]
     for row in rows:
         ok, refused, failed = row["classes"]
         memory = " → ".join(map(str, row["memory"]))

@@ -1,9 +1,9 @@
 """How the engine's own work grows with streams, waiters and lengths: `python benchmarks/growth.py`, about two minutes.
 
-Each row is one scenario at the size at which it used to be slow; `benchmarks/results/growth.md` shows what they took
-before and take now. Only `step` and `host` run more than bookkeeping: `host` runs SmolLM2 (GGUF), the default model,
-and `step` uses its tokenizer. To run only some rows, name them: `python benchmarks/growth.py step fork`. Prints one
-JSON object on the last line of standard output.
+Each row is one scenario at the size at which it used to be slow; growth.md in `benchmarks/results/`
+shows what they took before and take now. Only `step` and `host` run more than bookkeeping: `host` runs SmolLM2 (GGUF),
+the default model, and `step` uses its tokenizer. To run only some rows, name them: `python benchmarks/growth.py step
+fork`. Prints one JSON object on the last line of standard output.
 """
 
 from __future__ import annotations

@@ -29,12 +29,11 @@ from typing import Any
 
 import numpy as np
 
+import this_machine
 from octavo.bench.server_process import running_server
 from octavo.request import cache_scope
 from redis_process import RedisProcess
-from watched_server import machine
 
-RESULTS = Path(__file__).parent / "results"
 STORES = ("hashed", "radix", "host", "disk", "redis")
 PROMPT_TOKENS = 256
 # Blocks on the device where a store below it is probed: six prompts. And prompts between a secret and its trial.
@@ -263,7 +262,7 @@ def write(summaries: dict[str, Any], folder: Path) -> None:
     text = f"""# What one tenant learns of another's cache
 
 `python benchmarks/isolation.py --store hashed` (and {others}); SmolLM2-135M, prompts of {PROMPT_TOKENS} random
-tokens; {machine()}. The script says how each number comes about.
+tokens; {this_machine.name()}. The script says how each number comes about.
 
 Cached tokens, of {PROMPT_TOKENS}, that the same tenant and another were told, and that another was told with forged
 salts; AUC across tenants, and of a tenant's own prompts, each with the median milliseconds of prompts sent before and
@@ -276,6 +275,7 @@ of fresh ones, and the number of times taken.
 An AUC of 0.5 says nothing; the aims are at most 0.55 across tenants, and at least 0.9 for a tenant's own prompts, which
 shows that the clock would have told. "read" is what was read from the store below the device: the victim's blocks.
 """
+    folder.mkdir(exist_ok=True)
     (folder / "isolation.json").write_text(json.dumps(summaries, indent=1) + "\n")
     (folder / "isolation.md").write_text(text)
 
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--store", choices=STORES, required=True)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--folder", type=Path, default=this_machine.results_folder(), help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="print the findings and write nothing")
     args = parser.parse_args()
     if args.store == "host":

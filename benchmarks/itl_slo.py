@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import this_machine
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import OutputKind
 from octavo.request import Request
@@ -99,7 +99,7 @@ def table(results: list[Result], arguments: argparse.Namespace) -> str:
     lines = [
         "# Streams beside a long prompt",
         "",
-        f"`python benchmarks/itl_slo.py`, {arguments.model}, Python {platform.python_version()}, {arguments.machine}. "
+        f"`python benchmarks/itl_slo.py`, {arguments.model}, {this_machine.name()}. "
         f"{arguments.streams} streams decode when a prompt of {arguments.prompt_tokens:,} tokens arrives, "
         f"{_times(arguments.runs)}. Milliseconds between two tokens of a stream until that prompt has its first token; "
         "of the prompt itself the best run.",
@@ -132,7 +132,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=8000)
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX) under KVM")
     parser.add_argument("--out", type=Path, help="folder for itl_slo.md")
     arguments = parser.parse_args()
     results = {slo: measure(arguments, slo) for slo in arguments.slo}

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.workload import random_token_ids
 from octavo.engine.outputs import RequestOutput
@@ -388,7 +389,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="of rounds, for nothing-to-hit")
     parser.add_argument("--prompts", type=int, default=40, help="for restart")
     parser.add_argument("--dir", type=Path, help="the disk to measure; default: the system's temporary folder")
-    parser.add_argument("--machine", default="2 cores of an AMD EPYC (Zen 5, AVX-512 BF16), KVM")
     parser.add_argument("--out", type=Path, help="folder for tier_costs.md and .json")
     arguments = parser.parse_args()
     figure = MEASUREMENTS[arguments.measurement](arguments)
@@ -400,7 +400,7 @@ def main() -> None:
         known = {name: known[name] for name in MEASUREMENTS if name in known}
         file.write_text(json.dumps(known, indent=1) + "\n")
         (arguments.out / "tier_costs.md").write_text(
-            table([Figure(**each) for each in known.values()], arguments.machine)
+            table([Figure(**each) for each in known.values()], this_machine.name())
         )
     print(json.dumps(asdict(figure)))
 

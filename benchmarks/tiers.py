@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo import LLM, SamplingParams
 from octavo.bench.report import percentile
 from octavo.bench.traces import TOKENS_PER_HASH, read_trace
@@ -200,7 +201,7 @@ def table(rows: Sequence[Row], sizes: dict[str, str], arguments: argparse.Namesp
     lines = [
         "# What the tiers below the KV cache are worth",
         "",
-        f"`python benchmarks/tiers.py --scale {arguments.scale:g}`, {arguments.model}, {arguments.machine}. "
+        f"`python benchmarks/tiers.py --scale {arguments.scale:g}`, {arguments.model}, {this_machine.name()}. "
         f"{arguments.concurrency} requests under way at any time. The pool holds {ON_DEVICE:.0%} of a workload's "
         f"blocks or its longest request, host memory {IN_HOST:.0%}, disk and Redis all. `--kv-demotion all` except "
         "where a row says otherwise. Hits are shares of all prompt tokens, by the tier that they came from.",
@@ -273,7 +274,6 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompt tokens of each workload")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--dir", type=Path, help="where disk tiers are made; default: the system's temporary folder")
-    parser.add_argument("--machine", default="2 cores of an Intel Xeon (Sapphire Rapids class, AMX), KVM")
     parser.add_argument("--out", type=Path, help="folder for tiers.md, .json and .png")
     arguments = parser.parse_args()
     tokens = int(TOKENS * arguments.scale)

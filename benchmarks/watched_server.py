@@ -324,13 +324,6 @@ class _Watcher:
             await asyncio.sleep(_HEALTH_EVERY)
 
 
-def machine() -> str:
-    """The processor that this runs on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores of an {names[0] if names else 'unknown processor'}, KVM"
-
-
 def as_json(body: Any) -> bytes:
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 

@@ -1,6 +1,6 @@
 """Measure what the worst permitted value of each body field costs the event loop and the engine's thread.
 
-    python benchmarks/worst_bodies.py            writes benchmarks/results/worst_bodies.md
+    python benchmarks/worst_bodies.py            writes worst_bodies.md in the folder of this machine's results
     python benchmarks/worst_bodies.py --profile  prints what the worst iteration and the worst step spent their time on
     python benchmarks/worst_bodies.py --only beams --only prompts --out rows.md     selected rows
 
@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import this_machine
 from octavo.config import EngineConfig
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.builder import build_engine
@@ -52,7 +53,6 @@ from octavo.server.memory import settle_interpreter
 from octavo.server.run import Server
 from timed_sampler import SamplerTime
 
-RESULTS = Path(__file__).parent / "results" / "worst_bodies.md"
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 # After this time the client gives a body up: the worst is over by then.
@@ -472,19 +472,20 @@ def run(only: list[str] | None, *, profiles: bool, seconds: float = SECONDS) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="bodies whose name holds this; may be given several times")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=this_machine.results_folder() / "worst_bodies.md")
     parser.add_argument("--profile", action="store_true", help="print profiles, and write no report")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="when a client gives up")
     args = parser.parse_args()
     rows = run(args.only, profiles=args.profile, seconds=args.seconds)
     if args.profile:
         return
-    args.out.write_text(HEAD + "\n".join(rows) + "\n")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(HEAD.format(machine=this_machine.name()) + "\n".join(rows) + "\n")
 
 
 HEAD = """# The worst permitted value of each field
 
-`python benchmarks/worst_bodies.py`, on 2 cores of an Intel Xeon of the Sapphire Rapids class with AMX (KVM),
+`python benchmarks/worst_bodies.py`, on {machine},
 SmolLM2-135M, 256 sequences at most, one stream of somebody else's decoding meanwhile. Event loop: CPU time of its
 thread in one iteration, the most of any. Its lag: how late a task that sleeps for a millisecond wakes at worst, which
 also holds what other threads, the interpreter's lock and the operating system do: compare it with the baseline's.

@@ -2,8 +2,8 @@
 
 A decode step of one row reads all weights and computes little. On a virtual machine with two cores it took 3.6 ms in a
 series of such steps, 5.9 ms after a pause of 0.25 s and 6.6 ms after a chunk of 600 tokens, and became as fast again
-within 12 to 24 steps (benchmarks/results/step_times.md). So a state between 0 and 1 moves towards 1 in a pause, and in
-a step towards 1 - fastest / seconds: towards 0 if memory is read all the time.
+within 12 to 24 steps (benchmarks/results/intel_spr/step_times.md). So a state between 0 and 1 moves towards 1 in a
+pause, and in a step towards 1 - fastest / seconds: towards 0 if memory is read all the time.
 """
 
 from __future__ import annotations

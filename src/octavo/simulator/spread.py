@@ -1,8 +1,9 @@
 """How far single steps lie from the time that the law of steps predicts.
 
-One and the same step takes a tenth more or less each time, on a quiet machine too (benchmarks/results/step_times.md).
-The law predicts the middle; percentiles of latencies also hold what lies around it. So a simulation multiplies each
-step by a ratio drawn from those measured, of steps with chunks of prompts and of those without.
+One and the same step takes a tenth more or less each time, on a quiet machine too
+(benchmarks/results/intel_spr/step_times.md). The law predicts the middle; percentiles of latencies also hold what lies
+around it. So a simulation multiplies each step by a ratio drawn from those measured, of steps with chunks of prompts
+and of those without.
 """
 
 from __future__ import annotations

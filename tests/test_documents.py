@@ -1,0 +1,36 @@
+"""Documents lead to files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path
+    for place in (ROOT, ROOT / "docs", ROOT / "deploy", ROOT / "examples", ROOT / "benchmarks")
+    for path in (place.glob("*.md") if place == ROOT else place.rglob("*.md"))
+)
+_LINK = re.compile(r"\]\(([^)\s#]+)")
+_RESULT = re.compile(r"benchmarks/results/[\w/.-]+\.(?:md|json|png)\b")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(document: Path) -> None:
+    targets = [target for target in _LINK.findall(document.read_text()) if "://" not in target]
+    missing = [target for target in targets if not (document.parent / target).exists()]
+    assert not missing
+
+
+def test_results_that_the_code_refers_to_exist() -> None:
+    sources = [path for place in ("src", "csrc", "docs", "tests") for path in (ROOT / place).rglob("*.*")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {result}"
+        for path in sources
+        if path.suffix in (".py", ".h", ".cpp", ".md")
+        for result in _RESULT.findall(path.read_text())
+        if not (ROOT / result).exists()
+    ]
+    assert not missing
