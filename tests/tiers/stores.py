@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 from octavo.kvcache.label import Label
 from octavo.tiers.base import Medium, Reason
@@ -82,3 +86,24 @@ def payload_at(folder: Path, slot: int) -> int:
     at = medium._payload_at(slot)
     medium.close()
     return at
+
+
+def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all that would write to a read-only file system fail as it does there."""
+    to_open, to_describe = os.open, os.statvfs
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_(path: Path, flags: int, mode: int = 0o777) -> int:
+        return refuse() if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT) else to_open(path, flags, mode)
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        fields = list(to_describe(path))
+        return os.statvfs_result([*fields[:8], fields[8] | os.ST_RDONLY, *fields[9:]])
+
+    for name in ("pwrite", "ftruncate", "posix_fallocate", "unlink", "rename", "utime"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "statvfs", statvfs)

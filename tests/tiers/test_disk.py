@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -31,6 +33,7 @@ from tests.tiers.stores import (
     fill,
     get,
     label,
+    make_read_only,
     overwrite,
     payload,
     payload_at,
@@ -398,3 +401,66 @@ def test_the_index_of_a_full_disk_takes_no_more_memory_than_the_plan_says(
     assert medium.num_blocks == num_slots == most_slots(medium._size, 64)
     medium.close()
     assert taken <= num_slots * (slabs.INDEX_BYTES + eviction_bytes(policy)) + 24_000
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_file_system_without_locks_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"no locks \(No locks available\).*a local disk"):
+        disk(tmp_path)
+
+
+def test_a_server_starts_on_a_full_disk_and_reads_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 0, 1)
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        patched.setattr(os, "pwrite", full)
+        patched.setattr(os, "posix_fallocate", full)
+        assert load(tmp_path, 0, 1) == [None, None]
+
+
+def test_a_server_starts_on_a_read_only_disk_and_reads_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, *range(15), 15, 16)  # two slabs
+    os.truncate(slab(tmp_path), 20_000)  # which cannot be removed
+    with monkeypatch.context() as patched:
+        make_read_only(patched)
+        store = Store(disk(tmp_path))
+        assert get(store, [label(0), label(15), label(16)])[0] == [Reason.ABSENT, None, None]
+        assert put(store, 20) == [Reason.READ_ONLY]
+        assert get(store, [label(15)]) == ([None], [payload(15)])
+        with pytest.raises(ConfigError, match="only one may"):
+            disk(tmp_path)
+        store.close()
+    assert "read-only file system: what lies there is read" in caplog.text
+    assert load(tmp_path, 15, 16) == [None, None]
+
+
+def test_a_read_only_disk_without_a_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_read_only(monkeypatch)
+    with pytest.raises(ConfigError, match=r"cannot write to .*: Read-only file system"):
+        disk(tmp_path)
+
+
+def test_a_file_system_that_cannot_reserve_room_is_used_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_supported(*_: object) -> NoReturn:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", not_supported)
+        fill(tmp_path, 0)
+    assert load(tmp_path, 0) == [None]

@@ -296,6 +296,13 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(redis_se
     with pytest.raises(ConfigError, match="refuses the password") as refused:
         RemoteMedium(redis_server.url + "&username=eve&password=letmein", FINGERPRINT, BLOCK_BYTES)
     assert "letmein" not in str(refused.value)
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.config_set("requirepass", "new")
+        try:
+            with pytest.raises(ConfigError, match="refuses the password, or wants one"):
+                RemoteMedium(redis_server.url, FINGERPRINT, BLOCK_BYTES)
+        finally:
+            client.config_set("requirepass", "")
     for password in ("letmein", "let/me@in"):
         assert without_password(f"redis://ada:{password}@host:1/2") == "redis://***@host:1/2"
 

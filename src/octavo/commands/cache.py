@@ -24,14 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octavo.tiers.base import Reason
     from octavo.tiers.slabs import lock_holder, model_folders
 
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory} is not a directory")
-    holder = lock_holder(args.directory)
-    if args.action == "purge":
-        return _purge(args.directory, holder)
-    models = [_look(folder, prove=args.action == "verify") for folder in model_folders(args.directory)]
+    try:
+        holder = lock_holder(args.directory)
+        if args.action == "purge":
+            return _purge(args.directory, holder)
+        models = [_look(folder, prove=args.action == "verify") for folder in model_folders(args.directory)]
+    except OSError as error:
+        raise ConfigError(f"cannot use {args.directory}: {error.strerror} ({error.filename})") from error
     for model in models:
         named = model["model"] or "a model of unknown name"
         print(f"{model['fingerprint']}  {named}: {model['blocks']} blocks, {model['bytes'] / 2**20:.1f} MiB of slabs")
@@ -39,13 +43,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"  of {tenant or 'no tenant'}: {size / 2**20:.1f} MiB")
         if model["damaged"]:
             print("  misses: " + ", ".join(f"{count} {reason}" for reason, count in sorted(model["damaged"].items())))
+            if Reason.LAYOUT in model["damaged"]:
+                print("  layout: written by another version of Octavo; given up when room is needed")
     if not models:
         print(f"{args.directory} holds no blocks")
     if holder is not None:
         print(f"in use by {holder}: blocks that it is writing now count as misses")
     if args.json:
         print(json.dumps({"directory": str(args.directory), "in_use_by": holder, "models": models}))
-    return int(any(model["damaged"] for model in models))
+    return int(args.action == "verify" and any(model["damaged"] for model in models))
 
 
 def _look(folder: Path, *, prove: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ never moved; its slot is reused once it is evicted.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -99,16 +100,22 @@ class DiskMedium:
             self._lock_file: int | None = lock_directory(folder)
             self._folder = folder / fingerprint.hex()
             self._folder.mkdir(exist_ok=True)
-            (self._folder / "model.json").write_text(json.dumps(describe or {}) + "\n")
-            os.utime(self._folder)
         except FileExistsError as error:
             raise ConfigError(f"kv_disk: {folder} is a file; give a directory") from error
         except OSError as error:
             raise ConfigError(f"kv_disk: cannot write to {folder}: {error.strerror}") from error
+        self._is_read_only = bool(os.statvfs(self._folder).f_flag & os.ST_RDONLY)
+        if self._is_read_only:
+            logger.warning(
+                "disk: %s is on a read-only file system: what lies there is read, nothing is written", folder
+            )
+        else:
+            self._note_use(describe or {})
         try:
             self._names = TenantNames(self._folder)
             self._open_all()
-            self._names.keep(self._num_blocks_of)
+            if not self._is_read_only:
+                self._names.keep(self._num_blocks_of)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -135,6 +142,8 @@ class DiskMedium:
         return [self._read(label, buffer) for label, buffer in zip(labels, buffers, strict=True)]
 
     def write(self, label: Label, payload: memoryview, tenant: str) -> Reason | None:
+        if self._is_read_only:
+            return Reason.READ_ONLY
         with self._lock:
             if label.key in self._slots:
                 return None
@@ -169,6 +178,14 @@ class DiskMedium:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def _note_use(self, described: dict[str, str]) -> None:
+        """Write down, for people and for the order in which models' blocks are given up, that the model is served."""
+        try:
+            (self._folder / "model.json").write_text(json.dumps(described) + "\n")
+            os.utime(self._folder)
+        except OSError as error:  # of a full disk, whose blocks can still be read
+            logger.warning("disk: %s is not written: %s", self._folder / "model.json", error)
 
     def _read_ahead(self, labels: Sequence[Label]) -> None:
         """Start reading all blocks, so that the disk is busy while one is copied and verified."""
@@ -294,7 +311,7 @@ class DiskMedium:
         path = slab_path(self._folder, len(self._files))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(file, 0, self._layout.slab_bytes)
+            _reserve(file, self._layout.slab_bytes)
             _write_all(file, memoryview(self._layout.pack()), 0)
         except OSError:
             os.close(file)
@@ -331,16 +348,17 @@ class DiskMedium:
         """Open a slab and yield its blocks as (number of the write, slot, header); a useless slab is removed."""
         layout = self._layout
         expected = slab_path(self._folder, len(self._files))
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDONLY if self._is_read_only else os.O_RDWR)
         found = SlabLayout.unpack(os.pread(file, PREAMBLE_BYTES, 0), os.fstat(file).st_size)
         if found != layout or (len(self._files) + 1) * layout.slab_bytes > self._size:
-            logger.warning("disk: %s is of another layout or size, or cut short: it is removed", path)
+            logger.warning("disk: %s is of another layout or size, or cut short: it is given up", path)
             if found != layout:
                 self.open_misses[found if isinstance(found, Reason) else Reason.LAYOUT] += 1
             os.close(file)
-            path.unlink()
+            if not self._is_read_only:
+                path.unlink()
             return
-        if path != expected:
+        if path != expected and not self._is_read_only:
             path.rename(expected)  # a slab before it was removed
         first = len(self._files) * layout.num_slots
         self._add(file)
@@ -372,6 +390,16 @@ def _noted(raw: bytes) -> Header:
     header = read_header(raw)
     assert isinstance(header, Header)
     return header
+
+
+def _reserve(file: int, size: int) -> None:
+    """Give a file its size, and its room on the disk where the file system can."""
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # musl's on NFS, where glibc writes to each page
+            raise
+        os.ftruncate(file, size)
 
 
 def _write_all(file: int, payload: memoryview, at: int) -> None:

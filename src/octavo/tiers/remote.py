@@ -83,7 +83,9 @@ class RemoteMedium:
             self._redis.ping()
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if isinstance(error, redis.AuthenticationError):
-                raise ConfigError(f"kv_remote: {without_password(url)} refuses the password: {error}") from error
+                raise ConfigError(
+                    f"kv_remote: {without_password(url)} refuses the password, or wants one: {error}"
+                ) from error
             logger.warning("remote: %s does not answer (%s): trying again later", without_password(url), error)
         except (redis.RedisError, ValueError, TypeError, AttributeError) as error:  # the last: of answers not Redis's
             raise ConfigError(f"kv_remote: cannot use {without_password(url)}: {error}") from error

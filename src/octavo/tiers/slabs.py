@@ -10,6 +10,8 @@ The preamble holds the number of slots in the slab and the size of a block. Slot
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -152,33 +154,64 @@ def lock_directory(directory: Path) -> int:
     """Create a directory if it does not exist, and lock it until the returned file descriptor is closed.
 
     Raises:
-        ConfigError: another process holds the lock.
+        ConfigError: another process holds the lock, or the file system has no locks.
+        OSError: the directory or the lock file cannot be created.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    file = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
+    path = directory / "LOCK"
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS or not path.exists():
+            raise
+        file = os.open(path, os.O_RDONLY)
+    try:
+        if not _is_free(file):
+            raise ConfigError(
+                f"kv_disk: {_named_holder(path)} writes to {directory}, and only one may; give this server another "
+                "directory"
+            )
+        name = f"process {os.getpid()} of {os.uname().nodename}\n".encode()
+        # In place, which needs no room on a full disk.
+        with contextlib.suppress(OSError):
+            os.pwrite(file, name, 0)
+            os.ftruncate(file, len(name))
+    except BaseException:
         os.close(file)
-        holder = (directory / "LOCK").read_text().strip() or "another process"
-        raise ConfigError(
-            f"kv_disk: {holder} writes to {directory}, and only one may; give this server another directory"
-        ) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} of {os.uname().nodename}\n".encode(), 0)
+        raise
     return file
 
 
 def lock_holder(directory: Path) -> str | None:
-    """Return the process that holds a directory's lock, as its lock file names it; None if there is none."""
+    """Return the process that holds a directory's lock, as its lock file names it; None if there is none.
+
+    Raises:
+        ConfigError: the file system has no locks.
+        OSError: the lock file cannot be read.
+    """
     path = directory / "LOCK"
     if not path.exists():
         return None
-    file = os.open(path, os.O_RDWR)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return None if _is_free(file) else _named_holder(path)
+    finally:
+        os.close(file)
+
+
+def _is_free(file: int) -> bool:
+    """Take a lock, and return whether it was free."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return path.read_text().strip() or "another process"
-    finally:
-        os.close(file)
-    return None
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"kv_disk: its file system has no locks ({error.strerror}), which keep a second server from writing there: "
+            "give a directory of a local disk, or mount it with locks"
+        ) from error
+    return True
+
+
+def _named_holder(path: Path) -> str:
+    return path.read_text().strip() or "another process"
