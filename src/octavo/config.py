@@ -81,8 +81,9 @@ class EngineConfig(RequestLimits):
     itl_slo_ms: float | None = option(
         None,
         "target for the time between two tokens of a running stream, in milliseconds: prompts are computed in chunks "
-        "small enough to keep it, by a model of step times that is fitted while serving; default: only "
-        "--max-num-batched-tokens limits chunks",
+        "small enough to keep it, by a model of step times that is fitted while serving, and if the streams of several "
+        "tenants exceed it together, those that take more than their share take turns; default: only "
+        "--max-num-batched-tokens limits a step",
         metavar="MS",
     )
     block_size: int | Literal["max"] = option(

@@ -44,7 +44,7 @@ def test_gauges_and_counters_follow_the_steps() -> None:
     stats.on_step(prompt_tokens=100)
     stats.on_step(generation_tokens=3)
     stats.on_step(generation_tokens=3)
-    stats.on_queues(num_running=9, num_waiting=9, kv_usage=0.9, preemptions=1)
+    stats.on_queues(num_running=9, num_waiting=9, kv_usage=0.9, preemptions=1, deferred_tokens=7)
     stats.on_queues(num_running=3, num_waiting=2, kv_usage=0.5)
     families = exposed(stats)
     for name, expected in {
@@ -60,6 +60,7 @@ def test_gauges_and_counters_follow_the_steps() -> None:
         "vllm:num_preemptions": 1,
         "vllm:prompt_tokens": 100,
         "vllm:generation_tokens": 6,
+        "octavo:deferred_tokens": 7,
     }.items():
         assert families[name].type == "counter"
         assert value(families, name, f"{name}_total") == expected

@@ -22,6 +22,7 @@ class _Queues(TypedDict):
     num_swapped: int
     kv_usage: float
     preemptions: int
+    deferred_tokens: int
 
 
 class StatsRecorder:
@@ -31,7 +32,7 @@ class StatsRecorder:
         self._stats = stats
         self._scheduler = scheduler
         self._last_token: dict[SequenceId, float] = {}
-        self._preemptions = 0
+        self._preemptions = self._deferred = 0
         self._seen: tuple[int, ...] = ()
         self._gauges_due = 0.0
         self._usage = 0.0
@@ -130,12 +131,16 @@ class StatsRecorder:
 
     def _queues(self) -> _Queues:
         scheduler = self._scheduler
-        preemptions = scheduler.counters.num_preemptions - self._preemptions
+        counters = scheduler.counters
+        preemptions = counters.num_preemptions - self._preemptions
+        deferred = counters.num_deferred_tokens - self._deferred
         self._preemptions += preemptions
+        self._deferred += deferred
         return {
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "num_swapped": scheduler.num_swapped,
             "kv_usage": self._usage,
             "preemptions": preemptions,
+            "deferred_tokens": deferred,
         }

@@ -107,6 +107,7 @@ class EngineStats:
         self.kv_usage = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
+        self.deferred_tokens = 0
         self.num_failed_steps = 0
         self.num_audits = 0
         self.num_failed_audits = 0
@@ -149,14 +150,22 @@ class EngineStats:
         self.generation_tokens += generation_tokens
 
     def on_queues(
-        self, *, num_running: int, num_waiting: int, kv_usage: float, num_swapped: int = 0, preemptions: int = 0
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        num_swapped: int = 0,
+        preemptions: int = 0,
+        deferred_tokens: int = 0,
     ) -> None:
-        """Record the lengths of the queues, and how many sequences were preempted since the last call."""
+        """Record the lengths of the queues, and how often sequences were preempted or put off since the last call."""
         self.num_running = num_running
         self.num_waiting = num_waiting
         self.num_swapped = num_swapped
         self.kv_usage = kv_usage
         self.num_preemptions += preemptions
+        self.deferred_tokens += deferred_tokens
 
     def on_moved(self, plan: StepPlan, result: StepResult) -> None:
         """Record how long a step's transfers took."""

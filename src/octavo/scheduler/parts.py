@@ -21,7 +21,8 @@ from octavo.scheduler.preemption import PreemptionMode, VictimPolicy
 from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.running import RunningSet
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from octavo.scheduler.service import MakeTimeLimit, Service
+from octavo.scheduler.service import Service
+from octavo.scheduler.step_time import LatencyTarget
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine
 from octavo.scheduler.yielding import Yielding
@@ -50,7 +51,7 @@ def compose(
     limits: Mapping[str, KVLimits],
     turns: VirtualTokenCounter | None,
     claims: Claims | None,
-    time_limit: MakeTimeLimit | None,
+    latency: LatencyTarget | None,
     on_leave: Callable[[Sequence], None],
 ) -> Parts:
     """Return the parts of a scheduler in which nothing runs or waits.
@@ -58,7 +59,7 @@ def compose(
     Args:
         queue: an empty queue.
         limits: tenants' floors and caps.
-        time_limit: returns the time limit of a step with given streams; None if there is no latency target.
+        latency: the latency target of running streams, if any.
         on_leave: called with each sequence that stops running.
     """
     running = RunningSet(kv, config.headroom_tokens, on_leave=on_leave)
@@ -84,7 +85,7 @@ def compose(
         admission,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tenants=tenants,
-        time_limit=time_limit,
+        latency=latency,
         turns=turns,
         claims=claims,
     )

@@ -16,7 +16,6 @@ from octavo.errors import RequestError
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import FinishReason, Request, RequestId, Sequence, SequenceStatus
 from octavo.scheduler.advancing import Advancing
-from octavo.scheduler.budget import TimeLimit
 from octavo.scheduler.capacity import Capacity
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
@@ -102,7 +101,7 @@ class Scheduler:
             limits=self._limits,
             turns=self.turns,
             claims=self.claims,
-            time_limit=None if self._latency is None else self._time_limit,
+            latency=self._latency,
             on_leave=self._builder.drop,
         )
         self._lifecycle.parts = parts
@@ -284,7 +283,7 @@ class Scheduler:
         rows = builder.in_flight
         # Only `schedule` moves arrived requests into the line.
         is_fetching = self.fetching is not None and len(self.fetching) > 0
-        if not rows.draws and not is_fetching:
+        if not rows.draws and not is_fetching and not self._service.take_turns(rows.sequences):
             streams = self._look_ahead.streams(rows.sequences, is_awaited=len(self._waiting) > 0)
             if streams:
                 builder.add_ahead(streams)
@@ -374,10 +373,6 @@ class Scheduler:
         """Abandon the plans in flight, which gave no result; their stores are lost, the runner's state is unknown."""
         self._builder.abandon()
         self.kv.hierarchy.transfers.fail()
-
-    def _time_limit(self, streams: list[Sequence]) -> TimeLimit | None:
-        assert self._latency is not None
-        return self._latency.limit(seq.num_tokens for seq in streams)
 
     def _on_finish(self, seq: Sequence) -> None:
         self._held_back.forget(seq)

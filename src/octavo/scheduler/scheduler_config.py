@@ -22,7 +22,7 @@ class SchedulerConfig:
             must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
             prompts.
         itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
-            of prompts; if None, only the token budget limits them.
+            of prompts, and the streams of several tenants; if None, only the token budget limits them.
         priority_seconds: seconds of waiting that outweigh one level of priority, so that every request is next at some
             time; if None, priorities do not age.
     """

@@ -2,7 +2,8 @@
 
 1. **Streams.** Every running sequence that lacks one token has it computed, whatever else waits: no prompt and no
    priority can take a running stream's token. If the step has fewer tokens than there are streams, they take turns
-   (`StreamRotation`).
+   (`StreamRotation`). If there is a latency target that streams of several tenants exceed, those of the tenants that
+   take more than their share of the time take turns (`StreamShares`).
 2. **Prompts** share the remaining tokens, and the remaining time if streams have a latency target (`StepBudget`): those
    in chunks, those that resume after a preemption, and those that wait. A quarter goes to the first of them in order of
    service, by priority and arrival. The rest goes to the prompt with the least left to compute, within a priority. If
@@ -36,11 +37,13 @@ from octavo.kvcache.block import BlockCopy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.request import Sequence, SequenceId, SequenceStatus
 from octavo.scheduler.admission import MOST_REFUSED, Admission
-from octavo.scheduler.budget import StepBudget, TimeLimit
+from octavo.scheduler.budget import StepBudget
 from octavo.scheduler.claims import Claims
 from octavo.scheduler.fairness import VirtualTokenCounter
 from octavo.scheduler.rotation import StreamRotation
 from octavo.scheduler.running import RunningSet, num_pending_siblings
+from octavo.scheduler.step_time import LatencyTarget
+from octavo.scheduler.stream_shares import StreamShares
 from octavo.scheduler.tenant_shares import TenantShares
 from octavo.scheduler.waiting import WaitingLine, is_scored, num_missing
 from octavo.scheduler.yielding import Yielding
@@ -50,8 +53,6 @@ SHARE_OF_FIRST = 4
 
 SHARE_OF_FIRST_IN_TURNS = 32
 """The same if tenants take turns: the rest is shared among tenants, so fewer prompts need it."""
-
-MakeTimeLimit = Callable[[list[Sequence]], TimeLimit | None]
 
 
 class StepShares:
@@ -80,8 +81,8 @@ class Service:
     """Decides the shares of each step.
 
     Args:
-        time_limit: returns the time limit for the prompts of a step with given streams; None if there is no latency
-            target.
+        latency: the latency target, which limits the time of prompts, and that of streams of several tenants; if
+            None, only the number of tokens is limited.
         turns: charged with what each tenant receives. If blocks run out, the streams of the least served tenant get
             theirs first and yield last. If None, the order of service decides.
         claims: decides which requests may take the place of running ones; if None, none may.
@@ -97,7 +98,7 @@ class Service:
         *,
         max_num_batched_tokens: int,
         tenants: TenantShares,
-        time_limit: MakeTimeLimit | None = None,
+        latency: LatencyTarget | None = None,
         turns: VirtualTokenCounter | None = None,
         claims: Claims | None = None,
     ) -> None:
@@ -108,7 +109,8 @@ class Service:
         self._admission = admission
         self._tenants = tenants
         self._max_tokens = max_num_batched_tokens
-        self._time_limit = time_limit
+        self._latency = latency
+        self._stream_shares = None if latency is None else StreamShares(latency)
         self._turns = turns
         self._claims = claims
         self._share_of_first = SHARE_OF_FIRST if turns is None else SHARE_OF_FIRST_IN_TURNS
@@ -129,6 +131,10 @@ class Service:
             self._share(shares)
         shares.copies.extend(self._admission.copies)
         return shares
+
+    def take_turns(self, streams: list[Sequence]) -> bool:
+        """Whether these streams have to take turns in the next step, because they exceed the latency target."""
+        return self._stream_shares is not None and self._stream_shares.time_of(streams) is not None
 
     def _claim(self, claims: Claims) -> Sequence | None:
         """Free places and blocks for the claimant if it may claim all that it lacks, and return it; else None.
@@ -167,6 +173,11 @@ class Service:
                 streams.append(seq)
             elif missing:
                 prompts.append(seq)
+        if self._stream_shares is not None:
+            have_prompts = bool(prompts) or (len(self._waiting) > 0 and self._admission.has_place)
+            num_streams = len(streams)
+            streams = self._stream_shares.choose(streams, have_prompts=have_prompts)
+            self._yielding.counters.num_deferred_tokens += num_streams - len(streams)
         budget = self._max_tokens
         if len(streams) >= budget:
             streams, for_prompts = self._rotation.choose(streams, bool(prompts), budget)
@@ -178,7 +189,9 @@ class Service:
         short |= self._serve_streams(streams, shares)
         left = budget - len(shares.streams)
         if left > 0 and (prompts or len(self._waiting)):
-            limit = self._time_limit(shares.streams) if self._time_limit is not None and shares.streams else None
+            limit = None
+            if self._latency is not None and shares.streams:
+                limit = self._latency.limit([seq.num_tokens for seq in shares.streams])
             step = StepBudget(left, limit, beside_streams=bool(shares.streams))
             if claimant is not None and not short and self._admit(claimant, step, shares, self._share_of_first):
                 bisect.insort(prompts, claimant, key=_order)

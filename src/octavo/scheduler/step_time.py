@@ -18,6 +18,7 @@ through all measured numbers of rows, or derived from a device's data sheet.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -193,9 +194,38 @@ class StepTimes:
 
 _RATIO_GAIN = 0.1
 _LEVEL_GAIN = 0.2  # about the last five steps
+_STREAM_GAIN = 1.1
+_MOST_LATE = 8.0
 
 WHEN_BROKEN = 16
 """Prompt tokens in a step whose decodes alone exceed the latency target."""
+
+
+KNOWN_CONTEXT = 8192
+"""Tokens of context up to which a step needs no measurement before."""
+
+MOST_GROWTH = 2
+"""How much longer than any known the contexts of a step may be together, if it is to keep the latency target."""
+
+
+class StreamTime(NamedTuple):
+    """How long streams take in a step, in seconds, as far as it depends on which of them it computes.
+
+    Attributes:
+        wanted: time of all of them.
+        available: time that they may take.
+        per_stream: time of each, whatever its length.
+        per_token: time of each token of its context.
+    """
+
+    wanted: float
+    available: float
+    per_stream: float
+    per_token: float
+
+    def of(self, num_tokens: int) -> float:
+        """Return the time of a stream of this length."""
+        return self.per_stream + self.per_token * num_tokens
 
 
 class LatencyTarget:
@@ -208,7 +238,9 @@ class LatencyTarget:
         ratio     the (1 - `misses`) quantile of the remaining error: a step that exceeds it raises it, and every other
                   step lowers it a little, balanced so that a share of `misses` exceeds it (Robbins and Monro 1951)
 
-    Both learn only from steps with chunks, which vary more than others.
+    Both learn only from steps with chunks, which vary more than others. Streams have a factor of their own, the median
+    of measured / predicted time over recent steps and at least 1: what sampling takes is not in the model, and the fit
+    follows a device that becomes slower only in hundreds of steps.
 
     The model is not extrapolated far: a chunk is at most twice as long as the longest one measured beside streams.
 
@@ -228,11 +260,20 @@ class LatencyTarget:
         self._ratio = 1.3
         self._longest = 16
         self._planned: ChunkTime | None = None  # of the step that is being computed
+        self._context = float(KNOWN_CONTEXT)
+        self._fastest = math.inf
+        self._stream_level = 1.0
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step that took `seconds`, from the end of the previous step to its own."""
         planned, self._planned = self._planned, None
+        self._context = max(KNOWN_CONTEXT, load.context, _FORGETTING * self._context)
+        self._fastest = min(self._fastest, seconds) if seconds > 0 else self._fastest
         predicted = self.model.predict(load)
+        if self.model.num_observed > NUM_TERMS:
+            late = seconds > predicted * self._stream_level
+            level = self._stream_level * (_STREAM_GAIN if late else 1 / _STREAM_GAIN)
+            self._stream_level = min(_MOST_LATE, max(1.0, level))
         if planned is not None and planned.num_taken:
             self._longest = max(self._longest, planned.num_taken)
             if self.model.num_observed > NUM_TERMS and predicted > 0:
@@ -250,6 +291,25 @@ class LatencyTarget:
         seconds = self.seconds / (self._level * self._ratio)
         self._planned = ChunkTime(self.model, load, seconds, 2 * self._longest, least)
         return self._planned
+
+    def stream_time(self, num_streams: int, context: int) -> StreamTime:
+        """Return how long so many streams take, whose contexts hold `context` tokens together.
+
+        An empty step takes a part of the target, which is not theirs. Where it takes more than half, as with a large
+        model, they may take as long again: else steps would be spent on reading weights for few streams each.
+
+        The model is not extrapolated far: contexts `MOST_GROWTH` times as long as the longest known take all the time
+        there is. If they take less, that will have been measured, and the next step may have longer ones.
+        """
+        base = min(self.model.predict(StepLoad()), self._fastest)
+        of_rows = self._stream_level * self.model.predict(StepLoad(num_streams, 0, 0.0, num_streams))
+        of_all = self._stream_level * self.model.predict(StepLoad(num_streams, context, 0.0, num_streams))
+        per_context = of_all - of_rows
+        available = max(self.seconds - base, base)
+        if context > MOST_GROWTH * self._context:
+            per_context = max(per_context, available * context / (MOST_GROWTH * self._context))
+        rows = of_rows - base
+        return StreamTime(rows + per_context, available, rows / num_streams, per_context / context)
 
 
 class ChunkTime:

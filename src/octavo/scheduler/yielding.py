@@ -18,10 +18,13 @@ class SchedulerCounters:
     Attributes:
         recomputed_tokens: tokens whose keys and values were dropped without being swapped; those that the prefix cache
             still has are not in fact recomputed.
+        num_deferred_tokens: tokens of running streams left to a later step, because the streams of several tenants
+            would have exceeded the latency target.
     """
 
     num_preemptions: int = 0
     recomputed_tokens: int = 0
+    num_deferred_tokens: int = 0
 
 
 class Yielding:

@@ -1,0 +1,103 @@
+"""Shares the time of a step among the tenants whose streams run, if all of their tokens would take too long.
+
+    time of a step   ├─ base ─┤─ tenant a ─┤─ b ─┤─ c ……………………… cut ┤         a and b ask for less than their share
+                     └───────────── latency target ─────────────────┘         c's streams take turns
+
+Each tenant may use an equal share of what the target leaves, in proportion to its weight, and what one does not use the
+others may (max-min fairness). A tenant that asks for no more than its share has a token for each of its streams in
+every step. The streams of the others take turns: next is the tenant that has received least time for its weight, and
+of its streams the one served least recently (start-time fair queueing, Goyal et al., SIGCOMM 1996).
+
+One of them is served in every step, however long it takes. So a stream that does not fit beside others has its turn in
+the next step, because its tenant is still the next. Streams of one tenant alone are never cut: no other waits for them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from octavo.request import Sequence, SequenceId
+from octavo.scheduler.step_time import LatencyTarget, StreamTime
+
+SHARE_BESIDE_PROMPTS = 0.5
+"""The part of the time that streams may use in a step whose time is shared, if there are prompts to compute."""
+
+
+class StreamShares:
+    """Decides which streams have a token in a step.
+
+    Args:
+        latency: predicts how long the streams take.
+    """
+
+    def __init__(self, latency: LatencyTarget) -> None:
+        self._latency = latency
+        self._num_served = 0
+        self._last: dict[SequenceId, int] = {}  # the number of tokens served when a stream had its last one
+        self._received: dict[str, float] = {}  # by tenants whose streams take turns: time per weight
+
+    def time_of(self, streams: list[Sequence]) -> StreamTime | None:
+        """Return the time of these streams if they belong to several tenants and exceed the target; else None."""
+        if len(streams) < 2:
+            return None
+        tenant = streams[0].request.tenant
+        if all(seq.request.tenant == tenant for seq in streams):
+            return None
+        time = self._latency.stream_time(len(streams), sum([seq.num_tokens for seq in streams]))
+        return time if time.wanted > time.available else None
+
+    def choose(self, streams: list[Sequence], *, have_prompts: bool) -> list[Sequence]:
+        """Return the streams that have a token in the next step, in their given order."""
+        time = self.time_of(streams)
+        if time is None:
+            self._last, self._received = {}, {}
+            return streams
+        available = time.available * (SHARE_BESIDE_PROMPTS if have_prompts else 1.0)
+        of_tenant: dict[str, list[tuple[Sequence, float]]] = defaultdict(list)
+        for seq in streams:
+            of_tenant[seq.request.tenant].append((seq, time.of(seq.num_tokens)))
+        chosen, left = self._within_share(of_tenant, available)
+        chosen |= self._in_turns(of_tenant, left)
+        return [seq for seq in streams if seq.seq_id in chosen]
+
+    def _within_share(
+        self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float
+    ) -> tuple[set[SequenceId], float]:
+        """Remove the tenants that ask for no more than their share; returns their streams and the time left."""
+        weights = {tenant: own[0][0].request.weight for tenant, own in of_tenant.items()}
+        demands = {tenant: sum(seconds for _, seconds in own) for tenant, own in of_tenant.items()}
+        weight_left = sum(weights.values())
+        chosen: set[SequenceId] = set()
+        for tenant in sorted(demands, key=lambda tenant: demands[tenant] / weights[tenant]):
+            if demands[tenant] * weight_left > available * weights[tenant]:
+                break
+            chosen.update(seq.seq_id for seq, _ in of_tenant.pop(tenant))
+            available -= demands[tenant]
+            weight_left -= weights[tenant]
+        return chosen, available
+
+    def _in_turns(self, of_tenant: dict[str, list[tuple[Sequence, float]]], available: float) -> set[SequenceId]:
+        """Return the streams that have their turn, of tenants that ask for more than their share."""
+        level = min((self._received[tenant] for tenant in of_tenant if tenant in self._received), default=0.0)
+        received = {tenant: max(level, self._received.get(tenant, level)) for tenant in of_tenant}
+        last = {seq.seq_id: self._last.get(seq.seq_id, 0) for own in of_tenant.values() for seq, _ in own}
+        lines = {
+            tenant: iter(sorted(own, key=lambda stream: last[stream[0].seq_id])) for tenant, own in of_tenant.items()
+        }
+        chosen: set[SequenceId] = set()
+        heap = [(seconds, tenant) for tenant, seconds in received.items()]
+        heapq.heapify(heap)
+        while heap:
+            _, tenant = heapq.heappop(heap)
+            seq, seconds = next(lines[tenant], (None, 0.0))
+            if seq is None or (chosen and seconds > available):
+                continue
+            available -= seconds
+            received[tenant] += seconds / seq.request.weight
+            chosen.add(seq.seq_id)
+            self._num_served += 1
+            last[seq.seq_id] = self._num_served
+            heapq.heappush(heap, (received[tenant], tenant))
+        self._last, self._received = last, received
+        return chosen
