@@ -19,7 +19,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.delivery import DELIVERED_AT_ONCE, Stream
 from octavo.engine.outputs import STEP_FAILED, Ended, OutputKind, RequestOutput, StepNews
 from octavo.errors import ContextLengthError, EngineDeadError, RequestError, UnreadError
-from octavo.request import DEFAULT_CONTEXT, FinishReason, RequestContext, RequestId, Sequence
+from octavo.request import DEFAULT_CONTEXT, FinishReason, Request, RequestContext, RequestId, Sequence
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import SequenceUpdate, StepPlan, StepResult
 from octavo.structured_outputs import StructuredOutputsParams
@@ -493,3 +493,31 @@ async def test_a_tenants_slow_grammars_delay_neither_grammars_nor_prompts_of_oth
         finally:
             ends.set()
         assert all(await asyncio.gather(*slow))
+
+
+async def test_a_tenants_long_prompts_hold_up_no_others(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, make = threading.Event(), core.inputs.make_without_grammar
+
+    def make_slowly(prompt: list[int], params: SamplingParams, context: RequestContext) -> Request:
+        assert context.tenant != "ada" or ends.wait(600)
+        return make(prompt, params, context)
+
+    monkeypatch.setattr(core.inputs, "make_without_grammar", make_slowly)
+    too_long = [5] * async_engine._MADE_AT_ONCE
+
+    def refused(tenant: str) -> asyncio.Task[list[int]]:
+        return asyncio.ensure_future(collect(engine, too_long, tokens(1), RequestContext(tenant=tenant)))
+
+    async with started(core) as engine:
+        try:
+            # More than there are threads that work for the event loop.
+            slow = [refused("ada") for _ in range(40)]
+            while not engine._making._turns._held["ada"]:
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(120):
+                with pytest.raises(ContextLengthError):
+                    await refused("ben")
+        finally:
+            ends.set()
+        refusals = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(refusal, ContextLengthError) for refusal in refusals)

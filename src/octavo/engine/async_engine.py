@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from octavo.config import EngineConfig
@@ -30,6 +30,7 @@ from octavo.engine.inbox import Abort, Addition, Message, OutputFailed, Question
 from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import PinInfo
 from octavo.engine.outputs import Ended, OutputKind, RequestOutput, StepNews
+from octavo.engine.turns import TenantThreads
 from octavo.engine.watchdog import Watchdog
 from octavo.errors import CacheError, EngineDeadError, OctavoError, RequestError, RequestFailedError
 from octavo.limits import RequestLimits
@@ -56,6 +57,8 @@ GIVE_UP_SECONDS = 0.002
 # Prompts with at least this many characters or token ids are processed in a thread. So are requests with a grammar, and
 # with bad words, which must be tokenised: 128 of them took 9 ms.
 _MADE_AT_ONCE = 1024
+NUM_SHARED_THREADS = 2
+"""Number of such requests processed at a time; the thread of one more is for a tenant of which none is."""
 
 _T = TypeVar("_T")
 
@@ -97,6 +100,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watchdog = Watchdog(self._thread, core.stats, watchdog_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._making = TenantThreads(NUM_SHARED_THREADS, "octavo-prompt")
 
     @cached_property
     def _grammars(self) -> GrammarQueue:
@@ -193,7 +197,7 @@ class AsyncEngine:
         if len(prompt) < _MADE_AT_ONCE and params.structured_outputs is None and not params.bad_words:
             request = make(prompt, params, context)
         else:
-            request = await asyncio.to_thread(make, prompt, params, context)
+            request = await self._making.run(context.tenant, partial(make, prompt, params, context))
             if (wanted := request.params.structured_outputs) is not None:
                 request.grammar = await self._grammars.compile(wanted, context.tenant)
             self._require_alive()

@@ -1,4 +1,4 @@
-"""A semaphore that is fair to tenants, so that the work of one does not hold up another's.
+"""A semaphore and a thread pool that are fair to tenants, so that the work of one does not hold up another's.
 
     waiting   ada: ■ ■ ■ ■ ■     places   [ada] [ada]     and one more, for a tenant that has none: [ben]
               ben: ■
@@ -11,6 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Turns:
@@ -70,3 +75,28 @@ class Turns:
             line.remove(turn)
             if not line:
                 del self._waiting[tenant]
+
+
+class TenantThreads:
+    """Threads in which the work of tenants is done in turn. Used only from the event loop.
+
+    Args:
+        places: number of threads for any tenant; one more is reserved for tenants that have none.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(self, places: int, name: str) -> None:
+        self._turns = Turns(places)
+        self._threads = ThreadPoolExecutor(places + 1, name)
+
+    async def run(self, tenant: str, work: Callable[[], _T]) -> _T:
+        """Call `work` in a thread once it is the tenant's turn, and return its result."""
+        await self._turns.take(tenant)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # The work keeps its place until it ends, even if nobody waits for it any more.
+        running.add_done_callback(lambda _: self._turns.give_back(tenant))
+        return await asyncio.shield(running)
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Call `work` in a thread out of turn, without waiting for it."""
+        self._threads.submit(work)

@@ -255,6 +255,31 @@ def test_a_tenants_slow_bodies_hold_up_no_other_tenants(monkeypatch: pytest.Monk
     assert len(BlockedWorker.given) == 8 + 4
 
 
+def test_a_tenants_medium_bodies_hold_up_no_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, bodies = threading.Event(), reading()
+    read_now = bodies.reader.completion
+
+    def read_slowly(raw: bytes) -> Any:
+        assert b"ada" not in raw or goes_on.wait(600)
+        return read_now(raw)
+
+    monkeypatch.setattr(bodies.reader, "completion", read_slowly)
+
+    def body(tenant: str) -> bytes:
+        return json.dumps({"prompt": "x" * SMALL_BODY, "max_tokens": 1, "user": tenant}).encode()
+
+    async def run() -> None:
+        slow = [asyncio.ensure_future(bodies.read("completion", body("ada"), tenant="ada")) for _ in range(9)]
+        try:
+            async with asyncio.timeout(120):
+                assert await bodies.read("completion", body("ben"), tenant="ben")
+        finally:
+            goes_on.set()
+        assert all(await asyncio.gather(*slow))
+
+    asyncio.run(run())
+
+
 def test_processes_of_large_bodies_give_way_to_the_engine() -> None:
     bodies = reading()
     read(bodies, {"prompt": "x" * MEDIUM_BODY})

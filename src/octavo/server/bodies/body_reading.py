@@ -7,15 +7,13 @@ Chats are always read in a process: their template comes with the model, and may
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from octavo.engine.turns import Turns
+from octavo.engine.turns import TenantThreads
 from octavo.helper_process import HelperEndedError
 from octavo.server.bodies.body_worker import BodyWorker
 from octavo.server.bodies.reading import BodyReader
@@ -51,7 +49,7 @@ class BodyReading:
 
     def __init__(self, reader: BodyReader, seconds: float, memory: int) -> None:
         self._reader = reader
-        self._threads = ThreadPoolExecutor(NUM_WORKERS, "octavo-body")
+        self._threads = TenantThreads(NUM_WORKERS, "octavo-body")
         # Separate pools, so that chats do not wait for large bodies.
         self._large = _Workers("octavo-large-body", reader, seconds, memory, LARGE_NICENESS)
         self._chats = _Workers("octavo-chat", reader, seconds, memory)
@@ -73,7 +71,7 @@ class BodyReading:
         if method in _RENDERED or (method == "tokenize" and any(map(_may_have_messages, parts))):
             return await self._chats.read(method, parts, tenant)
         work = partial(getattr(self._reader, method), b"".join(parts))
-        return work() if size < SMALL_BODY else await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return work() if size < SMALL_BODY else await self._threads.run(tenant, work)
 
     def warm_up(self) -> None:
         """Start a process for the first chat, in the background."""
@@ -88,20 +86,15 @@ class _Workers:
         self._seconds = seconds
         self._memory = memory
         self._niceness = niceness
-        self._turns = Turns(NUM_WORKERS)
-        self._threads = ThreadPoolExecutor(NUM_WORKERS + 1, name)
+        self._threads = TenantThreads(NUM_WORKERS, name)
         self._idle: list[BodyWorker] = []
         self._lock = threading.Lock()
 
     async def read(self, method: str, parts: tuple[bytes, ...], tenant: str) -> Any:
-        await self._turns.take(tenant)
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, method, parts)
-        # A reading keeps its place until it ends, even if the request was cancelled.
-        reading.add_done_callback(lambda _: self._turns.give_back(tenant))
-        return await asyncio.shield(reading)
+        return await self._threads.run(tenant, partial(self._read, method, parts))
 
     def start_one(self) -> None:
-        self._threads.submit(lambda: self._release(self._take()))
+        self._threads.start(lambda: self._release(self._take()))
 
     def _read(self, method: str, parts: tuple[bytes, ...]) -> Any:
         worker = self._take()
