@@ -19,18 +19,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from fault_cycles import (
-    SHARE_KILLED_SERVING,
-    WRONG_BLOCKS,
+    count_blocks,
     count_faults,
     count_misses,
-    kill_at_work,
-    serving,
-    storing,
+    kill_one,
     tiny_models,
 )
 from octavo import LLM
@@ -122,12 +120,7 @@ def _failing(call: Callable[..., Any], code: int, rng: random.Random) -> Callabl
 
 
 def cycle(folder: Path, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]) -> None:
-    killed = rng.choice(models)
-    if rng.random() < SHARE_KILLED_SERVING:
-        work = serving(killed, lambda: open_engine(folder, killed))
-    else:
-        work = storing(lambda: Store(open_disk(folder, killed)), killed.blocks)
-    totals[kill_at_work(work, rng)] += 1
+    kill_one(models, lambda m: Store(open_disk(folder, m)), partial(open_engine, folder), rng, totals)
     fault = rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
     damage(folder, fault, models, rng)
@@ -146,16 +139,15 @@ def read_all(folder: Path, model: TinyModel, totals: Counter[str]) -> None:
     medium = open_disk(folder, model)
     for reason, count in medium.open_misses.items():
         totals[f"dropped when opened: {reason.value}"] += count
+    buffers = [bytearray(BLOCK_BYTES) for _ in model.blocks]
     try:
-        for label, content in model.blocks:
-            buffer = bytearray(BLOCK_BYTES)
-            (reason,) = medium.read([label], [memoryview(buffer)])
-            if reason is None:
-                totals["right blocks" if buffer == content else WRONG_BLOCKS] += 1
-            else:
-                totals[f"miss: {reason.value}"] += 1
+        outcomes = [
+            medium.read([label], [memoryview(buffer)])[0]
+            for (label, _), buffer in zip(model.blocks, buffers, strict=True)
+        ]
     finally:
         medium.close()
+    count_blocks(model, outcomes, buffers, totals)
 
 
 def run(cycles: int, seed: int, served: float) -> Counter[str]:

@@ -14,12 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from octavo import LLM
-from octavo.kvcache.label import Label
+from octavo.tiers.base import Reason
 from octavo.tiers.store import Store
 from tiny_models import WRONG_ANSWERS, TinyModel
 
@@ -31,19 +32,35 @@ Work = Callable[[random.Random], Iterator[object]]
 """What a process does until it is killed; it yields after each piece of work."""
 
 
-def storing(open_store: Callable[[], Store], blocks: Sequence[tuple[Label, bytes]]) -> Work:
+def kill_one(
+    models: Sequence[TinyModel],
+    open_store: Callable[[TinyModel], Store],
+    open_engine: Callable[[TinyModel], LLM],
+    rng: random.Random,
+    totals: Counter[str],
+) -> None:
+    """Kill a process while it stores blocks of a model, or while its engine serves and stores."""
+    model = rng.choice(models)
+    if rng.random() < SHARE_KILLED_SERVING:
+        work = _serving(model, partial(open_engine, model))
+    else:
+        work = _storing(model, partial(open_store, model))
+    totals[_kill_at_work(work, rng)] += 1
+
+
+def _storing(model: TinyModel, open_store: Callable[[], Store]) -> Work:
     """Store randomly drawn blocks, one after the other."""
 
     def work(rng: random.Random) -> Iterator[object]:
         store = open_store()
         while True:
-            label, content = rng.choice(blocks)
+            label, content = rng.choice(model.blocks)
             yield store.put(label, memoryview(content)).wait()
 
     return work
 
 
-def serving(model: TinyModel, open_engine: Callable[[], LLM]) -> Work:
+def _serving(model: TinyModel, open_engine: Callable[[], LLM]) -> Work:
     """Serve randomly drawn requests, whose blocks are stored meanwhile."""
 
     def work(rng: random.Random) -> Iterator[object]:
@@ -54,7 +71,7 @@ def serving(model: TinyModel, open_engine: Callable[[], LLM]) -> Work:
     return work
 
 
-def kill_at_work(work: Work, rng: random.Random) -> str:
+def _kill_at_work(work: Work, rng: random.Random) -> str:
     """Fork a process that works until it is killed with SIGKILL; returns how it ended.
 
     It dies within 20 ms of the first piece of work or, in one case out of five, of its start, often before it has
@@ -78,6 +95,17 @@ def kill_at_work(work: Work, rng: random.Random) -> str:
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return "killed" if os.WIFSIGNALED(status) else "ended by itself"
+
+
+def count_blocks(
+    model: TinyModel, outcomes: Sequence[Reason | None], buffers: Sequence[bytearray], totals: Counter[str]
+) -> None:
+    """Compare what was loaded of all blocks of a model with what was stored, and count why the others were not."""
+    for (_, content), reason, buffer in zip(model.blocks, outcomes, buffers, strict=True):
+        if reason is None:
+            totals["right blocks" if buffer == content else WRONG_BLOCKS] += 1
+        else:
+            totals[f"miss: {reason.value}"] += 1
 
 
 @contextmanager

@@ -17,19 +17,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import redis
 from blake3 import blake3
 
 from fault_cycles import (
-    SHARE_KILLED_SERVING,
-    WRONG_BLOCKS,
+    count_blocks,
     count_faults,
     count_misses,
-    kill_at_work,
-    serving,
-    storing,
+    kill_one,
     tiny_models,
 )
 from octavo import LLM
@@ -125,17 +123,12 @@ def trouble(server: RedisProcess, client: Any, fault: str, rng: random.Random) -
 def cycle(
     server: RedisProcess, client: Any, models: list[TinyModel], rng: random.Random, served: float, totals: Counter[str]
 ) -> None:
-    killed, model = rng.choice(models), rng.choice(models)
-    fault = rng.choice(FAULTS)
+    model, fault = rng.choice(models), rng.choice(FAULTS)
     totals[f"fault: {fault}"] += 1
     if fault in ("out of memory", "evicts"):
         client.config_set("maxmemory-policy", "noeviction" if fault == "out of memory" else "allkeys-lru")
         client.config_set("maxmemory", client.info("memory")["used_memory"] + rng.randrange(10 * BLOCK_BYTES))
-    if rng.random() < SHARE_KILLED_SERVING:
-        work = serving(killed, lambda: open_engine(server, killed))
-    else:
-        work = storing(lambda: Store(open_remote(server, killed)), killed.blocks)
-    totals[kill_at_work(work, rng)] += 1
+    kill_one(models, lambda m: Store(open_remote(server, m)), partial(open_engine, server), rng, totals)
     client.config_set("maxmemory", 0)
     if fault in DAMAGE:
         damage(client, fault, server, models, rng)
@@ -163,12 +156,7 @@ def read_all(store: Store, model: TinyModel, fault: str, totals: Counter[str]) -
         loads.append(store.get(labels, views, SECONDS))
     if not all(load.wait(SECONDS) for load in loads):
         raise SystemExit(f"a load neither came nor failed (fault: {fault})")
-    outcomes = [reason for load in loads for reason in load.outcomes]
-    for (_, content), reason, buffer in zip(model.blocks, outcomes, buffers, strict=True):
-        if reason is None:
-            totals["right blocks" if buffer == content else WRONG_BLOCKS] += 1
-        else:
-            totals[f"miss: {reason.value}"] += 1
+    count_blocks(model, [reason for load in loads for reason in load.outcomes], buffers, totals)
 
 
 def run(cycles: int, seed: int, served: float) -> Counter[str]:

@@ -118,6 +118,15 @@ def different_blocks(requests: Sequence[BenchRequest]) -> int:
     return len(seen)
 
 
+def described(requests: Sequence[BenchRequest]) -> str:
+    """Return a sentence on a workload's size."""
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    return (
+        f"{len(requests)} requests of {prompt_tokens:,} prompt tokens, {different_blocks(requests):,} different blocks "
+        f"of {BLOCK_SIZE}."
+    )
+
+
 def measure(
     name: str, tiers: str, requests: Sequence[BenchRequest], options: dict[str, Any], concurrency: int, demotion: str
 ) -> Row:
@@ -271,6 +280,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path, help="mooncake_conversation.jsonl; without it, documents only")
+    parser.add_argument(
+        "--only", choices=["conversations", "documents"], help="measure one; --out keeps the other's rows"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompt tokens of each workload")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--dir", type=Path, help="where disk tiers are made; default: the system's temporary folder")
@@ -281,23 +293,22 @@ def main() -> None:
     if arguments.trace is not None:
         workloads = {"conversations": conversations(arguments.trace, tokens), **workloads}
     rows: list[Row] = []
-    sizes = {}
     for name, requests in workloads.items():
-        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        sizes[name] = (
-            f"{len(requests)} requests of {prompt_tokens:,} prompt tokens, {different_blocks(requests):,} different "
-            f"blocks of {BLOCK_SIZE}."
-        )
-        with redis_url() as redis:
-            rows += run(name, requests, arguments, redis)
-    text = table(rows, sizes, arguments)
+        if arguments.only in (None, name):
+            with redis_url() as redis:
+                rows += run(name, requests, arguments, redis)
+    file = None if arguments.out is None else arguments.out / "tiers.json"
+    if arguments.only is not None and file is not None and file.exists():
+        known = [Row(**each) for each in json.loads(file.read_text())]
+        rows = sorted(rows + [row for row in known if row.workload != arguments.only], key=lambda row: row.workload)
+    text = table(rows, {name: described(requests) for name, requests in workloads.items()}, arguments)
     print(text)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "tiers.md").write_text(text)
-        (arguments.out / "tiers.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_suffix(".md").write_text(text)
+        file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         try:
-            plot(rows, arguments.out / "tiers.png")
+            plot(rows, file.with_suffix(".png"))
         except ImportError:
             print("no plot: matplotlib is not installed (octavo[plot])")
     print(json.dumps([asdict(row) for row in rows]))

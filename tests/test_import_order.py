@@ -192,6 +192,30 @@ def test_no_folders_of_a_room_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
 
 
+DRAWN = [m for m, path in modules().items() if path.name == "__init__.py" and "this drawing" in path.read_text()]
+
+
+def test_some_folders_are_drawn() -> None:
+    assert {"octavo.scheduler", "octavo.tiers"} <= set(DRAWN)
+
+
+@pytest.mark.parametrize("folder", DRAWN)
+def test_a_folders_drawing_has_every_module_above_those_it_imports(folder: str) -> None:
+    inside = {m.removeprefix(f"{folder}."): m for m in modules() if m.startswith(f"{folder}.")}
+    docstring = ast.get_docstring(ast.parse(modules()[folder].read_text())) or ""
+    drawn = re.findall(r"^([a-z_]+(?: \| [a-z_]+)*)(?: {2}.*)?$", docstring, re.MULTILINE)
+    lines = [line.split(" | ") for line in drawn]
+    line_of = {name: number for number, line in enumerate(lines) for name in line}
+    assert sorted(name for line in lines for name in line) == sorted(inside)
+    upward = [
+        f"{i.module}:{i.line} imports {i.target}"
+        for name, module in inside.items()
+        for i in imports(module)
+        if (target := i.target.removeprefix(f"{folder}.")) in inside and line_of[target] <= line_of[name]
+    ]
+    assert not upward
+
+
 def reached(module: str, *, lazily_too: bool) -> dict[str, Import]:
     """Every module and outer package that running `module` imports, each with one import that does so."""
     found: dict[str, Import] = {}

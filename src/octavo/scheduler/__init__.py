@@ -1,0 +1,30 @@
+"""Who computes what in each step. Each line may import only what stands below it; a test holds this drawing.
+
+assembly                        builds the cache and the scheduler from options
+scheduler                       what the engine calls: add, schedule, update, end
+
+a request's way
+lifecycle | restart             from the waiting line to the end; what a failed step leads to
+fetching | pinning              beside the line while stores load its prefix; prefixes to be pinned
+advancing                       takes in a step's tokens
+
+a step
+parts                           what knows who runs and who waits; a restart replaces all of it
+service | ahead                 tokens for running streams, then for prompts; the step after the one in flight
+admission                       which sequences start to run, and with how many blocks
+backfill | yielding | claims    who may overtake; who gives blocks back; who may take another's place
+step_time | budget | rotation   what a step may take: time and tokens, turns among streams
+
+who waits and who runs
+waiting | tenant_queue          in order of admission, and by the tokens to compute; a line for each tenant
+tenant_shares | fairness        blocks that tenants can always have and may have; whose turn it is
+running | queue                 with the blocks still to come; orders of waiting
+capacity | preemption | cached_prefixes     what can ever be served; who yields, and how; lengths of cached prefixes
+kv_limits | keyed_heap | scheduler_config
+
+the plan
+plan_builder | plan_log         from what was decided to data; recordings of it
+decoding                        plain sampling, or beams
+beam
+plan                            the step as data, and its result
+"""
