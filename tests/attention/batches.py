@@ -69,16 +69,16 @@ class PagedSequences:
         )
 
     def _group_batch(self, group: int, starts: dict[int, int]) -> GroupBatch:
-        size, window = self.spec.block_size, self.spec.groups[group].sliding_window
+        size, window = self.spec.block_size, self.spec.groups[group].window
         slots = []
         for seq, start in starts.items():
             table = self.tables[group][seq]
             while len(table) * size < self.lengths[seq]:
                 table.append(self._free.pop())
             if window is not None:
-                slid_out = max(0, start - window + 1) // size
-                self._poison(block for block in table[:slid_out] if block)
-                table[:slid_out] = [0] * slid_out
+                slid_out = slice(window.sink_blocks, max(window.sink_blocks, window.passed(start, size)))
+                self._poison(block for block in table[slid_out] if block)
+                table[slid_out] = [0] * len(table[slid_out])
             slots += [table[p // size] * size + p % size for p in range(start, self.lengths[seq])]
         width = max(len(self.tables[group][seq]) for seq in starts)
         rows = [self.tables[group][seq] + [0] * (width - len(self.tables[group][seq])) for seq in starts]

@@ -17,6 +17,19 @@ from octavo.sampling_params import SamplingParams
 FULL = LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8)
 
 
+COPIES = "int4;sinks=1,recent=2"
+"""A dtype whose layers have a second group, of copies in int8, which slides and keeps its first block."""
+
+
+def positions_seen(spec: KVCacheSpec, group: int, num_computed: int) -> list[int]:
+    """Return the computed positions whose keys and values a group must hold for the next token."""
+    window, size = spec.groups[group].window, spec.block_size
+    if window is None:
+        return list(range(num_computed))
+    first = max(0, num_computed - window.tokens + 1)
+    return [*range(min(first, window.sink_blocks * size)), *range(first, num_computed)]
+
+
 def sliding(window: int) -> LayerKVSpec:
     return LayerKVSpec(num_kv_heads=1, key_dim=8, value_dim=8, sliding_window=window)
 
@@ -44,8 +57,9 @@ def make_manager(
     num_prefix_blocks: int = 0,
     demotion: str = "on_evict",
     pin_tenant_share: float = 1.0,
+    dtype: str = "float32",
 ) -> KVCacheManager:
-    spec = KVCacheSpec.build(layers, block_size, "float32")
+    spec = KVCacheSpec.build(layers, block_size, dtype)
     name = prefix_cache if prefix_caching else None
     prefix, policy = make_prefix_cache(name, eviction, spec=spec, identity=("model",))
     pins: dict[str, Any] = {"pin_budget": pin_budget, "pin_tenant_share": pin_tenant_share}

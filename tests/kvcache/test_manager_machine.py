@@ -31,7 +31,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockCopy, BlockId, BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.host_memory import HostBlockId
 from octavo.request import PinRequest, Request, Sequence
-from tests.kvcache.caches import FULL, Clock, make_manager, make_sequence, sliding
+from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_sequence, positions_seen, sliding
 
 SOAK_STEPS = 100_000
 PREFIX_CACHES = ("hashed", "radix", None)
@@ -41,6 +41,7 @@ LIMITS: dict[str, Any] = {
     "num_blocks": st.sampled_from([40, 24, 12, 6, 2]),
     "block_size": st.sampled_from([1, 2, 4]),
     "layers": st.sampled_from(LAYERS),
+    "dtype": st.sampled_from(["float32", "float32", COPIES]),
     "num_host_blocks": st.sampled_from([0, 1, 4, 30]),
     "num_prefix_blocks": st.sampled_from([0, 0, 1, 4, 30]),
     "demotion": st.sampled_from(["on_evict", "on_second_use", "all"]),
@@ -73,6 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         num_prefix_blocks: int,
         demotion: str,
         pin_tenant_share: float,
+        dtype: str = "float32",
     ) -> None:
         self.clock = Clock()
         self.manager = make_manager(
@@ -88,6 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
             demotion=demotion,
             pin_tenant_share=pin_tenant_share,
+            dtype=dtype,
         )
         self.pinned: dict[str, tuple[list[int], Request]] = {}
         self.block_size = block_size
@@ -371,9 +374,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_sequence_reads_its_own_tokens(self) -> None:
         for seq in getattr(self, "live", ()):
             for group, table in enumerate(self.manager.tables(seq)):
-                window = self.manager.spec.groups[group].sliding_window
-                first = 0 if window is None else max(0, seq.num_computed - window + 1)
-                for position in range(first, seq.num_computed):
+                for position in positions_seen(self.manager.spec, group, seq.num_computed):
                     block = table[position // self.block_size]
                     found = self.written[block, position % self.block_size]
                     expected = written_by(seq, group, position)

@@ -35,7 +35,7 @@ from octavo.scheduler.preemption import (
 )
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.scheduler_config import SchedulerConfig
-from tests.kvcache.caches import FULL, Clock, make_manager, make_request, sliding
+from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_request, positions_seen, sliding
 from tests.scheduler import beams
 from tests.scheduler.plans import ToldRunner
 
@@ -47,6 +47,7 @@ LIMITS: dict[str, Any] = {
     "num_blocks": st.integers(2, 20),
     "block_size": st.sampled_from([1, 2, 4]),
     "layers": st.sampled_from(LAYERS),
+    "dtype": st.sampled_from(["float32", "float32", COPIES]),
     "max_num_seqs": st.integers(1, 6),
     "budget": st.integers(1, 24),
     "pin_budget": st.sampled_from([0.25, 1.0]),
@@ -132,6 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prefix_blocks: int = 0,
         demotion: str = "on_evict",
         looked_up_per_step: int = 1 << 14,
+        dtype: str = "float32",
     ) -> None:
         self.clock = Clock()
         self.looking_up = patch("octavo.scheduler.admission.LOOKED_UP_PER_STEP", looked_up_per_step)
@@ -148,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
             demotion=demotion,
+            dtype=dtype,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
         auto = CheaperWay(kv.holdings.restore_cost, RestoreSpeed(seconds_per_token=1.0, seconds_per_block=1.5))
@@ -472,9 +475,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_what_it_reads(self, token_ids: list[int], context: int, tables: list) -> None:
         size = self.scheduler.kv.spec.block_size
-        for group, table in zip(self.scheduler.kv.spec.groups, tables, strict=True):
-            first = 0 if group.sliding_window is None else max(0, context - group.sliding_window)
-            for position in range(first, context):
+        for group, table in enumerate(tables):
+            # The last of its tokens reads what lies before it, and itself.
+            for position in (*positions_seen(self.scheduler.kv.spec, group, context - 1), context - 1):
                 assert self.computed[table[position // size], position % size] == tuple(token_ids[: position + 1])
 
     @invariant()

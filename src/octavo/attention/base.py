@@ -74,7 +74,8 @@ class AttentionBackend(ABC):
 
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
         """Store a step's keys [num_tokens, kv_heads, key_dim] and values [num_tokens, kv_heads, value_dim]."""
-        kv.write(key, value, batch.groups[kv.group].slot_mapping)
+        for part in kv.parts:
+            part.write(key, value, batch.groups[part.group].slot_mapping)
 
     @abstractmethod
     def attend(

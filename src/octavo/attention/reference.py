@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.storage.layer_kv import LayerKV
+from octavo.storage.recent_kv import RecentKV, Span
 
 
 class ReferenceAttention(AttentionBackend):
@@ -31,33 +34,61 @@ class ReferenceAttention(AttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         output = query.new_empty(query.shape[0], query.shape[1], kv.value_dim)
-        tables = batch.groups[kv.group].block_tables
         bounds, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         rows = batch.table_rows.tolist()
         for i in range(batch.num_seqs):
+            tables = [group.block_tables[rows[i]] for group in batch.groups]
             start, stop = bounds[i], bounds[i + 1]
             first_query = context_lens[i] - (stop - start)
-            first_block = _window_start(first_query, kv.sliding_window) // kv.block_size
-            last_block = -(-context_lens[i] // kv.block_size)
-            # Only the blocks inside the window, because those before it are null blocks.
-            first_key = first_block * kv.block_size
-            key, value = kv.gather_heads(tables[rows[i], first_block:last_block], context_lens[i] - first_key)
-            key, value = key.float(), value.float()
-            at_once = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
-            for low in range(start, stop, at_once):
-                high = min(low + at_once, stop)
-                seen_from = _window_start(first_query + low - start, kv.sliding_window) - first_key
-                seen_to = first_query + high - start - first_key
-                output[low:high] = attend_dense(
-                    query[low:high],
-                    key[:, :, seen_from:seen_to],
-                    value[:, seen_from:seen_to],
-                    scale=scale,
-                    window=kv.sliding_window,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
+            for low, high in _same_keys(kv, first_query, context_lens[i]):
+                first_block = _window_start(low, kv.sliding_window) // kv.block_size
+                first_key = first_block * kv.block_size
+                key, value = _gather(kv, tables, first_block, high)
+                at_once = max(1, self._MAX_SCORES // (query.shape[1] * key.shape[2]))
+                for begin in range(low, high, at_once):
+                    end = min(begin + at_once, high)
+                    seen_from = _window_start(begin, kv.sliding_window) - first_key
+                    queries = slice(start + begin - first_query, start + end - first_query)
+                    output[queries] = attend_dense(
+                        query[queries],
+                        key[:, :, seen_from : end - first_key],
+                        value[:, seen_from : end - first_key],
+                        scale=scale,
+                        window=kv.sliding_window,
+                        softcap=softcap,
+                        sinks=sinks,
+                    )
         return output
+
+
+def _same_keys(kv: LayerKV, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the positions [first, end) in pieces that read the same stored keys and values."""
+    if not isinstance(kv, RecentKV):
+        yield first, end
+        return
+    while first < end:
+        piece = min((first // kv.block_size + 1) * kv.block_size, end)
+        yield first, piece
+        first = piece
+
+
+def _gather(
+    kv: LayerKV, tables: Sequence[torch.Tensor], first_block: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the query before position `end` reads from block `first_block` on; blocks before it may be null.
+
+    Returns:
+        keys float32 [kv_heads, key_dim, tokens] and values float32 [kv_heads, tokens, value_dim]
+    """
+    size = kv.block_size
+    spans = kv.spans(end - 1) if isinstance(kv, RecentKV) else (Span(kv, 0, -(-end // size)),)
+    read = [
+        span.kv.gather_heads(tables[span.kv.group][first : span.end], min(span.end * size, end) - first * size)
+        for span in spans
+        if (first := max(span.first, first_block)) < span.end
+    ]
+    keys, values = zip(*read, strict=True)
+    return torch.cat(keys, 2).float(), torch.cat(values, 1).float()
 
 
 def _window_start(position: int, window: int | None) -> int:

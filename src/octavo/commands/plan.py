@@ -154,7 +154,9 @@ def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
 def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
     """Format layer groups, with equal ones combined: '10 full, 5 × 10 sliding 1,024, 2 sliding 1,024'."""
     names = [
-        f"{group['layers']} " + ("full" if (w := group["sliding_window"]) is None else f"sliding {w:,}")
+        f"{group['layers']} "
+        + ("int8 copies, " if group["int8_copies"] else "")
+        + ("full" if (w := group["sliding_window"]) is None else f"sliding {w:,}")
         for group in groups
     ]
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in Counter(names).items())

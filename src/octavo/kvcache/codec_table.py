@@ -4,6 +4,11 @@ Each side is one codec's name or a list with one name per layer; "auto" is the m
 
     keys = ["int8", "int8", "int4"]
     values = "int4"
+    sink_blocks = 1
+    recent_blocks = 4
+
+The last two are optional: layers of fewer than 8 bits keep the first blocks of a sequence and the most recent ones in
+int8 too.
 
 `octavo calibrate --search` writes such files, with its measurements under [measured], which is not read.
 """
@@ -11,15 +16,17 @@ Each side is one codec's name or a list with one name per layer; "auto" is the m
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.config import KV_CACHE_ALIASES, KV_CACHE_TABLE
 from octavo.errors import ConfigError
-from octavo.kvcache.formats import CODES, pair_format, spelled
+from octavo.kvcache.formats import CODES, Int8Copies, pair_format, spelled
 from octavo.toml_file import read_toml
 
 _MOST_BYTES = 1 << 20
+_ENTRIES = ("keys", "values", "sink_blocks", "recent_blocks", "model", "measured")
 
 
 def kv_dtype(option: str, own: str, num_layers: int) -> str:
@@ -40,10 +47,24 @@ def kv_dtype(option: str, own: str, num_layers: int) -> str:
 def _table_dtype(path: str, own: str, num_layers: int) -> str:
     what = f"the codec table {path}"
     parsed = read_toml(path, "the codec table", _MOST_BYTES).parsed
-    if unknown := sorted(set(parsed) - {"keys", "values", "model", "measured"}):
-        raise ConfigError(f"{what} has an unknown entry {unknown[0]!r}; known: keys, values, model, measured")
+    if unknown := sorted(set(parsed) - set(_ENTRIES)):
+        raise ConfigError(f"{what} has an unknown entry {unknown[0]!r}; known: {', '.join(_ENTRIES)}")
     sides = [_names(what, side, parsed.get(side), own, num_layers) for side in ("keys", "values")]
-    return spelled([pair_format(keys, values) for keys, values in zip(*sides, strict=True)])
+    formats = [pair_format(keys, values) for keys, values in zip(*sides, strict=True)]
+    return spelled(formats, _copies(what, parsed))
+
+
+def _copies(what: str, parsed: Mapping[str, Any]) -> Int8Copies | None:
+    sinks, recent = (parsed.get(name, 0) for name in ("sink_blocks", "recent_blocks"))
+    for name, count in (("sink_blocks", sinks), ("recent_blocks", recent)):
+        if type(count) is not int:
+            raise ConfigError(f"{what}: {name} must be a number of blocks, got {count!r}")
+    if not sinks and not recent:
+        return None
+    try:
+        return Int8Copies(sinks, recent)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def _names(what: str, side: str, given: Any, own: str, num_layers: int) -> list[str]:

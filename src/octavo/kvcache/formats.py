@@ -21,6 +21,7 @@ A cache's dtype is the name of one format, or a list of runs of layers with equa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -136,12 +137,56 @@ def pair_format(keys: str, values: str) -> KVFormat:
     return _NAMED.get((keys, values)) or KVFormat(f"{keys}/{values}", CODES[keys], CODES[values])
 
 
-def spelled(formats: Sequence[KVFormat]) -> str:
-    """Return the dtype of a cache whose layers have these formats."""
+@dataclass(frozen=True, slots=True)
+class Int8Copies:
+    """The tokens that layers of fewer than 8 bits keep in int8 as well; `storage/recent_kv.py` shows what reads which.
+
+    Attributes:
+        sink_blocks: number of blocks at the start of a sequence.
+        recent_blocks: number of blocks up to and including a query's own.
+    """
+
+    sink_blocks: int
+    recent_blocks: int
+
+    MOST = 1024
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.sink_blocks <= self.MOST and 1 <= self.recent_blocks <= self.MOST):
+            raise ConfigError(
+                f"blocks in 8 bits are up to {self.MOST} at the start and 1 to {self.MOST} most recent ones, "
+                f"got {self.sink_blocks} and {self.recent_blocks}"
+            )
+
+    def __str__(self) -> str:
+        return f"sinks={self.sink_blocks},recent={self.recent_blocks}"
+
+
+def spelled(formats: Sequence[KVFormat], copies: Int8Copies | None = None) -> str:
+    """Return the dtype of a cache whose layers have these formats: `k8v4*2,int4`, or `int4;sinks=1,recent=4`.
+
+    `copies` that no layer needs are left out.
+    """
     runs = [(name, len(list(run))) for name, run in groupby(format.name for format in formats)]
-    if len(runs) == 1:
-        return runs[0][0]
-    return ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs)
+    layers = ",".join(name if count == 1 else f"{name}*{count}" for name, count in runs) if runs[1:] else runs[0][0]
+    return layers if copies is None or not any(map(needs_copies, formats)) else f"{layers};{copies}"
+
+
+def needs_copies(format: KVFormat) -> bool:
+    """Whether copies in int8 have more bits than a layer's own codes."""
+    return min(format.keys.bits, format.values.bits) < 8
+
+
+@lru_cache(maxsize=64)
+def int8_copies(dtype: str) -> Int8Copies | None:
+    """Return which tokens a cache keeps in int8 as well, by its dtype."""
+    _, _, stated = dtype.partition(";")
+    if not stated:
+        return None
+    found = re.fullmatch(r"sinks=(\d+),recent=(\d+)", stated)
+    if found is None:
+        raise ConfigError(f"KV cache dtype {dtype!r} does not end in sinks=N,recent=N")
+    return Int8Copies(int(found[1]), int(found[2]))
 
 
 @lru_cache(maxsize=64)
@@ -151,6 +196,7 @@ def layer_formats(dtype: str, num_layers: int) -> tuple[KVFormat, ...]:
     Raises:
         ConfigError: a format is unknown, or the dtype is for another number of layers.
     """
+    dtype, _, _ = dtype.partition(";")
     if "," not in dtype and "*" not in dtype:
         return (kv_format(dtype),) * num_layers
     formats: list[KVFormat] = []

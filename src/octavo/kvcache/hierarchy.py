@@ -28,6 +28,7 @@ from octavo.kvcache.matching import PrefixHit, PrefixMatcher, TieredIndex, split
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.preempted import Preempted
 from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.spec import Window
 from octavo.request import Sequence, SequenceId
 
 _TIERS = ("device", "host", "disk", "remote")  # in the order in which they are asked
@@ -48,7 +49,7 @@ class CacheHierarchy:
         prefix_cache: PrefixCache[Any],
         host: HostMemory,
         block_size: int,
-        windows: Seq[int | None],
+        windows: Seq[Window | None],
         demotion: str,
     ) -> None:
         self.host = host

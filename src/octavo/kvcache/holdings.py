@@ -16,6 +16,7 @@ from octavo.kvcache.block import NULL_BLOCK, BlockTable, new_table
 from octavo.kvcache.hashing import FullBlocks, TokenChain
 from octavo.kvcache.pool import BlockPool
 from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.spec import Window
 from octavo.request import Request, Sequence, SequenceId
 
 
@@ -36,7 +37,7 @@ class Holding:
     """The blocks and hash chain of one sequence.
 
     Attributes:
-        num_slid: leading table entries that a window has slid past, per group.
+        num_slid: leading table entries that a window has slid past, per group, among them the first blocks that stay.
         num_published: full blocks offered to the prefix cache so far.
         next_full: number of computed tokens at which the next block is full.
         room: length in tokens that the sequence may write to now: its tables have unshared blocks for them.
@@ -60,13 +61,13 @@ class Holding:
         tables = [table[:] for table in self.tables]
         return Holding(tables, self.chain.copy(), self.num_slid.copy(), self.num_published)
 
-    def slide(self, num_computed: int, windows: Seq[int | None], block_size: int) -> Iterator[BlockTable]:
+    def slide(self, num_computed: int, windows: Seq[Window | None], block_size: int) -> Iterator[BlockTable]:
         """Replace the blocks that windows have slid past by null blocks, and yield them, to be released."""
         for group, window in enumerate(windows):
             if window is None:
                 continue
-            table, slid = self.tables[group], self.num_slid[group]
-            first = min(max(0, num_computed - window + 1) // block_size, len(table))
+            table, slid = self.tables[group], max(self.num_slid[group], window.sink_blocks)
+            first = min(window.passed(num_computed, block_size), len(table))
             if first > slid:
                 passed = table[slid:first]
                 table[slid:first] = new_table([NULL_BLOCK] * (first - slid))

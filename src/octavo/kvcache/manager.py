@@ -26,7 +26,7 @@ from octavo.kvcache.matching import PrefixHit, PrefixMatcher
 from octavo.kvcache.pins import PinTable
 from octavo.kvcache.pool import BlockPool, check_references
 from octavo.kvcache.prefix.base import NullPrefixCache, PrefixCache
-from octavo.kvcache.spec import KVCacheSpec
+from octavo.kvcache.spec import KVCacheSpec, Window
 from octavo.request import CacheOutcome, CacheReport, PinReceipt, PinRequest, Request, Sequence
 
 DEFAULT_PIN_BUDGET = 0.25
@@ -76,7 +76,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, eviction, on_evict=self._on_evict)
         self.prefix_cache = prefix_cache
         prefix_cache.reserve(num_blocks)
-        self._windows = [group.sliding_window for group in spec.groups]
+        self._windows = [group.window for group in spec.groups]
         self._matcher = PrefixMatcher(prefix_cache, spec.block_size, self._windows)
         if host is None:
             host = HostMemory(0, 0, spec.block_size, make_eviction_policy("lru"))
@@ -214,7 +214,7 @@ class KVCacheManager:
                 self.hierarchy.hit(table)
         holding.tables = [table[:] for table in hit.tables]
         self.hierarchy.load(seq, holding.tables, hit)
-        holding.num_slid = [len(table) - int(np.count_nonzero(as_array(table))) for table in holding.tables]
+        holding.num_slid = list(map(_num_slid, holding.tables, self._windows))
         # Loaded blocks are published together with those that the step computes.
         covered = hit.num_tokens // self.spec.block_size
         holding.num_published = min((index for _, index, _ in hit.loads), default=covered)
@@ -399,3 +399,9 @@ class KVCacheManager:
         self.hierarchy.published(published, chain, seq.request.tenant)
         holding.num_published = filled
         holding.next_full = (filled + 1) * self.spec.block_size
+
+
+def _num_slid(table: BlockTable, window: Window | None) -> int:
+    """Return how many leading entries a window has slid past, among them the first blocks, which stay."""
+    num_null = len(table) - int(np.count_nonzero(as_array(table)))
+    return num_null + window.sink_blocks if window is not None and num_null else num_null

@@ -13,6 +13,7 @@ from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.host_memory import HostBlockId, HostMemory
 from octavo.kvcache.label import label_of
 from octavo.kvcache.prefix.base import PrefixCache
+from octavo.kvcache.spec import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,15 @@ class PrefixMatcher:
     """Finds the longest prefix of a chain that all groups have cached.
 
     A hit of h blocks needs, in each group, the blocks that the token after it attends to: all h under full attention,
-    otherwise those inside the window.
+    otherwise those inside the window, and the first blocks that stay.
 
     Args:
         windows: sliding window per group, None for full attention.
     """
 
-    def __init__(self, prefix_cache: PrefixCache[Any] | TieredIndex, block_size: int, windows: Seq[int | None]) -> None:
+    def __init__(
+        self, prefix_cache: PrefixCache[Any] | TieredIndex, block_size: int, windows: Seq[Window | None]
+    ) -> None:
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._windows = windows
@@ -95,13 +98,18 @@ class PrefixMatcher:
             for group, window in enumerate(self._windows):
                 if window is None:
                     continue
-                first = max(0, hit * size - window + 1) // size
-                found = [self._prefix_cache.get(group, chain, i) for i in range(first, hit)]
-                missing = max((i for i, block in enumerate(found, first) if block is None), default=None)
+                first = window.passed(hit * size, size)
+                num_sinks = min(first, window.sink_blocks)
+                seen = (*range(num_sinks), *range(first, hit))
+                found = [self._prefix_cache.get(group, chain, index) for index in seen]
+                missing = max((i for i, block in zip(seen, found, strict=True) if block is None), default=None)
                 if missing is not None:
                     hit, settled = missing, False
                     break
-                tables[group] = new_table([NULL_BLOCK] * first + [block for block in found if block is not None])
+                blocks = [block for block in found if block is not None]
+                tables[group] = new_table(
+                    [*blocks[:num_sinks], *[NULL_BLOCK] * (first - num_sinks), *blocks[num_sinks:]]
+                )
         return tuple(table if len(table) == hit else table[:hit] for table in tables)
 
     def ends_at(self, chain: TokenChain, length: int, most: int) -> bool:

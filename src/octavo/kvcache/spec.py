@@ -6,15 +6,29 @@ frequent kind limits the size of all groups.
 
     26 layers, 22 sliding + 4 full      ->  group 0: 4 full | groups 1..6: 4, 4, 4, 4, 4, 2 sliding
     32 layers, one kind                 ->  group 0: all 32
+
+Copies in int8 of the first blocks and the most recent ones (`Int8Copies`) are further groups, of as many layers as fit
+into a block. They slide, except for the first blocks:
+
+    30 layers in int4, with copies      ->  group 0: all 30 | groups 1, 2: copies of 15 each, sliding
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from octavo.errors import ConfigError
-from octavo.kvcache.formats import ALIGNMENT, KVFormat, layer_formats
+from octavo.kvcache.formats import (
+    ALIGNMENT,
+    KV_FORMATS,
+    Int8Copies,
+    KVFormat,
+    int8_copies,
+    layer_formats,
+    needs_copies,
+)
 
 # Measured with both prefix caches at several numbers of blocks, and checked by a test.
 BOOKKEEPING_BYTES = 112
@@ -51,12 +65,34 @@ class LayerKVSpec:
         return format.layer_bytes(self.num_kv_heads, self.key_dim, self.value_dim, block_size)
 
 
+class Window(NamedTuple):
+    """The blocks that a group keeps: those with the last `tokens` tokens, and the first `sink_blocks`."""
+
+    tokens: int
+    sink_blocks: int = 0
+
+    def passed(self, num_computed: int, block_size: int) -> int:
+        """Return the index of the first block that the next token still sees, apart from the first `sink_blocks`."""
+        return max(0, num_computed - self.tokens + 1) // block_size
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Layers (by index in the model) that share block tables."""
+    """Layers (by index in the model) that share block tables.
+
+    Attributes:
+        sink_blocks: first blocks that stay when the window has slid past them.
+        in_int8: whether these are copies in int8 of layers that another group stores.
+    """
 
     layer_indices: tuple[int, ...]
     sliding_window: int | None
+    sink_blocks: int = 0
+    in_int8: bool = False
+
+    @property
+    def window(self) -> Window | None:
+        return None if self.sliding_window is None else Window(self.sliding_window, self.sink_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +124,29 @@ class KVCacheSpec:
             raise ConfigError(f"block_size must be at least 1, got {block_size}")
         groups = _group_layers(layers)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
-        used = max(sum(unsized.layer_bytes(index) for index in group.layer_indices) for group in groups)
-        return replace(unsized, block_bytes=-(-used // ALIGNMENT) * ALIGNMENT)
+        used = max(map(unsized.used_bytes, groups))
+        spec = replace(unsized, block_bytes=-(-used // ALIGNMENT) * ALIGNMENT)
+        return spec if (copies := int8_copies(dtype)) is None else spec._with_copies(copies)
 
     @property
     def formats(self) -> tuple[KVFormat, ...]:
         """The format of each layer's keys and values."""
         return layer_formats(self.dtype, len(self.layers))
+
+    @property
+    def int8_copies(self) -> Int8Copies | None:
+        """Which tokens are kept in int8 as well."""
+        return int8_copies(self.dtype)
+
+    def used_bytes(self, group: GroupSpec) -> int:
+        """Return how many bytes of a block a group's layers take."""
+        if group.in_int8:
+            return sum(map(self.copy_bytes, group.layer_indices))
+        return sum(map(self.layer_bytes, group.layer_indices))
+
+    def copy_bytes(self, index: int) -> int:
+        """Return the bytes of a layer's part of a block of copies in int8."""
+        return self.layers[index].block_bytes(KV_FORMATS["int8"], self.block_size)
 
     @property
     def plain(self) -> bool:
@@ -132,9 +184,31 @@ class KVCacheSpec:
             if group.sliding_window is not None:
                 # window - 1 tokens before the step's first, the step's tokens, and a partial block at either end
                 live = group.sliding_window - 1 + min(max_tokens_per_step, num_tokens)
-                blocks = min(blocks, self.blocks_for_tokens(live) + 1)
+                blocks = min(blocks, self.blocks_for_tokens(live) + 1 + group.sink_blocks)
             total += blocks
         return total
+
+    def _with_copies(self, copies: Int8Copies) -> KVCacheSpec:
+        """Add the groups of copies, of as many layers each as fit into a block, which grows for a layer too large."""
+        added: list[GroupSpec] = []
+        # A query in the first slot of a block sees `recent_blocks` - 1 whole blocks before it.
+        tokens = (copies.recent_blocks - 1) * self.block_size + 1
+        by_window: dict[int | None, list[int]] = {}
+        for index, (layer, format) in enumerate(zip(self.layers, self.formats, strict=True)):
+            if needs_copies(format):
+                by_window.setdefault(layer.sliding_window, []).append(index)
+        block_bytes = self.block_bytes
+        for window, indices in by_window.items():
+            largest = max(map(self.copy_bytes, indices))
+            block_bytes = max(block_bytes, largest)
+            count = -(-len(indices) // (block_bytes // largest))
+            each = -(-len(indices) // count)
+            seen = tokens if window is None else min(tokens, window)
+            added += [
+                GroupSpec(tuple(indices[start : start + each]), seen, copies.sink_blocks, in_int8=True)
+                for start in range(0, len(indices), each)
+            ]
+        return replace(self, groups=(*self.groups, *added), block_bytes=block_bytes)
 
 
 def _group_layers(layers: Sequence[LayerKVSpec]) -> tuple[GroupSpec, ...]:

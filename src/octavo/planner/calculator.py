@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from octavo.config import DEFAULT_EVICTION_POLICY, EngineConfig, format_bytes
 from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS, needs_copies
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec, eviction_bytes
 from octavo.kvcache.splits import SPLIT, max_splits, partial_bytes
 from octavo.planner.model_shape import ModelShape
@@ -261,6 +262,13 @@ class SequenceCost:
             layer.token_bytes(format) * min(num_tokens, layer.sliding_window or num_tokens)
             for layer, format in zip(spec.layers, spec.formats, strict=True)
         )
+        if (copies := spec.int8_copies) is not None:
+            kept = min(num_tokens, (copies.sink_blocks + copies.recent_blocks) * spec.block_size)
+            needed += kept * sum(
+                layer.token_bytes(KV_FORMATS["int8"])
+                for layer, format in zip(spec.layers, spec.formats, strict=True)
+                if needs_copies(format)
+            )
         return cls(spec, num_tokens, spec.peak_blocks(num_tokens, 1), spec.peak_blocks(num_tokens, max_step), needed)
 
     @property

@@ -307,7 +307,13 @@ class Deployment:
             "store_bytes": self._store_bytes,
             "memory_needed_per_device": on_device,
             "kv_groups": [
-                {"layers": len(group.layer_indices), "sliding_window": group.sliding_window} for group in spec.groups
+                {
+                    "layers": len(group.layer_indices),
+                    "sliding_window": group.sliding_window,
+                    "sink_blocks": group.sink_blocks,
+                    "int8_copies": group.in_int8,
+                }
+                for group in spec.groups
             ],
             "by_kv_dtype": {dtype: self._by_dtype(dtype, concurrency) for dtype in KV_FORMATS},
             "contiguous": self._contiguous(concurrency),

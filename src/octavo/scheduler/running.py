@@ -80,11 +80,15 @@ class RunningSet:
         self._on_leave = on_leave
         self._size = kv.spec.block_size
         self._headroom = -(-headroom_tokens // self._size)
-        windows = Counter(group.sliding_window for group in kv.spec.groups)
+        windows = Counter(group.window for group in kv.spec.groups)
         self._num_growing = windows.pop(None, 0)
-        # Blocks of a full window, with partial blocks at both ends, and the number of groups that have it. A longer
-        # table gives up as many blocks as it takes.
-        self._windows = [(-(-(window or 0) // self._size) + 1, count) for window, count in windows.items()]
+        # Blocks of a full window, with partial blocks at both ends and the first ones that stay, and the number of
+        # groups that have it. A longer table gives up as many blocks as it takes.
+        self._windows = [
+            (-(-window.tokens // self._size) + 1 + window.sink_blocks, count)
+            for window, count in windows.items()
+            if window is not None
+        ]
 
     def __len__(self) -> int:
         return len(self.order)

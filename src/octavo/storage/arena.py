@@ -26,11 +26,13 @@ from enum import Enum
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kvcache.formats import KV_FORMATS, KVFormat
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.storage.codec import codecs_of
 from octavo.storage.coded_kv import CodedKV
 from octavo.storage.layer_kv import LayerKV
 from octavo.storage.pages import zero_pages
+from octavo.storage.recent_kv import RecentKV, without_copies
 
 
 class BlockLayout(Enum):
@@ -171,15 +173,15 @@ class KVArena:
 
     @property
     def coded_layers(self) -> list[CodedKV]:
-        """The layers that hold codes."""
-        return [layer for layer in self.layers if isinstance(layer, CodedKV)]
+        """The layers that hold codes; those with copies in int8 without these."""
+        return [layer for layer in map(without_copies, self.layers) if isinstance(layer, CodedKV)]
 
     @property
     def calibrated_layers(self) -> dict[int, CodedKV]:
         """The layers whose scales are chosen before anything is stored, by index."""
         return {
             index: layer
-            for index, layer in enumerate(self.layers)
+            for index, layer in enumerate(map(without_copies, self.layers))
             if isinstance(layer, CodedKV) and self.spec.formats[index].calibrated
         }
 
@@ -189,16 +191,26 @@ class KVArena:
         for group_index, group in enumerate(spec.groups):
             offset = 0
             for index in group.layer_indices:
+                if group.in_int8:
+                    copies, own = self._coded_view(index, KV_FORMATS["int8"], group_index, offset), views[index]
+                    assert isinstance(own, CodedKV)
+                    assert spec.int8_copies is not None
+                    views[index] = RecentKV(own, copies, spec.int8_copies)
+                    offset += spec.copy_bytes(index)
+                    continue
                 format = spec.formats[index]
                 if format.plain:
                     views[index] = self._float_view(index, group_index, offset)
                 else:
-                    views[index] = CodedKV.view(
-                        self._bytes, offset, spec.layers[index], codecs_of(format), spec.block_size, group_index,
-                        by_tokens=self.layout is BlockLayout.TOKENS,
-                    )  # fmt: skip
+                    views[index] = self._coded_view(index, format, group_index, offset)
                 offset += spec.layer_bytes(index)
         return [views[index] for index in range(len(spec.layers))]
+
+    def _coded_view(self, index: int, format: KVFormat, group: int, offset: int) -> CodedKV:
+        return CodedKV.view(
+            self._bytes, offset, self.spec.layers[index], codecs_of(format), self.spec.block_size, group,
+            by_tokens=self.layout is BlockLayout.TOKENS,
+        )  # fmt: skip
 
     def _float_view(self, index: int, group: int, offset: int) -> FloatKV:
         spec, layer = self.spec, self.spec.layers[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,11 @@ class LayerKV(ABC):
 
     group: int
     sliding_window: int | None
+
+    @property
+    def parts(self) -> Sequence[LayerKV]:
+        """What new keys and values are written to: the layer itself, unless it is stored twice."""
+        return (self,)
 
     @property
     @abstractmethod

@@ -64,13 +64,14 @@ class TritonAttention(AttentionBackend):
 
     def write(self, kv: LayerKV, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch) -> None:
         """See `AttentionBackend.write`."""
-        slots = batch.groups[kv.group].slot_mapping
-        if self.supports(kv):
-            store(kv, key, value, slots)
-        elif (coded := self.encoder(kv)) is not None:
-            encode(*coded, key, value, slots)
-        else:
-            kv.write(key, value, slots)
+        for part in kv.parts:
+            slots = batch.groups[part.group].slot_mapping
+            if self.supports(part):
+                store(part, key, value, slots)
+            elif (coded := self.encoder(part)) is not None:
+                encode(*coded, key, value, slots)
+            else:
+                part.write(key, value, slots)
 
     def encoder(self, kv: LayerKV) -> tuple[CodedKV, ReadKV] | None:
         """Return a coded layer with its kernel view, if the kernels can encode for it; None if torch must write it."""
