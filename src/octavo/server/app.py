@@ -44,7 +44,9 @@ def create_app(
     access = Access(config) if access is None else access
     # Not `in_flight or …`: an `InFlight` without requests is falsy.
     in_flight = InFlight(config.request_timeout) if in_flight is None else in_flight
-    quotas = Quotas()
+    several = len({client.tenant for client in access.clients.clients}) > 1
+    # Each request has a connection: one tenant's leave half of them to the others.
+    quotas = Quotas(max_requests=max(1, config.max_connections // 2) if several else None)
     handling = Handling(engine, config, in_flight)
     admin, name = AdminAccess(access.admins), handling.names[0]
     has_keys = access.needs_key or any(client.admin for client in access.admins.clients)

@@ -89,7 +89,11 @@ class ServerConfig:
         "text", "format of the log, on standard error; json: one object per line"
     )
     access_log: bool = option(True, "log a line for every request, without its prompt and answer")
-    max_connections: int = option(1024, "maximum number of open connections; more are answered with 503 and closed")
+    max_connections: int = option(
+        1024,
+        "maximum number of open connections; one more closes the one that has waited for a request for the longest, or "
+        "gets a 503 if all have one",
+    )
     header_timeout: float = option(10.0, "time in which a client must send a request's header", metavar="SECONDS")
     body_timeout: float = option(
         30.0,

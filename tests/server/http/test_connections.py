@@ -306,7 +306,9 @@ def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., 
     server = start(max_connections=3)
     held = [connect(server) for _ in range(3)]
     try:
-        wait_until(lambda: len(server.server.server_state.connections) == 3)
+        for connection in held:
+            connection.sendall(HEAD + b"Content-Length: 5\r\n\r\n")
+        wait_until(lambda: len(server.server.server_state.connections) == 3 and not idle_of(server))
         with connect(server) as connection:
             answer = rest(connection)
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -317,6 +319,45 @@ def test_connections_over_the_limit_are_told_to_come_again(start: Callable[..., 
             connection.close()
     wait_until(lambda: not server.server.server_state.connections)
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_where_all_connections_are_taken_a_new_one_closes_the_longest_idle(start: Callable[..., Running]) -> None:
+    server = start(max_connections=3)
+    working, kept, fresh = connect(server), connect(server), connect(server)
+    try:
+        working.sendall(HEAD + b"Content-Length: 5\r\n\r\n")
+        fresh.sendall(b"GET /hea")  # waits for longer than the one that is kept after its answer
+        wait_until(lambda: len(idle_of(server)) == 2)
+        assert ask(kept).startswith(b"HTTP/1.1 200 ")
+        with connect(server) as other:
+            assert ask(other).startswith(b"HTTP/1.1 200 ")
+            assert gone(fresh)
+            with connect(server) as another:
+                assert ask(another).startswith(b"HTTP/1.1 200 ")
+                assert gone(kept)
+                assert len(server.server.server_state.connections) == 3
+        working.sendall(b"{}   ")
+        assert answer_of(working).startswith(b"HTTP/1.1 4")
+        assert server.server.connections.displaced == 2
+    finally:
+        for connection in (working, kept, fresh):
+            connection.close()
+    wait_until(lambda: not idle_of(server))
+
+
+def idle_of(server: Running) -> dict[GuardedConnection, None]:
+    """The connections that wait for a request."""
+    protocol: Any = server.server.config.http
+    idle: dict[GuardedConnection, None] = protocol.idle
+    return idle
+
+
+def gone(connection: socket.socket) -> bool:
+    """Whether the server closes a connection without an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_hundred_stalled_headers_do_not_keep_others_waiting(start: Callable[..., Running]) -> None:

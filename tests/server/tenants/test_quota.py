@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,34 @@ def test_no_more_run_at_once_than_may_and_one_that_ended_makes_room(quotas: Quot
     assert retry_after(quotas, client) == 1
     first.end()
     quotas.enter(client)
+
+
+def test_a_tenant_without_a_limit_leaves_connections_to_others(clock: Clock) -> None:
+    quotas = Quotas(clock, max_requests=3)
+    charges = [quotas.enter(Client(tenant="ada")) for _ in range(3)]
+    assert retry_after(quotas, Client(tenant="ada")) == 1
+    quotas.enter(Client(tenant="ben")).end()
+    charges[0].end()
+    quotas.enter(Client(tenant="ada"))
+    for _ in range(5):
+        quotas.enter(Client(tenant="eve", max_concurrency=5))
+
+
+@pytest.mark.parametrize(("keys", "status"), [(["ada", "bob"], 429), (["ada"], 200)])
+def test_one_of_several_tenants_may_have_half_as_many_requests_as_there_are_connections(
+    start_server: Callable[..., Running], keys: list[str], status: int
+) -> None:
+    server = start_server(FakeEngine(step_seconds=0.02), api_key=keys, max_connections=4)
+    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    with ExitStack() as streams:
+        held = []
+        for _ in range(2):
+            stream = server.client.stream("POST", "/v1/completions", json=body, headers={"x-api-key": "ada"})
+            held.append(streams.enter_context(stream).iter_lines())
+            next(held[-1])
+        assert ask(server, "ada").status_code == status
+        if status == 429:
+            assert ask(server, "bob").status_code == 200
 
 
 def test_a_reread_limit_counts_at_once(quotas: Quotas) -> None:

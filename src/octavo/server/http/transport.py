@@ -3,6 +3,9 @@
     connected ── header ──> body ── answer ──> kept alive ── header ──> …
                header_timeout  body_timeout   write_timeout  keep_alive_timeout
 
+Where all connections are taken, a new one closes the one that has waited for a request for the longest: otherwise a
+client without a key could hold all of them by opening one whenever one is closed. It is refused if all serve requests.
+
 Sending a byte now and then (slowloris) does not extend the time of a phase, but a large body gets the time that it
 takes at `MIN_BODY_RATE`. An answer that the client does not read waits behind the socket's buffers, and the connection
 is cut when nothing could be written for `write_timeout`.
@@ -50,6 +53,7 @@ class ConnectionCounters:
     """Numbers of connections ended since the server's start, by reason."""
 
     refused: int = 0
+    displaced: int = 0
     slow_header: int = 0
     slow_body: int = 0
     unread: int = 0
@@ -70,6 +74,7 @@ def guarded_protocol(
     fields = {
         "limits": limits,
         "counters": counters,
+        "idle": {},
         "turnstile": Turnstile(_BEGUN_AT_ONCE, gives_way),
         "bodiless": Turnstile(_BEGUN_AT_ONCE, gives_way),
         "parsing": Turnstile(1, gives_way, shares),
@@ -82,6 +87,7 @@ class GuardedConnection(H11Protocol):
 
     Attributes:
         limits: `max_connections` and the timeouts of the phases.
+        idle: shared by all connections: those that wait for a request or for the rest of its header, the longest first.
         turnstile: shared by all connections; limits how many requests begin, or lose their client, at a time.
         bodiless: the same for requests without a body, so that they do not wait for those with one.
         parsing: shared by all connections; lets one at a time go on with what takes long to parse.
@@ -89,6 +95,7 @@ class GuardedConnection(H11Protocol):
 
     limits: ClassVar[ServerConfig]
     counters: ClassVar[ConnectionCounters]
+    idle: ClassVar[dict[GuardedConnection, None]]
     turnstile: ClassVar[Turnstile]
     bodiless: ClassVar[Turnstile]
     parsing: ClassVar[Turnstile]
@@ -105,7 +112,7 @@ class GuardedConnection(H11Protocol):
         self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.limits.max_connections:
+        if len(self.connections) >= self.limits.max_connections and not self._displace_one():
             self._refused = True
             self.counters.refused += 1
             message = f"The server has {self.limits.max_connections} connections open, the most it accepts."
@@ -113,11 +120,26 @@ class GuardedConnection(H11Protocol):
             transport.close()
             return
         super().connection_made(transport)
+        self.idle[self] = None
         self._await_header()
+
+    def _displace_one(self) -> bool:
+        """Close the connection that has waited for a request for the longest; False if there is none."""
+        # A request that waits for its turn has arrived.
+        longest = next((connection for connection in self.idle if not connection._held), None)
+        if longest is None:
+            return False
+        self.counters.displaced += 1
+        longest.transport.abort()
+        # `connection_lost` comes later, and others may connect until then.
+        del self.idle[longest]
+        self.connections.discard(longest)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._refused:
             return
+        self.idle.pop(self, None)
         for timer in (self._header_timer, self._body_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -236,6 +258,10 @@ class GuardedConnection(H11Protocol):
     def _note_phase(self) -> None:
         """Start and stop the header and body timers by the phase the client is in."""
         state = self.conn.their_state
+        if state is h11.IDLE and not self.transport.is_closing():
+            self.idle.setdefault(self)
+        else:
+            self.idle.pop(self, None)
         if state is not h11.IDLE and self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

@@ -128,10 +128,13 @@ class Quotas:
 
     Args:
         clock: a monotonic clock, in seconds.
+        max_requests: how many requests a tenant without a `max_concurrency` may have at once, so that it cannot take
+            all connections; None for any number.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_requests: int | None = None) -> None:
         self._clock = clock
+        self._max_requests = max_requests
         self._uses: dict[str, TenantUse] = {}
         self._shown: set[str] = set()
 
@@ -187,7 +190,8 @@ class Quotas:
         return shown
 
     def _check(self, client: Client, use: TenantUse, now: float) -> None:
-        if client.max_concurrency is not None and use.running >= client.max_concurrency:
+        most = self._max_requests if client.max_concurrency is None else client.max_concurrency
+        if most is not None and use.running >= most:
             message = f"This API key's tenant has {use.running} requests running, the most it may have at once."
             raise RateLimitError(message, 1)
         # Ask for one token only: a tenant that is out of debt may send a request of any size.
