@@ -35,7 +35,11 @@ _COUNTERS = (
 _OWN_COUNTERS = (
     ("steps", "num_steps", "Steps that the engine has computed."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks that gave way to others."),
-    ("deferred_tokens", "deferred_tokens", "Tokens of streams that waited for other tenants' streams."),
+    (
+        "deferred_tokens",
+        "deferred_tokens",
+        "Tokens of running streams left to a later step, so that it takes no longer than the target.",
+    ),
     ("failed_steps", "num_failed_steps", "Steps in which something raised, each try counted."),
     ("hung_steps", "num_hung_steps", "Steps that took longer than the watchdog allows."),
     ("audits", "num_audits", "Times that the block accounting was proven while the engine was idle."),
