@@ -152,7 +152,10 @@ class OutputParser:
         Unsettled characters are spaces, followed by text that may become the mark.
         """
         chars = self._chars
-        while (yield from chars.next()):
+        only_spaces = not "".join(chars.taken).strip(SPACES)
+        while character := (yield from chars.next()):
+            if only_spaces and character in SPACES:
+                continue  # without joining what is held, of which there may be thousands
             held = "".join(chars.taken)
             while rest := held.lstrip(SPACES):
                 if mark and mark.startswith(rest):
@@ -161,7 +164,8 @@ class OutputParser:
                 size = len(held) - len(rest) + 1
                 self._events.append(kind(held[:size], chars.num_read - len(held) + size))
                 held = held[size:]
-            chars.taken[:] = [held]
+            chars.taken[:] = [held] if held else []
+            only_spaces = not rest
             if rest and rest == mark:
                 return True
         held = chars.unsettled()

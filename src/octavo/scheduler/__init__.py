@@ -13,6 +13,7 @@ parts                           what knows who runs and who waits; a restart rep
 service | ahead                 tokens for running streams, then for prompts; the step after the one in flight
 admission                       which sequences start to run, and with how many blocks
 backfill | yielding | claims    who may overtake; who gives blocks back; who may take another's place
+stream_shares                   turns among tenants' streams that take too long together
 step_time | budget | rotation   what a step may take: time and tokens, turns among streams
 
 who waits and who runs
