@@ -141,6 +141,10 @@ FIELDS = {
     EMBEDDINGS: ["input", "dimensions", "encoding_format"],
     TOKENIZE: ["prompt", "messages", "add_special_tokens", "tools"],
     "/detokenize": ["tokens"],
+    "/api/chat": ["messages", "options", "format", "keep_alive", "think", "tools", "logprobs", "top_logprobs"],
+    "/api/generate": ["prompt", "suffix", "system", "context", "images", "options", "format", "keep_alive", "raw"],
+    "/api/embed": ["input", "truncate", "dimensions", "options"],
+    "/completion": ["prompt", "n_predict", "n_probs", "logit_bias", "seed", "stop", "grammar", "json_schema", "top_k"],
 }
 # fmt: on
 LEAST = {
@@ -151,6 +155,10 @@ LEAST = {
     EMBEDDINGS: {"input": "x"},
     TOKENIZE: {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
+    "/api/chat": {"messages": USER, "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "x", "options": {"num_predict": 1}},
+    "/api/embed": {"input": "x"},
+    "/completion": {"prompt": "x", "n_predict": 1},
 }
 
 

@@ -96,6 +96,7 @@ def test_a_stop_string_is_named(start_server: Callable[..., Running]) -> None:
         ({"prompt": "x", "n_probs": 21}, "n_probs must"),
         ({"prompt": "x", "logit_bias": [1]}, "logit_bias must be a list"),
         ({"prompt": "x", "logit_bias": [[1, "x"]]}, "logit_bias must have token ids"),
+        ({"prompt": "x", "logit_bias": [[1, 10**400]]}, "logit_bias must have finite numbers"),
         ({"prompt": "x", "mirostat": 2}, "mirostat is not supported"),
     ],
 )

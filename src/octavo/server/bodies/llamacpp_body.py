@@ -88,5 +88,8 @@ def _biases(given: Any) -> dict[str, float] | None:
     for token, bias in pairs:
         if isinstance(token, bool) or not isinstance(token, int | str) or not isinstance(bias, int | float):
             raise RequestError("logit_bias must have token ids and numbers, or false", param="logit_bias")
-        biases[str(token)] = _NEVER if bias is False else float(bias)
+        try:
+            biases[str(token)] = _NEVER if bias is False else float(bias)
+        except OverflowError:
+            raise RequestError("logit_bias must have finite numbers", param="logit_bias") from None
     return biases
