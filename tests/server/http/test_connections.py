@@ -345,6 +345,22 @@ def test_where_all_connections_are_taken_a_new_one_closes_the_longest_idle(start
     wait_until(lambda: not idle_of(server))
 
 
+def test_bodies_without_a_key_that_stall_keep_nobody_out(start: Callable[..., Running]) -> None:
+    server = start(max_connections=3, api_key=["ada"])
+    held = [connect(server) for _ in range(3)]
+    try:
+        for connection in held:
+            connection.sendall(HEAD + b"Content-Length: 5\r\n\r\n")
+        assert all(answer_of(connection).startswith(b"HTTP/1.1 401 ") for connection in held)
+        wait_until(lambda: len(idle_of(server)) == 3)
+        with connect(server) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
+    finally:
+        for connection in held:
+            connection.close()
+
+
 def idle_of(server: Running) -> dict[GuardedConnection, None]:
     """The connections that wait for a request."""
     protocol: Any = server.server.config.http

@@ -87,7 +87,8 @@ class GuardedConnection(H11Protocol):
 
     Attributes:
         limits: `max_connections` and the timeouts of the phases.
-        idle: shared by all connections: those that wait for a request or for the rest of its header, the longest first.
+        idle: shared by all connections: those on which no request waits for its answer, the longest first. A client
+            may still be sending its header, or a body that was answered without being read.
         turnstile: shared by all connections; limits how many requests begin, or lose their client, at a time.
         bodiless: the same for requests without a body, so that they do not wait for those with one.
         parsing: shared by all connections; lets one at a time go on with what takes long to parse.
@@ -124,7 +125,7 @@ class GuardedConnection(H11Protocol):
         self._await_header()
 
     def _displace_one(self) -> bool:
-        """Close the connection that has waited for a request for the longest; False if there is none."""
+        """Close the connection that has been idle for the longest; False if there is none."""
         # A request that waits for its turn has arrived.
         longest = next((connection for connection in self.idle if not connection._held), None)
         if longest is None:
@@ -258,10 +259,11 @@ class GuardedConnection(H11Protocol):
     def _note_phase(self) -> None:
         """Start and stop the header and body timers by the phase the client is in."""
         state = self.conn.their_state
-        if state is h11.IDLE and not self.transport.is_closing():
-            self.idle.setdefault(self)
-        else:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or self.transport.is_closing():
             self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self)
         if state is not h11.IDLE and self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
