@@ -6,7 +6,8 @@
 Each engine runs in its own process and environment: two requests to warm up, then the whole workload. Greedy,
 end-of-sequence ignored, prefix caching off, two threads, 2 GiB of KV cache, at most 64 sequences. An engine's name may
 be followed by the weights to use, as in `octavo:gguf`, and by a maximum of rounds, as in `vllm@1`, if its start takes
-minutes. Rates are output tokens per second, or prompt tokens per second if the workload is a prefill. Nothing else
+minutes. OpenVINO, vLLM and transformers run SmolLM2 only; Octavo and llama.cpp also what random_llama.py wrote, with
+`--model`. Rates are output tokens per second, or prompt tokens per second if the workload is a prefill. Nothing else
 should be running.
 """
 
@@ -34,12 +35,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["single", "uniform64", "mixed64", "prefill2048"])
     parser.add_argument("--engine", nargs="+", default=["octavo", "openvino", "llamacpp"])
+    parser.add_argument("--model", default="smollm2", help="MODEL of the files MODEL-WEIGHTS.gguf in PEERS_HOME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one run")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json, OUTPUT.md and OUTPUT.png")
     args = parser.parse_args()
     if args.output and importlib.util.find_spec("matplotlib") is None:
         parser.error("--output draws a plot, which needs matplotlib: pip install 'octavo[plot]'")
+    os.environ["MODEL"] = args.model  # peers/common.py reads it
     results: dict[str, dict[str, list[float]]] = {}
     for workload in args.workload:
         results[workload] = measure(workload, args.engine, args.rounds, args.timeout)

@@ -7,8 +7,11 @@ HOME = os.environ.get("PEERS_HOME", os.path.expanduser("~/.cache/peers"))
 HF_DIR = os.path.join(HOME, "smollm2-hf")
 
 
+MODEL = os.environ.get("MODEL", "smollm2")
+
+
 def gguf(kind: str = "Q4_1") -> str:
-    return os.path.join(HOME, f"smollm2-{kind}.gguf")
+    return os.path.join(HOME, f"{MODEL}-{kind}.gguf")
 
 
 def load() -> list[dict]:

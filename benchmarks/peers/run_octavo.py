@@ -6,10 +6,11 @@ import octavo
 from octavo import LLM, SamplingParams
 
 work = load()
-weights = os.environ.get("WEIGHTS", "bf16")  # bf16: the dequantised folder; gguf: the packaged Q4_1 file
+# bf16: the dequantised folder; gguf: the packaged Q4_1 file; Q4_0 and so on: that file
+weights = os.environ.get("WEIGHTS", "bf16")
 llm, startup = timed(
     lambda: LLM(
-        gguf() if weights == "gguf" else HF_DIR,
+        HF_DIR if weights == "bf16" else gguf() if weights == "gguf" else gguf(weights),
         max_num_seqs=64,
         kv_cache_memory="2GiB",
         enable_prefix_caching=os.environ.get("PREFIX", "0") == "1",
